@@ -1,0 +1,1 @@
+"""Traces: prompts, schema, store, collectors."""

@@ -1,0 +1,1 @@
+"""The speculative decoder: caches, drafting, verification, the round loop, latency profile."""

@@ -1,0 +1,1 @@
+"""What a stop policy is: features, rules, heads, baselines, the folder on disk, plugins."""

@@ -1,0 +1,1 @@
+"""Everything offline: reading traces, replay and bounds, fitting heads, calibration, report."""
