@@ -1,0 +1,367 @@
+"""The round loop: draft, decide, verify, commit, for a chain under `match` verification (lossless).
+
+A round starts at the anchor, the last committed token, which neither model has read yet. The draft reads its backlog and
+proposes x_1, x_2, ... while the policy keeps the branch; the target reads the anchor and the proposals in one call; the
+tokens that equal the target's own are committed, with one more of the target's.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..policies.baselines import FixedLength
+from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep
+from ..policies.costs import Profile
+from ..policies.errors import InputError, PolicyError, SpecstopWarning
+from ..policies.features import Layout, Rows, compute
+from ..policies.history import History
+from .cache import CachedModel
+from .noise import KeyedSource, Source, match_scores
+from .pair import Pair
+from .records import Generation, Round
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is told, beside its pair and its policy.
+
+    Attributes:
+        temperature: 0 = greedy.
+        max_new_tokens: length limit of each text.
+        max_depth: no round drafts deeper, whatever the policy says.
+        fallback: drafts this many tokens once a policy has failed.
+        ignore_eos: go on after the end-of-text token.
+    """
+
+    temperature: float = 0.0
+    max_new_tokens: int = 128
+    max_depth: int = 20
+    fallback: int = 4
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0.0:
+            raise InputError(f"--temperature: expected 0 or more, not {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise InputError(f"--max-new-tokens: expected 1 or more, not {self.max_new_tokens}")
+        if self.max_depth < 0 or self.fallback < 0:
+            raise InputError("depth and fallback: expected 0 or more")
+
+
+@dataclass
+class _Stopwatch:
+    """Seconds by phase of one round; waits for the device before each reading."""
+
+    device: torch.device
+    laps: dict[str, float] = field(default_factory=lambda: {"first": 0.0, "draft": 0.0, "verify": 0.0, "policy": 0.0})
+    mark: float = 0.0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self.mark = self.now()
+
+    def lap(self, phase: str) -> None:
+        self.laps[phase] += self.now() - self.mark
+
+
+@dataclass
+class _Text:
+    """One sequence while it is decoded."""
+
+    tokens: list[int]  # committed, prompt included
+    prompt: int
+    source: Source
+    anchor_row: Tensor  # [1, V] the target's row that the anchor was drawn from
+    policy_state: State
+    history: History
+    ended: bool = False
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt
+
+
+@dataclass
+class _Chain:
+    """What the draft phase leaves behind: the tokens drawn and how often the policy was asked."""
+
+    tokens: list[int]
+    decisions: int = 0
+    dropped: int = 0  # trailing tokens that a trimming policy does not send
+    capped: bool = False  # the length limit or EOS ended drafting, not the policy
+
+
+class Speculator:
+    """Decodes prompts one at a time with one pair, one policy and one set of settings.
+
+    The policy is asked from depth 0 on (or from its `first`). One that raises or breaks the contract is reported once
+    and replaced by a fixed length: the text is the target's in any case.
+
+    Args:
+        pair: target and draft.
+        policy: a stop policy; `vectors` are not supplied by this loop.
+        settings: see `Settings`.
+        profile: supplies the modelled seconds that policies observe.
+        source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        policy: StopPolicy,
+        settings: Settings | None = None,
+        profile: Profile | None = None,
+        source: Callable[[int, int], Source] | None = None,
+    ) -> None:
+        if policy.vectors:
+            raise PolicyError(f"{policy.name}: reads {', '.join(policy.vectors)}; this loop hands over scalars only")
+        self.pair, self.policy, self.settings, self.profile = pair, policy, settings or Settings(), profile
+        self._depth = min(self.settings.max_depth, policy.max_depth)
+        self._layout = Layout(policy.features)
+        self._source = source or self._keyed
+        self._target = self._draft = CachedModel(pair.target, 0, pair.vocabulary)
+        self._carried: State = None
+        self._warned = False
+        self._eos = () if self.settings.ignore_eos else pair.eos
+
+    def _keyed(self, key: int, window: int) -> Source:
+        return KeyedSource(key, self.pair.vocabulary, window, self.pair.logits_dtype, self.pair.device)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: Sequence[int], key: int = 0, on_commit: Callable[[list[int]], None] | None = None
+    ) -> Generation:
+        """Decode one prompt.
+
+        Args:
+            prompt: token ids, at least one.
+            key: of the stream (`noise.stream_key`); without effect at temperature 0.
+            on_commit: called with the tokens of each round, for streaming.
+
+        Raises:
+            InputError: the prompt is empty, or longer than the models can read with the new tokens.
+        """
+        watch = _Stopwatch(self.pair.device)
+        begin = watch.now()
+        text = self._prefill(list(prompt), key)
+        prefill_s = watch.now() - begin
+        first = text.tokens[text.prompt :]
+        if on_commit:
+            on_commit(first)
+        rounds = []
+        while not text.ended:
+            done = len(text.tokens)
+            rounds.append(self._round(text))
+            if on_commit:
+                on_commit(text.tokens[done:])
+        if self.policy.carries:
+            self._carried = text.policy_state
+        return Generation(tuple(text.tokens[text.prompt :]), tuple(rounds), text.prompt, prefill_s, watch.now() - begin)
+
+    def _prefill(self, prompt: list[int], key: int) -> _Text:
+        """Read the prompt with the target and commit its first token; the draft reads when it is first asked."""
+        if not prompt:
+            raise InputError("the prompt is empty: expected at least one token")
+        self._reserve(len(prompt) + self.settings.max_new_tokens + self._depth + 1)
+        logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
+        source = self._source(key, self._depth + 1)
+        token = int(self._scores(logits, source, len(prompt), 1).argmax())
+        policy_state = self._carried
+        if policy_state is None:
+            policy_state = self.policy.start(1, torch.tensor([key], device=self.pair.device))
+        text = _Text([*prompt, token], len(prompt), source, logits, policy_state, History.start(1, self.pair.device))
+        text.ended = token in self._eos or self.settings.max_new_tokens == 1
+        return text
+
+    def _reserve(self, capacity: int) -> None:
+        """Empty both caches, with room for `capacity` tokens."""
+        for role, model in (("target", self.pair.target), ("draft", self.pair.draft)):
+            limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or capacity
+            if capacity - self._depth - 1 > limit:
+                raise InputError(
+                    f"prompt and new tokens are {capacity - self._depth - 1} together, but the {role} reads at most {limit}; "
+                    "shorten the prompt or lower --max-new-tokens"
+                )
+        if self._target.capacity < capacity:
+            self._target = CachedModel(self.pair.target, capacity, self.pair.vocabulary)
+            self._draft = CachedModel(self.pair.draft, capacity, self.pair.vocabulary)
+        self._target.roll_back(0)
+        self._draft.roll_back(0)
+
+    def _scores(self, logits: Tensor, source: Source, position: int, count: int) -> Tensor:
+        """Return [count, V], what the next tokens at `position`, ... are the argmax of."""
+        if self.settings.temperature == 0.0:
+            return logits
+        return match_scores(logits, self.settings.temperature, source.gumbel(position, count))
+
+    def _round(self, text: _Text) -> Round:
+        watch = _Stopwatch(self.pair.device)
+        begin = watch.now()
+        context, anchor = len(text.tokens), text.generated
+        backlog = context - self._draft.length
+        chain = self._draft_chain(text, watch)
+        verified = self._choose(text, chain)
+        own, logits = self._verify(text, verified, watch)
+        accepted, committed = self._commit(text, verified, own, logits)
+        cut = text.ended or chain.capped
+        watch.start()
+        if self._layout.history or type(self.policy).observe is not StopPolicy.observe:
+            elapsed = watch.mark - begin
+            self._observe(text, self._outcome(context, chain, len(verified), accepted, backlog, cut, elapsed))
+        watch.lap("policy")
+        laps = watch.laps
+        return Round(
+            anchor, context, len(chain.tokens), len(verified), accepted, committed, chain.decisions, backlog, cut,
+            laps["first"], laps["draft"], laps["verify"], laps["policy"], watch.now() - begin,
+        )  # fmt: skip
+
+    def _draft_chain(self, text: _Text, watch: _Stopwatch) -> _Chain:
+        """Draw x_1, x_2, ... until the policy stops, EOS is drawn, or no more tokens are allowed."""
+        chain = _Chain([])
+        allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
+        base: Tensor | None = None
+        logprob = text.anchor_row.new_zeros(1)
+        unread = text.tokens[self._draft.length :]
+        rows: Rows | None = None
+        for depth in range(self._depth + 1):
+            if depth == min(allowed, self._depth):
+                chain.capped = depth < self._depth
+                return chain
+            if depth >= self.policy.first:
+                watch.start()
+                base = self._base(text) if base is None else base
+                go_on = self._decide(text, depth, base, rows)
+                chain.decisions += 1
+                watch.lap("policy")
+                if not go_on:
+                    chain.dropped = int(self.policy.trims and depth > 0)
+                    return chain
+            watch.start()
+            logits = self._draft.read(torch.tensor([unread], device=self.pair.device), rows=1)[0]
+            watch.lap("draft" if depth else "first")
+            position = len(text.tokens) + depth
+            scores = self._scores(logits, text.source, position, 1)
+            token = scores.argmax(-1)
+            if rows is not None and rows.parent_logprob is not None and "path_logprob" in self._layout.node:
+                logprob = rows.path_logprob
+            rows = Rows(logits, self.settings.temperature, scores, token, logprob, depth + 1)
+            unread = [int(token)]
+            chain.tokens.append(unread[0])
+            if unread[0] in self._eos:
+                chain.capped = True
+                return chain
+        return chain
+
+    def _base(self, text: _Text) -> Tensor:
+        """Return [1, F], the columns that are known before drafting."""
+        layout = self._layout
+        if not (layout.anchor or layout.history):
+            return torch.zeros(1, len(layout.names), device=text.anchor_row.device)
+        anchor = Rows(text.anchor_row, tokens=torch.tensor([text.tokens[-1]], device=text.anchor_row.device))
+        return layout.base(compute(layout.anchor, anchor), text.history.values(layout.history))
+
+    def _decide(self, text: _Text, depth: int, base: Tensor, rows: Rows | None) -> bool:
+        """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
+        features = base if rows is None else self._layout.with_nodes(base, compute(self._layout.node, rows))
+        alive = torch.ones(1, 1, dtype=torch.bool, device=base.device)
+        step = DraftStep(depth, alive, torch.zeros(1, 1, dtype=torch.int64, device=base.device), features[:, None])
+        try:
+            keep, text.policy_state = checked_keep(self.policy, step, text.policy_state)
+        except Exception as error:  # a plugin may raise anything; the text must not suffer
+            self._fail(text, error)
+            return depth < self.settings.fallback
+        return bool(keep)
+
+    def _fail(self, text: _Text, error: Exception) -> None:
+        """Warn once and go on with the fixed fallback length."""
+        if not self._warned:
+            warnings.warn(
+                f"policy {self.policy.name} failed ({type(error).__name__}: {error}); "
+                f"drafting {self.settings.fallback} tokens a round from here on",
+                SpecstopWarning,
+                stacklevel=2,
+            )
+        self._warned = True
+        self.policy = FixedLength(self.settings.fallback)
+        self._layout = Layout(())
+        text.policy_state = None
+        self._carried = None
+
+    def _choose(self, text: _Text, chain: _Chain) -> list[int]:
+        """Return the drawn tokens that are sent to the target: all but those that the policy trims."""
+        kept = chain.tokens[: len(chain.tokens) - chain.dropped]
+        if type(self.policy).select is StopPolicy.select or not kept:
+            return kept
+        nodes = torch.arange(len(kept), device=self.pair.device)[None]
+        tree = DraftTree(torch.tensor([kept], device=nodes.device), nodes - 1, nodes + 1, nodes >= 0)
+        try:
+            mask = self.policy.select(tree, text.policy_state)
+            length = len(kept) if mask is None else int(mask[0].long().cumprod(0).sum())
+        except Exception as error:
+            self._fail(text, error)
+            return kept
+        return kept[:length]
+
+    def _verify(self, text: _Text, proposed: list[int], watch: _Stopwatch) -> tuple[list[int], Tensor]:
+        """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""
+        watch.start()
+        read = torch.tensor([[text.tokens[-1], *proposed]], device=self.pair.device)
+        logits = self._target.read(read)[0]
+        watch.lap("verify")
+        own = self._scores(logits, text.source, len(text.tokens), len(proposed) + 1).argmax(-1).tolist()
+        return own, logits
+
+    def _commit(self, text: _Text, proposed: list[int], own: list[int], logits: Tensor) -> tuple[int, int]:
+        """Append the accepted tokens and the target's next one, cut at EOS or the limit; roll both caches back.
+
+        Returns:
+            min(A, k), and the tokens committed.
+        """
+        accepted = 0
+        while accepted < len(proposed) and proposed[accepted] == own[accepted]:
+            accepted += 1
+        new = own[: min(accepted + 1, self.settings.max_new_tokens - text.generated)]
+        for index, token in enumerate(new):
+            if token in self._eos:
+                new = new[: index + 1]
+                text.ended = True
+                break
+        before = len(text.tokens)
+        text.tokens.extend(new)
+        text.ended = text.ended or text.generated >= self.settings.max_new_tokens
+        text.anchor_row = logits[len(new) - 1 : len(new)]
+        self._target.roll_back(min(self._target.length, len(text.tokens) - 1))
+        self._draft.roll_back(min(self._draft.length, before + accepted))
+        return accepted, len(new)
+
+    def _outcome(
+        self, context: int, chain: _Chain, verified: int, accepted: int, backlog: int, cut: bool, elapsed: float
+    ) -> RoundOutcome:
+        one = torch.ones(1, dtype=torch.int64, device=self.pair.device)
+        drafted, sent = one * len(chain.tokens), one * verified
+        if self.policy.reads_clock or self.profile is None:
+            seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
+        else:
+            decision_s = self.profile.decision(self.policy.name)
+            seconds = self.profile.round_seconds(
+                one * context, drafted, sent, one * backlog, one * chain.decisions, decision_s
+            )
+        return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))
+
+    def _observe(self, text: _Text, outcome: RoundOutcome) -> None:
+        """Tell history and policy how the round went."""
+        text.history = text.history.after(outcome)
+        try:
+            text.policy_state = self.policy.observe(outcome, text.policy_state)
+        except Exception as error:
+            self._fail(text, error)

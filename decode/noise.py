@@ -1,0 +1,104 @@
+"""Keyed Gumbel noise: a number for each (stream, absolute position, token), the same for draft and target.
+
+Because the noise does not depend on who asks or in which order, the text of a stream under `match` verification is the
+same for every policy, tree and drafter, and equal to plain sampling with that key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_BLOCK = 16
+
+
+def _signed(value: int) -> int:
+    """Return the two's complement reading of a 64-bit pattern: torch has no unsigned arithmetic."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_MIX1, _MIX2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def stream_key(seed: int, prompt_id: str, sample: int = 0) -> int:
+    """Return the 64-bit key of a stream: a hash of the seed, the prompt's id and the sample index."""
+    text = f"{seed}\0{prompt_id}\0{sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(value: Tensor) -> Tensor:
+    """Return the SplitMix64 finaliser of int64 values (Steele, Lea, Flood 2014): a bijection that scrambles all bits."""
+    value = (value ^ _shift(value, 30)) * _MIX1
+    value = (value ^ _shift(value, 27)) * _MIX2
+    return value ^ _shift(value, 31)
+
+
+def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
+    """Return [R, V] float64 uniforms with 53 bits in (0, 1) for each absolute position and token.
+
+    Args:
+        key: the stream's key, or one per row [R, 1].
+        position: [R] int64.
+        vocabulary: V.
+    """
+    row = mix(mix(position[:, None] * _signed(_GOLDEN) + 1) ^ key)  # [R, 1]
+    token = torch.arange(1, vocabulary + 1, device=position.device) * _signed(_GOLDEN)  # [V]
+    bits = mix(row + token)
+    return (_shift(bits, 11).double() * 2.0**-53).clamp_min(2.0**-54)
+
+
+def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return [R, V] standard Gumbel noise; computed in float64, then cast. Arguments as in `uniform`."""
+    return uniform(key, position, vocabulary).log_().neg_().log_().neg_().to(dtype)
+
+
+class Source(Protocol):
+    """Where the loop takes every random number from; tests put an enumerator here."""
+
+    def gumbel(self, position: int, count: int) -> Tensor:
+        """Return [count, V] noise for the tokens at absolute positions `position`, `position` + 1, ..."""
+
+
+class KeyedSource:
+    """The noise of one stream, computed in blocks of positions and kept as long as a round may ask again."""
+
+    def __init__(
+        self, key: int, vocabulary: int, window: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self._key, self._vocabulary, self._dtype, self._device = key, vocabulary, dtype, device
+        self._size = window + 2 * _BLOCK
+        self._ring = torch.empty(self._size, vocabulary, dtype=dtype, device=device)
+        self._low = self._high = 0
+
+    def gumbel(self, position: int, count: int) -> Tensor:
+        """Return [count, V]; see `Source`. Positions may go back by at most the window given."""
+        if position < self._low or position > self._high:
+            self._low = self._high = position
+        if position + count > self._high:
+            new = max(_BLOCK, position + count - self._high)
+            at = torch.arange(self._high, self._high + new, device=self._device)
+            self._ring[at % self._size] = gumbel(self._key, at, self._vocabulary, self._dtype)
+            self._high += new
+            self._low = max(self._low, self._high - self._size)
+        first = position % self._size
+        if first + count <= self._size:
+            return self._ring[first : first + count]
+        return self._ring[torch.arange(position, position + count, device=self._device) % self._size]
+
+
+def match_scores(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
+    """Return [R, V], what `match` takes the argmax of: log p / T + g up to a constant per row, or the logits at T = 0."""
+    if temperature == 0.0:
+        return logits
+    assert noise is not None
+    return torch.log_softmax(logits / temperature, -1) + noise

@@ -1,0 +1,175 @@
+"""A target and a draft of one tokenizer, loaded and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..policies.errors import InputError, PairError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Target p, draft q and their tokenizer.
+
+    Attributes:
+        target, draft: causal language models in evaluation mode on one device.
+        tokenizer: of both.
+        vocabulary: number of token ids that both models know.
+        eos: ids that end a text.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    vocabulary: int
+    eos: tuple[int, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where both models are."""
+        return torch.device(self.target.device)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """In which scores are computed: float64 for float64 models, else float32."""
+        return torch.float64 if self.target.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Short hashes of target, draft and tokenizer, by which traces and policies know their pair."""
+        hashes = {"target": model_hash(self.target), "draft": model_hash(self.draft)}
+        if self.tokenizer is not None:
+            vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()
+            hashes["tokenizer"] = hashlib.blake2b(vocabulary, digest_size=8).hexdigest()
+        return hashes
+
+
+def model_hash(model: PreTrainedModel) -> str:
+    """Return a hash of a model's parameter names and shapes and of a spread sample of their values."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.state_dict().items():
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode() + sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Pair:
+    """Check two loaded models against each other and return them as a pair.
+
+    Raises:
+        PairError: they lie on different devices, or a layer is of a kind that cannot be rolled back.
+    """
+    if target.device != draft.device:
+        raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
+    for role, model in (("target", target), ("draft", draft)):
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
+        if kinds:
+            raise PairError(
+                f"the {role} has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
+                "expected full attention in every layer"
+            )
+    widths = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    if tokenizer is None and widths[0] != widths[1]:
+        raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
+    if tokenizer is not None and len(tokenizer) > min(widths):
+        raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {min(widths)}")
+    return Pair(target.eval(), draft.eval(), tokenizer, min(widths), _eos(target, tokenizer))
+
+
+def load_pair(
+    target: str | Path, draft: str | Path, *, device: str = "cpu", dtype: str = "float32", attention: str = "sdpa"
+) -> Pair:
+    """Load a pair from two folders or hub names.
+
+    Raises:
+        PairError: a folder is missing or no model, the tokenizers differ, or the models do not fit together.
+    """
+    kind = check_dtype(dtype)
+    where = check_device(device)
+    first, second = _tokenizer(target, "--target"), _tokenizer(draft, "--draft")
+    if first.get_vocab() != second.get_vocab():
+        raise PairError(
+            f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
+            f"{len(second)}, not the same ones; choose a draft of the target's family"
+        )
+    models = [
+        _model(name, option, where, kind, attention) for name, option in ((target, "--target"), (draft, "--draft"))
+    ]
+    return join(models[0], models[1], first)
+
+
+def check_dtype(name: str) -> torch.dtype:
+    """Return the torch type called `name`, or raise `InputError` naming those there are."""
+    if name not in DTYPES:
+        raise InputError(f"--dtype: expected one of {', '.join(DTYPES)}, not {name!r}")
+    return DTYPES[name]
+
+
+def check_device(name: str) -> torch.device:
+    """Return the torch device called `name`, or raise `InputError` when this machine has none."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device: {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _found(name: str | Path, option: str) -> str:
+    """Return the name as `from_pretrained` wants it; a path that looks local must exist."""
+    text = str(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise PairError(f"{option}: expected a model folder, but {text} has no config.json")
+        return str(path)
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
+        raise PairError(f"{option}: expected a model folder or a hub name, but {text} does not exist")
+    return text
+
+
+def _tokenizer(name: str | Path, option: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_found(name, option))
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, PairError):
+            raise
+        raise PairError(f"{option}: cannot load a tokenizer from {name}: {_line(error)}") from None
+    return tokenizer
+
+
+def _model(name: str | Path, option: str, device: torch.device, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            _found(name, option), dtype=dtype, attn_implementation=attention
+        )
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, PairError):
+            raise
+        raise PairError(f"{option}: cannot load a model from {name}: {_line(error)}") from None
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _eos(target: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    configured = getattr(target.generation_config, "eos_token_id", None)
+    if configured is None and tokenizer is not None:
+        configured = tokenizer.eos_token_id
+    if configured is None:
+        return ()
+    return tuple(configured) if isinstance(configured, list) else (int(configured),)

@@ -1,0 +1,89 @@
+"""Plain decoding of a batch: one token a step, no draft. The text every `match` policy must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import CachedModel, backend_mask
+from .noise import gumbel, match_scores
+from .pair import Pair
+
+
+@dataclass(frozen=True)
+class PlainTexts:
+    """Texts of a batch and the target's rows.
+
+    Attributes:
+        tokens: generated ids by prompt; a text ends with its EOS or at the limit.
+        logits: [B, N, V], the row that each generated token was drawn from; rows after an EOS are void.
+    """
+
+    tokens: list[list[int]]
+    logits: Tensor
+
+
+@torch.inference_mode()
+def plain_texts(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    ignore_eos: bool = False,
+) -> PlainTexts:
+    """Decode a batch of prompts with the target alone.
+
+    Args:
+        pair: whose target is used.
+        prompts: B lists of token ids, none empty; they are padded on the left.
+        keys: B stream keys (`noise.stream_key`), without effect at temperature 0.
+        max_new_tokens: N, the length limit of each text.
+        temperature: 0 = greedy, else sampling by the streams' keyed noise.
+        ignore_eos: go on after the end-of-text token.
+    """
+    device = pair.device
+    longest = max(map(len, prompts))
+    capacity = longest + max_new_tokens
+    model = CachedModel(pair.target, capacity, pair.vocabulary)
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    column = torch.arange(capacity, device=device)
+    real = column >= padding[:, None]  # [B, capacity]
+    causal = column[:longest, None] >= column[None, :longest]
+    # A padding row that sees nothing would be NaN, so it sees itself; nothing else ever sees it.
+    mask = causal & real[:, None, :longest] | torch.eye(longest, dtype=torch.bool, device=device)
+    positions = (column[None] - padding[:, None]).clamp_min(0)
+    stream = torch.tensor(list(keys), device=device)[:, None]
+    eos = torch.tensor(() if ignore_eos else pair.eos, dtype=torch.int64, device=device)
+
+    out = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
+    rows = torch.zeros(
+        len(prompts), max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device
+    )
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    logits = model.read(tokens, 1, backend_mask(mask[:, None], pair.target), positions[:, :longest])[:, 0]
+    later = backend_mask(real[:, None, None, :], pair.target)
+    for step in range(max_new_tokens):
+        rows[:, step] = logits
+        noise = None
+        if temperature > 0:
+            at = longest + step - padding
+            noise = gumbel(stream, at, pair.vocabulary, pair.logits_dtype)
+        out[:, step] = match_scores(logits, temperature, noise).argmax(-1)
+        ended |= torch.isin(out[:, step], eos)
+        end = longest + step
+        if step + 1 == max_new_tokens or bool(ended.all()):
+            break
+        logits = model.read(
+            out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1]
+        )[:, 0]
+    return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows)
+
+
+def _cut(text: list[int], eos: set[int]) -> list[int]:
+    """Return the text up to its first end-of-text token, that token included."""
+    return next((text[: i + 1] for i, token in enumerate(text) if token in eos), text)

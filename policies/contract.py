@@ -1,0 +1,145 @@
+"""The contract between a stop policy and whoever runs it: the live loop with one stream, replay with thousands.
+
+Shapes: S streams, B branches at this depth, F declared features, H hidden size, N tree nodes. A chain has B = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+State = Any
+"""What a policy remembers between calls. The caller owns it and hands it back; only the policy looks inside."""
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What is known right after the tokens of one depth were drawn, before they are fed to the draft.
+
+    Attributes:
+        depth: j, the same for all streams; 0 = before any draft forward (then B = 1).
+        alive: [S, B] bool; the other rows hold zeros and are ignored.
+        parent: [S, B] int64, the branch's parent among the branches of depth j - 1.
+        features: [S, B, F] in the policy's order; at j = 0 only ANCHOR and HISTORY columns, the rest 0.
+        vectors: declared hidden states by name, each [S, B, H].
+    """
+
+    depth: int
+    alive: Tensor
+    parent: Tensor
+    features: Tensor
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The drafted nodes of a round, in drawing order: `tokens`, `parent` (-1 = root), `depth`, `drawn`; all [S, N]."""
+
+    tokens: Tensor
+    parent: Tensor
+    depth: Tensor
+    drawn: Tensor
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a finished round was worth. All tensors are [S].
+
+    Attributes:
+        active: streams that had a round; the other rows are void.
+        drafted: tokens drawn.
+        verified: tokens sent to the target, k.
+        accepted: min(A, k).
+        cut: the round met EOS or a length limit, so it says little about acceptance.
+        seconds: modelled by the latency profile, live too; measured for a policy that `reads_clock`; 0 without a profile.
+    """
+
+    active: Tensor
+    drafted: Tensor
+    verified: Tensor
+    accepted: Tensor
+    cut: Tensor
+    seconds: Tensor
+
+
+class StopPolicy:
+    """Decides after each draft step which branches to draft further; none = stop and verify.
+
+    A policy is immutable: all that changes is in the state that the caller owns. Subclasses set the class attributes
+    that differ from these defaults and implement `keep`.
+
+    Attributes:
+        features: names of the scalar features that `keep` reads (see `features.FEATURES`), in its order.
+        vectors: names of the hidden-state vectors that it reads.
+        trims: a branch that is not kept loses the token just drawn (else that token is still verified).
+        carries: state passes from sequence to sequence.
+        reads_clock: `observe` gets measured time, so runs are not reproducible.
+        first: the first depth at which `keep` is asked, 0 or 1; published rules draft at least one token.
+        max_depth: no deeper draft is made; at that depth the policy is not asked any more.
+    """
+
+    features: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+    trims: ClassVar[bool] = False
+    carries: ClassVar[bool] = False
+    reads_clock: ClassVar[bool] = False
+    first: int = 1
+    max_depth: int = 20
+    name: str = "policy"
+
+    def start(self, streams: int, key: Tensor) -> State:
+        """Return the state of fresh sequences.
+
+        Args:
+            streams: S.
+            key: [S] int64, a counter-based noise key per stream for randomised policies.
+        """
+        return None
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        """Return [S, B] bool, the branches to extend, and the new state."""
+        raise TypeError(f"{type(self).__name__} does not implement keep()")
+
+    def select(self, tree: DraftTree, state: State) -> Tensor | None:
+        """Return [S, N] bool, the nodes to verify (closed under parents), once after drafting; None = all."""
+        return None
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state after a round."""
+        return state
+
+    def limited(self, depth: int) -> StopPolicy:
+        """Return this policy, never drafting deeper than `depth`."""
+        if self.max_depth <= depth:
+            return self
+        import copy
+
+        other = copy.copy(self)
+        other.max_depth = depth
+        return other
+
+
+def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    """Ask the policy and hold it to the contract: a bool tensor of the shape of `step.alive`.
+
+    Raises:
+        TypeError: the answer is not a pair, or not a bool tensor.
+        ValueError: the answer has another shape or lies on another device.
+    """
+    answer = policy.keep(step, state)
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        raise TypeError(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
+    mask, state = answer
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{policy.name}: keep() must return a bool tensor, not {kind}")
+    if mask.shape != step.alive.shape or mask.device != step.alive.device:
+        raise ValueError(
+            f"{policy.name}: keep() must return shape {tuple(step.alive.shape)} on {step.alive.device}, "
+            f"not {tuple(mask.shape)} on {mask.device}"
+        )
+    return mask & step.alive, state

@@ -1,0 +1,150 @@
+"""What a round costs: the latency profile as a plain record, and the one function that turns a round into seconds.
+
+The live loop (for `RoundOutcome.seconds`), replay and the derived stop rule all read costs from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .files import read_json, write_json
+
+PROFILE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of the model calls of a chain round at one context length.
+
+    Attributes:
+        context: tokens in the cache when measured.
+        draft_s: a draft step that reads 1 or 2 new tokens (the second after full acceptance).
+        draft_token_s: each further token of a backlog.
+        verify_s: a verification of n = 0, 1, ..., K drafted tokens (n + 1 rows).
+    """
+
+    context: float
+    draft_s: tuple[float, float]
+    draft_token_s: float
+    verify_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Latency of a pair on a machine, at two context lengths; between and beyond them costs are linear in the context.
+
+    Attributes:
+        low, high: the tables at a short and a long context.
+        step_s: outside the models, per drafted token.
+        round_s: outside the models, per round.
+        prefill_s: reading a prompt: (constant, per token).
+        decision_s: one decision, features included, by policy name.
+        temperature: of the sampling it was measured under.
+        facts: device, dtype, threads, versions, spread: what a reader wants to know.
+    """
+
+    low: CostTable
+    high: CostTable
+    step_s: float
+    round_s: float
+    prefill_s: tuple[float, float]
+    decision_s: Mapping[str, float] = field(default_factory=dict)
+    temperature: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest chain whose verification was measured."""
+        return len(self.low.verify_s) - 1
+
+    def decision(self, name: str) -> float:
+        """Return the seconds of one decision of the policy called `name`; of the dearest one known where it is not."""
+        return self.decision_s.get(name, max(self.decision_s.values(), default=0.0))
+
+    def round_seconds(
+        self, context: Tensor, drafted: Tensor, verified: Tensor, backlog: Tensor, decisions: Tensor, decision_s: float
+    ) -> Tensor:
+        """Return [S] float64 seconds of rounds.
+
+        Args:
+            context: [S] tokens committed before the round.
+            drafted, verified: [S] tokens drawn, tokens sent to the target.
+            backlog: [S] committed tokens that the draft has not read yet.
+            decisions: [S] times the policy was asked.
+            decision_s: of the policy.
+        """
+        low = self._calls(self.low, drafted, verified, backlog)
+        high = self._calls(self.high, drafted, verified, backlog)
+        span = self.high.context - self.low.context
+        weight = (context.double() - self.low.context) / span if span else torch.zeros_like(low)
+        calls = (low + (high - low) * weight).clamp_min(0.25 * torch.minimum(low, high))
+        return calls + self.round_s + self.step_s * drafted + decision_s * decisions
+
+    @staticmethod
+    def _calls(table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
+        one, two = table.draft_s
+        verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
+        first = torch.where(backlog > 1, two, one) + (backlog - 2).clamp_min(0) * table.draft_token_s
+        drafting = torch.where(drafted > 0, first + (drafted - 1) * one, 0.0)
+        return drafting + verify[verified]
+
+    def chain_costs(self, context: float, decision_s: float, first: int = 0, depth: int | None = None) -> Tensor:
+        """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
+
+        A policy that is asked from depth `first` on decides k - first + 1 times, but not at depth K.
+        """
+        depth = self.max_depth if depth is None else depth
+        k = torch.arange(depth + 1)
+        asked = (torch.minimum(k, torch.tensor(depth - 1)) - first + 1).clamp_min(0)
+        one = torch.ones_like(k)
+        return self.round_seconds(one * context, k, k, one, asked, decision_s)
+
+    def prefill_seconds(self, length: Tensor) -> Tensor:
+        """Return [S] float64 seconds to read prompts of `length` [S] tokens with the target."""
+        return self.prefill_s[0] + self.prefill_s[1] * length.double()
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON."""
+        write_json(path, {"schema": PROFILE_SCHEMA, "kind": "profile", **dataclasses.asdict(self)})
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """Read a profile; anything else is an `InputError`."""
+        raw = read_json(Path(path), "--profile")
+        if not isinstance(raw, dict) or raw.get("kind") != "profile" or raw.get("schema") != PROFILE_SCHEMA:
+            raise InputError(f"--profile: expected a latency profile of schema {PROFILE_SCHEMA}, but {path} is none")
+        return Profile.from_dict(raw, str(path))
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any], where: str) -> Profile:
+        """Build a profile from its JSON form; a missing or wrong entry is an `InputError` naming `where`."""
+        try:
+            tables = [
+                CostTable(
+                    float(raw[side]["context"]),
+                    (float(raw[side]["draft_s"][0]), float(raw[side]["draft_s"][1])),
+                    float(raw[side]["draft_token_s"]),
+                    tuple(float(x) for x in raw[side]["verify_s"]),
+                )
+                for side in ("low", "high")
+            ]
+            return Profile(
+                tables[0],
+                tables[1],
+                float(raw["step_s"]),
+                float(raw["round_s"]),
+                (float(raw["prefill_s"][0]), float(raw["prefill_s"][1])),
+                {str(k): float(v) for k, v in raw["decision_s"].items()},
+                float(raw["temperature"]),
+                dict(raw["facts"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None

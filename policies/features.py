@@ -1,0 +1,230 @@
+"""The scalar features of a decision: name, kind, definition, range and one vectorised function each.
+
+| kind | known |
+|---|---|
+| ANCHOR | before drafting: the target's row that the anchor token was drawn from |
+| PRE | with q_j: a function of the context and the draft's distribution at depth j |
+| POST | with x_j: uses the drawn token |
+| HISTORY | from earlier rounds (`history`): never stored in a trace |
+
+Probability features read the raw logits at temperature 1, whatever the sampling temperature. Only `drawn_prob` reads the
+distribution that is sampled from, and the `noisy_*` features that distribution with the Gumbel noise added (at temperature
+0 there is no distribution to sample from: `drawn_prob` then reads temperature 1, the `noisy_*` the bare logits).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .errors import PolicyError, close_match
+
+TOP = 10
+INFINITY = float("inf")
+
+
+class Kind(enum.Enum):
+    """When a feature is known."""
+
+    ANCHOR = "anchor"
+    PRE = "pre"
+    POST = "post"
+    HISTORY = "history"
+
+
+class Rows:
+    """Rows of logits and what was drawn from them; every derived quantity is computed once, when first read.
+
+    Args:
+        logits: [R, V] raw logits, float32 or float64.
+        temperature: of the sampling; 0 = greedy.
+        scores: [R, V] log q / T + g (logits at temperature 0), what `match` takes the argmax of; None elsewhere.
+        tokens: [R] the drawn tokens, for POST features.
+        parent_logprob: [R] log-probability of the path above, for POST features.
+        depth: j.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        temperature: float = 0.0,
+        scores: Tensor | None = None,
+        tokens: Tensor | None = None,
+        parent_logprob: Tensor | None = None,
+        depth: int = 0,
+    ) -> None:
+        self.logits = logits
+        self.temperature = temperature
+        self.scores = scores
+        self.tokens = tokens
+        self.parent_logprob = parent_logprob
+        self.depth = depth
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """[R, V] log-softmax of the raw logits."""
+        return torch.log_softmax(self.logits, -1)
+
+    @cached_property
+    def top(self) -> Tensor:
+        """[R, 10] the largest probabilities, descending; zeros beyond the vocabulary."""
+        width = min(TOP, self.logits.shape[-1])
+        best = self.logprobs.topk(width, -1).values.exp()
+        return torch.nn.functional.pad(best, (0, TOP - width)) if width < TOP else best
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """[R] entropy in nats."""
+        probs = self.logprobs.exp()
+        return -(probs * self.logprobs.clamp_min(-1e4)).sum(-1)
+
+    @cached_property
+    def best_scores(self) -> Tensor:
+        """[R, 2] the two largest noisy scores."""
+        if self.scores is None:
+            raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
+        return self.scores.topk(2, -1).values
+
+    @cached_property
+    def drawn_logprob(self) -> Tensor:
+        """[R] log-probability of the drawn token at temperature 1."""
+        return self.of_drawn(self.logprobs)
+
+    def of_drawn(self, values: Tensor) -> Tensor:
+        """Return [R], the entries of `values` [R, V] at the drawn tokens."""
+        assert self.tokens is not None
+        return values.gather(-1, self.tokens[:, None])[:, 0]
+
+    @cached_property
+    def path_logprob(self) -> Tensor:
+        """[R] log-probability of the path at temperature 1, the drawn token included."""
+        assert self.parent_logprob is not None
+        return self.parent_logprob + self.drawn_logprob
+
+    @cached_property
+    def drawn_prob(self) -> Tensor:
+        """[R] probability of the drawn token in the distribution that is sampled from."""
+        if self.temperature in (0.0, 1.0):
+            return self.drawn_logprob.exp()
+        return self.of_drawn(torch.log_softmax(self.logits / self.temperature, -1)).exp()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A named scalar: its kind, its definition in words, its range, and the function that computes it from rows."""
+
+    name: str
+    kind: Kind
+    definition: str
+    low: float
+    high: float
+    of: Callable[[Rows], Tensor]
+
+    @property
+    def is_probability(self) -> bool:
+        """Whether the range is [0, 1]."""
+        return self.low == 0.0 and self.high == 1.0
+
+
+def _history(rows: Rows) -> Tensor:
+    raise PolicyError("a HISTORY feature is computed from finished rounds, not from logits")
+
+
+def _pre(rank: int) -> Feature:
+    return Feature(f"top{rank}", Kind.PRE, f"probability of the draft's token of rank {rank}", 0.0, 1.0,
+                   lambda rows: rows.top[:, rank - 1])  # fmt: skip
+
+
+_ALL = (
+    Feature("anchor_entropy", Kind.ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0.0,
+            INFINITY, lambda rows: rows.entropy),
+    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, lambda rows: rows.top[:, 0]),
+    Feature("anchor_margin", Kind.ANCHOR, "largest minus second probability in that row", 0.0, 1.0,
+            lambda rows: rows.top[:, 0] - rows.top[:, 1]),
+    Feature("anchor_prob", Kind.ANCHOR, "probability of the anchor token in that row", 0.0, 1.0,
+            lambda rows: rows.drawn_logprob.exp()),
+    *(_pre(rank) for rank in range(1, TOP + 1)),
+    Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0,
+            lambda rows: rows.top[:, 0] - rows.top[:, 1]),
+    Feature("top1_logit", Kind.PRE, "raw logit of the draft's best token", -INFINITY, INFINITY,
+            lambda rows: rows.logits.amax(-1)),
+    Feature("entropy", Kind.PRE, "entropy of q_j, nats", 0.0, INFINITY, lambda rows: rows.entropy),
+    Feature("drawn_prob", Kind.POST, "probability of x_j in the distribution it was drawn from", 0.0, 1.0,
+            lambda rows: rows.drawn_prob),
+    Feature("path_logprob", Kind.POST, "log-probability of x_1..x_j", -INFINITY, 0.0, lambda rows: rows.path_logprob),
+    Feature("noisy_margin", Kind.POST, "best minus second of log q / T + g", 0.0, INFINITY,
+            lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 1]),
+    Feature("noisy_score", Kind.POST, "best of log q / T + g", -INFINITY, INFINITY,
+            lambda rows: rows.best_scores[:, 0]),
+    Feature("depth", Kind.POST, "j", 0.0, INFINITY, lambda rows: torch.full_like(rows.logits[:, 0], rows.depth)),
+    Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, INFINITY,
+            lambda rows: torch.zeros_like(rows.logits[:, 0])),
+    Feature("mean_accepted", Kind.HISTORY, "running mean of min(A, k), weight 0.8 on the past", 0.0, INFINITY, _history),
+    Feature("mean_full", Kind.HISTORY, "running mean of full acceptance, weight 0.8 on the past", 0.0, 1.0, _history),
+    Feature("last_accepted", Kind.HISTORY, "min(A, k) of the last round", 0.0, INFINITY, _history),
+    Feature("last_verified", Kind.HISTORY, "k of the last round", 0.0, INFINITY, _history),
+)  # fmt: skip
+
+FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
+"""Every feature by name."""
+
+CHAIN_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST) and f.name != "branch_rank")
+"""What is recorded at each node of a chain."""
+
+ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR)
+"""What is recorded once per anchor."""
+
+
+def feature(name: str) -> Feature:
+    """Return the feature called `name`; an unknown one is a `PolicyError` with the close match."""
+    try:
+        return FEATURES[name]
+    except KeyError:
+        raise PolicyError(
+            f"unknown feature {name!r}{close_match(name, FEATURES)}; known: {', '.join(FEATURES)}"
+        ) from None
+
+
+def compute(names: Sequence[str], rows: Rows) -> Tensor:
+    """Return [R, F] float32, the named features of `rows` in that order: what a trace stores is what a policy sees."""
+    if not names:
+        return torch.zeros(rows.logits.shape[0], 0, device=rows.logits.device)
+    return torch.stack([FEATURES[name].of(rows) for name in names], -1).float()
+
+
+class Layout:
+    """Which columns of a policy's feature tensor each kind fills.
+
+    Attributes:
+        anchor, node, history: names of that kind, in the policy's order (`node` = PRE and POST).
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        kinds = [feature(name).kind for name in names]
+        self.names = tuple(names)
+        self._node_at = [i for i, kind in enumerate(kinds) if kind in (Kind.PRE, Kind.POST)]
+        self._anchor_at = [i for i, kind in enumerate(kinds) if kind is Kind.ANCHOR]
+        self._history_at = [i for i, kind in enumerate(kinds) if kind is Kind.HISTORY]
+        self.node = tuple(names[i] for i in self._node_at)
+        self.anchor = tuple(names[i] for i in self._anchor_at)
+        self.history = tuple(names[i] for i in self._history_at)
+
+    def base(self, anchor: Tensor, history: Tensor) -> Tensor:
+        """Return [S, F] with the ANCHOR [S, .] and HISTORY [S, .] columns filled and the rest 0: depth 0."""
+        out = anchor.new_zeros(anchor.shape[0], len(self.names))
+        out[:, self._anchor_at] = anchor
+        out[:, self._history_at] = history.to(out.dtype)
+        return out
+
+    def with_nodes(self, base: Tensor, nodes: Tensor) -> Tensor:
+        """Return [S, F], `base` with the PRE and POST columns [S, .] filled in."""
+        if len(self._node_at) == len(self.names):
+            return nodes
+        out = base.clone()
+        out[:, self._node_at] = nodes
+        return out
