@@ -1,0 +1,118 @@
+"""`collect`: prompts in, a trace folder out, shard by shard."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..decode.noise import stream_key
+from ..decode.pair import Pair
+from ..policies.errors import InputError
+from ..policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
+from ..policies.progress import Progress, silent
+from .dense import Unroller, dense_rows
+from .prompts import Prompt, encode
+from .schema import Header, chain
+from .store import Trace, finished, open_for_writing, open_trace, write_shard
+
+BATCH = 16
+"""Prompts decoded side by side; part of what makes a shard's rows reproducible, so not an option."""
+
+PROMPTS_PER_SHARD = 32
+
+
+def collect(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    *,
+    target: str = "",
+    draft: str = "",
+    depth: int = 10,
+    temperature: float = 0.0,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    shards: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Trace:
+    """Record dense chain traces: at every position of the target's text, what the draft proposes to depth K.
+
+    Args:
+        pair: target and draft.
+        prompts: with unique ids.
+        out: folder of the trace; it must be empty, or one of the flags must say what to do with it.
+        target, draft: names for the header.
+        depth: K.
+        temperature: 0 = greedy, else sampling with keyed noise.
+        max_new_tokens: limit of each text.
+        seed: of the streams.
+        shards: number of shards; by default one for every 32 prompts.
+        resume: complete a run that was killed.
+        overwrite: delete what is there.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an option is out of range, a prompt too long, or the folder not empty.
+        TraceError: `resume`, but the folder holds another run.
+    """
+    if depth < 1:
+        raise InputError(f"--depth: expected 1 or more, not {depth}")
+    if max_new_tokens < 2:
+        raise InputError(f"--max-new-tokens: expected 2 or more to have an anchor, not {max_new_tokens}")
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + depth))
+    count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
+    header = Header(
+        target=target, draft=draft, pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
+        temperature=temperature, topology=chain(depth), features=CHAIN_FEATURES, anchor_features=ANCHOR_FEATURES,
+        max_new_tokens=max_new_tokens, seed=seed, shards=count, prompts=len(prompts),
+        prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]), facts=facts(pair),
+    )  # fmt: skip
+    folder = open_for_writing(Path(out), header, resume=resume, overwrite=overwrite)
+    unroller = Unroller(pair, depth, temperature)
+    dealt: list[list[int]] = [[] for _ in range(count)]
+    for sequence, prompt in enumerate(prompts):
+        dealt[int(_hash(prompt.id), 16) % count].append(sequence)
+    have = finished(folder, header)
+    done = sum(len(dealt[index]) for index in have)
+    progress("collect", done, len(prompts))
+    for index in sorted(set(range(count)) - have):
+        chunks: list[Any] = []
+        for start in range(0, len(dealt[index]), BATCH):
+            batch = [(s, prompts[s].id, prompts[s].group, ids[s], stream_key(seed, prompts[s].id))
+                     for s in dealt[index][start : start + BATCH]]  # fmt: skip
+            chunks += dense_rows(pair, unroller, batch, max_new_tokens)
+            done += len(batch)
+            progress("collect", done, len(prompts))
+        write_shard(folder, header, index, chunks)
+    return open_trace(folder)
+
+
+def reading_room(pair: Pair, new_tokens: int) -> int:
+    """Return the longest prompt that both models can read with `new_tokens` behind it."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in (pair.target, pair.draft)]
+    return min([limit for limit in limits if limit], default=1 << 30) - new_tokens
+
+
+def facts(pair: Pair) -> dict[str, Any]:
+    """Return what a reader wants to know of how a measurement was made."""
+    packages = ("specstop", "torch", "transformers")
+    return {
+        "device": torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else str(pair.device),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in packages},
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,208 @@
+"""Heads at inference: from scalar features to the two logits `accept` and `next`, as flat tensors and nothing else.
+
+`accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted; `next` scores x_{j+1} accepted, given
+the same features and x_1..x_j accepted. At depth 0 only `next` means anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import PolicyError
+from .features import Kind, feature
+
+_EDGE = 1e-6
+
+
+class Head(Protocol):
+    """Scores a decision; what it needs travels as named tensors."""
+
+    kind: str
+
+    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return (accept, next), each [...], of features [..., F] at one depth."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything that the head consists of."""
+
+
+class Basis:
+    """Scalars made fit for a linear layer: probabilities also as log-odds, all standardised, unknown ones 0.
+
+    Args:
+        names: F features.
+        mean, scale: [F'] of the expanded columns, F' = F + number of probabilities.
+    """
+
+    def __init__(self, names: Sequence[str], mean: Tensor, scale: Tensor) -> None:
+        kinds = [feature(name) for name in names]
+        self.probabilities = [i for i, f in enumerate(kinds) if f.is_probability]
+        node = [f.kind in (Kind.PRE, Kind.POST) for f in kinds]
+        known_first = [not flag for flag in [*node, *(node[i] for i in self.probabilities)]]
+        self.first_mask = torch.tensor(known_first, dtype=torch.float32)
+        self.mean, self.scale = mean, scale
+        if mean.shape != self.first_mask.shape or scale.shape != mean.shape:
+            raise PolicyError(f"expected {len(known_first)} columns for {len(kinds)} features, got {tuple(mean.shape)}")
+
+    @property
+    def width(self) -> int:
+        """F', the number of columns."""
+        return len(self.mean)
+
+    @staticmethod
+    def expand(features: Tensor, probabilities: Sequence[int]) -> Tensor:
+        """Return [..., F'], the features and the log-odds of the probabilities among them."""
+        odds = torch.logit(features[..., list(probabilities)], eps=_EDGE)
+        return torch.cat([features, odds], -1)
+
+    def __call__(self, features: Tensor, depth: int) -> Tensor:
+        """Return [..., F'] for features [..., F]; at depth 0 the columns that are not known yet are 0."""
+        columns = (self.expand(features, self.probabilities) - self.mean) / self.scale
+        columns = columns.clamp(-8.0, 8.0)
+        return columns * self.first_mask if depth == 0 else columns
+
+
+class LinearHead:
+    """Three logistic regressions on the basis: accept, next, and next at depth 0.
+
+    Args:
+        names: features.
+        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3].
+    """
+
+    kind = "logistic"
+
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = take(tensors, ("mean", "scale", "weight", "bias"))
+        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        self.weight, self.bias = self._tensors["weight"], self._tensors["bias"]
+        expect(self.weight, (3, self.basis.width), "weight")
+        expect(self.bias, (3,), "bias")
+
+    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return (accept, next); see `Head`."""
+        scores = torch.nn.functional.linear(self.basis(features, depth), self.weight, self.bias)
+        return scores[..., 0], scores[..., 2 if depth == 0 else 1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the head's tensors."""
+        return dict(self._tensors)
+
+
+class MLPHead:
+    """A small network on the basis and a flag for depth 0, with two outputs.
+
+    Args:
+        names: features.
+        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; SiLU between layers.
+    """
+
+    kind = "mlp"
+
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        count = sum(name.startswith("weight.") for name in tensors)
+        layers = [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
+        self._tensors = take(tensors, ("mean", "scale", *layers))
+        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        self.layers = [(self._tensors[f"weight.{i}"], self._tensors[f"bias.{i}"]) for i in range(count)]
+        width = self.basis.width + 1
+        for i, (weight, bias) in enumerate(self.layers):
+            expect(weight, (len(bias), width), f"weight.{i}")
+            width = len(bias)
+        if width != 2 or not self.layers:
+            raise PolicyError(f"mlp head: expected 2 outputs, got {width if self.layers else 'no layer'}")
+
+    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return (accept, next); see `Head`."""
+        x = torch.nn.functional.pad(self.basis(features, depth), (0, 1), value=float(depth == 0))
+        for i, (weight, bias) in enumerate(self.layers):
+            x = torch.nn.functional.linear(x if i == 0 else torch.nn.functional.silu(x), weight, bias)
+        return x[..., 0], x[..., 1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the head's tensors."""
+        return dict(self._tensors)
+
+
+class TreesHead:
+    """Two boosted ensembles as complete binary trees of one depth D, walked by gathers.
+
+    Args:
+        names: features.
+        tensors: `feature` int64 and `threshold` float32 [2, T, 2^D - 1], `missing_left` bool of the same shape,
+            `leaf` [2, T, 2^D], `base` [2]. A row goes left where x < threshold.
+    """
+
+    kind = "xgboost"
+
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = take(tensors, ("feature", "threshold", "missing_left", "leaf", "base"))
+        split, leaf = self._tensors["feature"], self._tensors["leaf"]
+        self.depth = int(leaf.shape[-1]).bit_length() - 1
+        inner = (2, split.shape[1] if split.dim() == 3 else -1, 2**self.depth - 1)
+        for name in ("feature", "threshold", "missing_left"):
+            expect(self._tensors[name], inner, name)
+        expect(leaf, (*inner[:2], 2**self.depth), "leaf")
+        expect(self._tensors["base"], (2,), "base")
+        if split.numel() and not 0 <= int(split.min()) <= int(split.max()) < len(names):
+            raise PolicyError(f"xgboost head: a split reads a feature outside 0..{len(names) - 1}")
+        trees = inner[0] * inner[1]
+        self._split = split.reshape(-1)
+        self._threshold = self._tensors["threshold"].reshape(-1)
+        self._missing = self._tensors["missing_left"].reshape(-1)
+        self._leaf = leaf.reshape(-1)
+        self._inner_at = torch.arange(trees) * inner[2]
+        self._leaf_at = torch.arange(trees) * 2**self.depth
+        self._base = self._tensors["base"]
+
+    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return (accept, next); see `Head`."""
+        flat = features.reshape(-1, features.shape[-1])
+        at = torch.zeros(flat.shape[0], len(self._inner_at), dtype=torch.int64, device=flat.device)
+        for _ in range(self.depth):
+            node = at + self._inner_at
+            x = flat.gather(1, self._split[node])
+            left = (x < self._threshold[node]) | (x.isnan() & self._missing[node])
+            at = 2 * at + 2 - left.long()
+        leaves = self._leaf[at - (2**self.depth - 1) + self._leaf_at]
+        scores = leaves.view(flat.shape[0], 2, -1).sum(-1) + self._base
+        shaped = scores.view(*features.shape[:-1], 2)
+        return shaped[..., 0], shaped[..., 1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the head's tensors."""
+        return dict(self._tensors)
+
+
+HEADS: dict[str, type[LinearHead] | type[MLPHead] | type[TreesHead]] = {
+    head.kind: head for head in (LinearHead, MLPHead, TreesHead)
+}
+"""Every kind of head by name."""
+
+
+def take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return exactly the named tensors, all finite; a missing, unknown or non-finite one is a `PolicyError`."""
+    if set(tensors) != set(names):
+        odd = sorted(set(tensors) ^ set(names))
+        raise PolicyError(f"weights: expected the tensors {', '.join(names)}; missing or unknown: {', '.join(odd)}")
+    for name in names:
+        if tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
+            raise PolicyError(f"weights: {name} has values that are not finite")
+    return {name: tensors[name] for name in names}
+
+
+def expect(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Raise `PolicyError` unless `tensor` has this shape."""
+    if tuple(tensor.shape) != shape:
+        raise PolicyError(f"weights: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Any:
+    """Return the head of this kind; an unknown kind or wrong tensors are a `PolicyError`."""
+    if kind not in HEADS:
+        raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(HEADS)}")
+    return HEADS[kind](names, tensors)

@@ -1,0 +1,90 @@
+"""A learned policy: head + calibrator + stop rule, each replaceable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calibration import Calibrator
+from .contract import DraftStep, State, StopPolicy
+from .heads import Head
+from .rules import Rule
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a policy was trained for and how it did; nothing here changes a decision.
+
+    Attributes:
+        temperature, verification, label: of the traces.
+        pair: hashes of target, draft and tokenizer.
+        rho: tokens per second that the derived rule assumes.
+        acceptance: a_1..a_K that it looks ahead with.
+        profile: the latency profile as JSON, or empty.
+        provenance: command, versions, seed, traces.
+        metrics: of the held-out prompts.
+    """
+
+    temperature: float = 0.0
+    verification: str = "match"
+    label: str = "match"
+    pair: dict[str, str] = field(default_factory=dict)
+    rho: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    profile: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class LearnedPolicy(StopPolicy):
+    """Multiplies calibrated `accept` along each branch to S_j and lets a rule decide.
+
+    Args:
+        name: shown in reports.
+        features: the head's, in its order.
+        head, accept, following, rule: its parts; `accept` and `following` calibrate the outputs `accept` and `next`.
+        max_depth: K of the traces it was trained on.
+        facts: see `Facts`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        head: Head,
+        accept: Calibrator,
+        following: Calibrator,
+        rule: Rule,
+        max_depth: int,
+        facts: Facts | None = None,
+    ) -> None:
+        self.name, self.features = name, tuple(features)
+        self.head, self.accept, self.following, self.rule = head, accept, following, rule
+        self.first, self.max_depth = rule.first, max_depth
+        self.facts = facts or Facts()
+
+    def with_rule(self, rule: Rule) -> LearnedPolicy:
+        """Return this policy under another rule."""
+        return LearnedPolicy(
+            self.name, self.features, self.head, self.accept, self.following, rule, self.max_depth, self.facts
+        )
+
+    def probabilities(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return calibrated (accept, next), each [...], of features [..., F]."""
+        accept, following = self.head.logits(features, depth)
+        return self.accept(accept), self.following(following)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        """Keep the branches that the rule keeps; the state is S_j by branch."""
+        accept, following = self.probabilities(step.features, step.depth)
+        if step.depth == 0:
+            survival = torch.ones_like(accept)
+        elif step.depth == 1 and self.first == 1:
+            survival = accept
+        else:
+            survival = state.gather(1, step.parent) * accept
+        return step.alive & self.rule.keep(step.depth, accept, survival, following), survival

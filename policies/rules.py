@@ -1,0 +1,101 @@
+"""Stop rules over the two probabilities of a head: per step, survival, and the rule derived from costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import PolicyError
+
+
+class Rule(Protocol):
+    """Says whether to draft on."""
+
+    kind: str
+    first: int
+
+    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+        """Return bool [...], from `accept` at depth j, S_j, and the `next` output."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+
+
+class Threshold:
+    """Draft on while `accept` (per step) or S_j (survival; SpecDec++, arXiv 2405.19715) is at least a threshold."""
+
+    first = 1
+
+    def __init__(self, kind: str, threshold: float) -> None:
+        if not 0.0 <= threshold <= 1.0:
+            raise PolicyError(f"rule {kind}: expected a threshold between 0 and 1, not {threshold}")
+        self.kind, self.threshold = kind, threshold
+
+    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+        """Compare with the threshold; see `Rule`."""
+        return (accept if self.kind == "step" else survival) >= self.threshold
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "threshold": self.threshold}
+
+
+class Derived:
+    """Draft on while some further length is worth its time, at the policy's own rate rho.
+
+    With S = S_j and n = `next`, going on to j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...) more
+    tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. Since S n stands before the sum, the best m does not depend
+    on it: draft on iff S n > tau_j, the least ratio of that cost to that sum. (The one-step rule of optimal stopping under a
+    ratio objective, with look-ahead; see `derived_thresholds`.)
+
+    Args:
+        thresholds: tau_0 .. tau_{K-1}.
+    """
+
+    kind = "derived"
+    first = 0
+
+    def __init__(self, thresholds: Sequence[float]) -> None:
+        if not thresholds or not all(t == t for t in thresholds):
+            raise PolicyError("rule derived: expected one number for each depth")
+        self.thresholds = tuple(float(t) for t in thresholds)
+
+    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+        """Compare S_j next_j with tau_j; see `Rule`."""
+        return survival * following > self.thresholds[min(depth, len(self.thresholds) - 1)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "thresholds": list(self.thresholds)}
+
+
+def derived_thresholds(rho: float, costs: Tensor, acceptance: Sequence[float]) -> list[float]:
+    """Return tau_0 .. tau_{K-1} of the derived rule.
+
+    Args:
+        rho: tokens per second of the policy itself.
+        costs: [K + 1] seconds of a round that drafts k = 0..K tokens.
+        acceptance: a_1 .. a_K, mean conditional acceptance by depth.
+    """
+    depth = len(costs) - 1
+    a = torch.tensor([*acceptance[:depth]], dtype=torch.float64)
+    thresholds = []
+    for j in range(depth):
+        run = torch.cat([torch.ones(1, dtype=torch.float64), a[j + 1 :].cumprod(0)]).cumsum(0)  # [K - j]
+        thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / run).min()))
+    return thresholds
+
+
+def build_rule(raw: Mapping[str, Any]) -> Rule:
+    """Return the rule saved as `raw`; an unknown or mangled one is a `PolicyError`."""
+    try:
+        if raw["kind"] in ("step", "survival"):
+            return Threshold(raw["kind"], float(raw["threshold"]))
+        if raw["kind"] == "derived":
+            return Derived([float(t) for t in raw["thresholds"]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
+    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival or derived")
