@@ -1,0 +1,190 @@
+"""The latency profile, measured through the round loop itself, driven by scripted lengths.
+
+Timings of forwards in isolation miss a good part of what a round costs, so the loop runs as it is, on prompts that no
+prediction is made for, with a script in the place of the policy: every length 0..K equally often, in shuffled order.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.costs import CostTable, Profile
+from ..policies.errors import InputError
+from ..policies.progress import Progress, silent
+from .loop import Settings, Speculator
+from .noise import mix
+from .pair import Pair
+from .records import Generation, Round
+
+WARM_UP_ROUNDS = 5
+
+
+class Scripted(StopPolicy):
+    """Drafts lengths from a shuffled deck of 0..K, whatever the text is; K = 0 is plain decoding."""
+
+    first = 0
+
+    def __init__(self, depth: int) -> None:
+        self.max_depth = depth
+        self.name = f"scripted:{depth}"
+
+    def start(self, streams: int, key: Tensor) -> State:
+        """Return the round counter, and the key that shuffles the decks."""
+        return torch.zeros(streams, dtype=torch.int64, device=key.device), key
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        """Keep up to the length on the deck."""
+        rounds, key = state
+        deck, place = rounds // (self.max_depth + 1), rounds % (self.max_depth + 1)
+        cards = torch.arange(self.max_depth + 1, device=key.device)
+        order = mix(mix(key + deck)[:, None] + cards).argsort(-1)
+        length = order.gather(1, place[:, None])
+        return step.alive & (step.depth < length), state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Turn to the next card."""
+        return state[0] + outcome.active, state[1]
+
+
+def measure_profile(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    depth: int = 10,
+    temperature: float = 0.0,
+    policies: Sequence[StopPolicy] = (),
+    new_tokens: int = 96,
+    repeats: int = 4,
+    facts: dict[str, Any] | None = None,
+    progress: Progress = silent,
+) -> Profile:
+    """Measure what draft steps, verifications and everything around them cost.
+
+    Args:
+        pair: on its device.
+        prompts: token ids; not the ones that predictions are made for. They are laid end to end to reach a short and
+            a long context.
+        depth: K, the longest chain timed.
+        temperature: of the sampling.
+        policies: whose decisions are timed, features included.
+        new_tokens: decoded from each context.
+        repeats: texts at each context, after one that warms up.
+        facts: kept in the profile.
+        progress: see `Progress`.
+
+    Returns:
+        Medians over rounds; `facts["spread"]` is the relative interquartile range of the verification times.
+    """
+    settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
+    contexts = _contexts(pair, prompts, new_tokens)
+    total = 2 * (repeats + 1) + len(policies)
+    done = 0
+    runs: list[list[Generation]] = [[], []]
+    script = Speculator(pair, Scripted(depth), settings)
+    for repeat in range(repeats + 1):
+        for side, length in enumerate(contexts):
+            generation = script.generate(_stretch(prompts, length, repeat), key=repeat)
+            if repeat:
+                runs[side].append(generation)
+            done += 1
+            progress("profile", done, total)
+    decisions = {}
+    for policy in policies:
+        decisions[policy.name] = _decision(pair, policy, settings, prompts)
+        done += 1
+        progress("profile", done, total)
+    rounds = [[r for g in side for r in g.rounds if not r.cut] for side in runs]
+    every = rounds[0] + rounds[1]
+    step_s, round_s = _overhead(every)
+    low, high = (_table(side, depth, every) for side in rounds)
+    return Profile(low, high, step_s, round_s, _prefill(runs), decisions, temperature,
+                   {**(facts or {}), "spread": _spread(every), "rounds": len(every)})  # fmt: skip
+
+
+def _contexts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
+    """Return the lengths of the short and the long prompt."""
+    if not prompts or not all(prompts):
+        raise InputError("profile: expected at least one prompt, and none empty")
+    short = int(statistics.median(map(len, prompts)))
+    limits = [m.config.get_text_config().max_position_embeddings for m in (pair.target, pair.draft)]
+    long = min(4 * short, min(limits) - new_tokens)
+    if long <= short:
+        raise InputError(f"profile: the prompts leave no room for {new_tokens} new tokens; give shorter ones")
+    return short, long
+
+
+def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
+    """Return `length` tokens of the prompts laid end to end, beginning with prompt `start`."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens.extend(prompts[start % len(prompts)])
+        start += 1
+    return tokens[:length]
+
+
+def _decision(pair: Pair, policy: StopPolicy, settings: Settings, prompts: Sequence[Sequence[int]]) -> float:
+    """Return the median seconds of one decision of `policy` in its own loop."""
+    rounds: list[Round] = []
+    for prompt in list(prompts)[:2]:
+        rounds += Speculator(pair, policy, settings).generate(prompt, key=len(rounds)).rounds[WARM_UP_ROUNDS:]
+    return _median([r.policy_s / r.decisions for r in rounds if r.decisions])
+
+
+def _overhead(rounds: Sequence[Round]) -> tuple[float, float]:
+    """Return the seconds outside models and policy per drafted token and per round: medians by length, then a line."""
+    by_length: dict[int, list[float]] = defaultdict(list)
+    for r in rounds:
+        by_length[r.drafted].append(r.outside_s)
+    if len(by_length) == 1:
+        return 0.0, _median(next(iter(by_length.values())))
+    slope, intercept = statistics.linear_regression(
+        list(map(float, by_length)), [_median(values) for values in by_length.values()]
+    )
+    return max(slope, 0.0), max(intercept, 0.0)
+
+
+def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round]) -> CostTable:
+    """Return the medians at one context; what was never seen there is taken from both contexts together."""
+
+    def median(value: Callable[[Round], float], where: Callable[[Round], bool]) -> float:
+        return _median([value(r) for r in rounds if where(r)] or [value(r) for r in every if where(r)])
+
+    first = [median(lambda r: r.first_draft_s, lambda r, n=n: r.drafted > 0 and r.backlog == n) for n in (1, 2)]
+    one = median(lambda r: r.draft_s / (r.drafted - 1), lambda r: r.drafted > 1) if depth > 1 else first[0]
+    long = [(r.backlog, r.first_draft_s) for r in rounds if r.drafted and r.backlog > 8]
+    slope = _median([(s - first[1]) / (n - 2) for n, s in long]) if long else 0.0
+    verify = tuple(median(lambda r: r.verify_s, lambda r, n=n: r.verified == n) for n in range(depth + 1))
+    context = _median([float(r.context) for r in rounds])
+    return CostTable(context, (one, max(first[1] or one, one)), max(slope, 0.0), verify)
+
+
+def _prefill(runs: Sequence[Sequence[Generation]]) -> tuple[float, float]:
+    """Return (constant, per token) of reading a prompt."""
+    length = [float(side[0].prompt_tokens) for side in runs]
+    seconds = [_median([g.prefill_s for g in side]) for side in runs]
+    slope = max((seconds[1] - seconds[0]) / (length[1] - length[0]), 0.0)
+    return seconds[0] - slope * length[0], slope
+
+
+def _spread(rounds: Sequence[Round]) -> float:
+    """Return the mean over lengths of the interquartile range of verification over its median."""
+    by_length: dict[int, list[float]] = defaultdict(list)
+    for r in rounds:
+        by_length[r.verified].append(r.verify_s)
+    shares = []
+    for values in by_length.values():
+        if len(values) >= 4:
+            quarter, middle, three = statistics.quantiles(values, n=4)
+            shares.append((three - quarter) / middle)
+    return statistics.fmean(shares) if shares else 0.0
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

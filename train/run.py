@@ -1,0 +1,180 @@
+"""`train`: traces in, a policy folder out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..collect.store import Trace
+from ..policies.calibration import Calibrator
+from ..policies.costs import Profile
+from ..policies.errors import InputError, TraceError, close_match
+from ..policies.features import feature
+from ..policies.files import claim_folder
+from ..policies.folder import save_policy
+from ..policies.heads import Head
+from ..policies.learned import Facts, LearnedPolicy
+from ..policies.progress import Progress, silent
+from ..policies.rules import Derived, Rule, Threshold
+from .calibrate import auc, fit_calibrator, log_loss
+from .data import TraceArrays, trace_arrays
+from .rows import FitRows, conditional_acceptance, fit_rows, split_prompts
+from .tune import best_of, fixed_grid, solve_rate
+
+HEAD_KINDS = ("logistic", "mlp", "xgboost")
+FEATURES = (
+    "anchor_entropy", "anchor_top1", "anchor_margin", "anchor_prob", "top1", "top2", "margin", "top1_logit", "entropy",
+    "drawn_prob", "path_logprob", "noisy_margin", "noisy_score", "depth",
+)  # fmt: skip
+"""What heads read unless told otherwise."""
+
+HELD_OUT = 0.25
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained policy and how its head does on held-out prompts.
+
+    Attributes:
+        policy: ready to use.
+        path: its folder, or None.
+        metrics: rows, log loss and AUC of both outputs, calibration kinds, replayed rate and best fixed rate.
+    """
+
+    policy: LearnedPolicy
+    path: Path | None
+    metrics: dict[str, Any]
+
+
+def train(
+    traces: Trace,
+    profile: Profile,
+    *,
+    head: str = "logistic",
+    out: str | Path | None = None,
+    rule: str = "derived",
+    threshold: float = 0.5,
+    features: Sequence[str] | None = None,
+    name: str | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Trained:
+    """Fit a stop head on traces, calibrate it on held-out prompts, and give it a stop rule.
+
+    Args:
+        traces: from `collect`.
+        profile: what rounds cost; the derived rule is solved for it.
+        head: "logistic", "mlp" or "xgboost".
+        out: the policy folder to write; None keeps the policy in memory.
+        rule: "derived" (look-ahead, no threshold), "survival" or "step".
+        threshold: of the latter two.
+        features: scalar features; by default those that every trace of chains holds.
+        name: of the policy; by default the head's.
+        seed: of split and fit.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an unknown head or rule, or a folder that is not empty.
+        TraceError: the traces lack a feature or have too few prompts.
+    """
+    if head not in HEAD_KINDS:
+        raise InputError(f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {', '.join(HEAD_KINDS)}")
+    if rule not in ("derived", "survival", "step"):
+        raise InputError(f"--rule: expected derived, survival or step, not {rule!r}")
+    names = tuple(features or FEATURES)
+    for wanted in names:
+        feature(wanted)
+    folder = claim_folder(Path(out), overwrite=overwrite) if out is not None else None
+    arrays = trace_arrays(traces, names)
+    if profile.max_depth < arrays.depth:
+        raise TraceError(f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper")
+    fit_side, held_side = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
+    rows, held = fit_rows(fit_side, names), fit_rows(held_side, names)
+    if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
+        raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
+    fitted, files = _fit(head, rows, held, names, seed, progress)
+    accept, following, metrics = _calibrate(fitted, held)
+    acceptance = conditional_acceptance(fit_side)
+    policy = LearnedPolicy(name or head, names, fitted, accept, following, _start_rule(rule, threshold), arrays.depth)
+    rate = 0.0
+    if rule == "derived":
+        policy, rate = solve_rate(policy, fit_side, profile, acceptance)
+    metrics |= {"prompts": arrays.sequences, "rows": len(rows)}
+    metrics |= _held_out_speed(policy, held_side, profile)
+    policy.facts = Facts(
+        temperature=traces.header.temperature, verification=traces.header.verification, label=traces.header.label,
+        pair=dict(traces.header.pair), rho=rate, acceptance=acceptance, profile=dataclasses.asdict(profile),
+        provenance={"traces": str(traces.folder), "seed": seed, "specstop": version("specstop")}, metrics=metrics,
+    )  # fmt: skip
+    return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
+
+
+def _fit(
+    kind: str, rows: FitRows, held: FitRows, names: Sequence[str], seed: int, progress: Progress
+) -> tuple[Head, dict[str, bytes]]:
+    """Fit a head of this kind; each kind imports its own library."""
+    progress(f"train {kind}", 0, 1)
+    head: Head
+    files: dict[str, bytes] = {}
+    if kind == "logistic":
+        from .linear import fit_linear
+
+        head = fit_linear(rows, names, seed)
+    elif kind == "mlp":
+        from .mlp import fit_mlp
+
+        head = fit_mlp(rows, held, names, seed, progress=progress)
+    else:
+        from .boosted import fit_boosted
+
+        head, files = fit_boosted(rows, held, names, seed)
+    progress(f"train {kind}", 1, 1)
+    return head, files
+
+
+def _calibrate(head: Head, held: FitRows) -> tuple[Calibrator, Calibrator, dict[str, Any]]:
+    """Fit both calibrators on held-out rows; return them and the metrics of the outputs."""
+    first = held.depth == 0
+    accept, following = head.logits(held.features, 1)
+    _, opening = head.logits(held.features, 0)
+    following = torch.where(first, opening, following)
+    metrics: dict[str, Any] = {}
+    maps = []
+    outputs: tuple[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor], ...] = (
+        ("accept", accept, held.accepted, held.drawn),
+        ("next", following, held.followed, held.followed_known),
+    )
+    for label, logits, truth, use in outputs:
+        calibrator = fit_calibrator(logits[use], truth[use])
+        maps.append(calibrator)
+        base = truth[use].double().mean().expand(int(use.sum()))
+        metrics |= {
+            f"{label}_auc": auc(logits[use], truth[use]),
+            f"{label}_log_loss": log_loss(calibrator(logits[use]), truth[use]),
+            f"{label}_log_loss_constant": log_loss(base, truth[use]),
+            f"{label}_calibration": calibrator.kind,
+        }
+    return maps[0], maps[1], metrics
+
+
+def _start_rule(rule: str, threshold: float) -> Rule:
+    # Dinkelbach's iteration replaces the thresholds of the derived rule before they are used.
+    return Derived([0.0]) if rule == "derived" else Threshold(rule, threshold)
+
+
+def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) -> dict[str, float]:
+    """Return the replayed rate on held-out prompts and that of the best fixed length there."""
+    from .replay import replay
+
+    best = best_of(fixed_grid(held, profile))
+    rate = replay(held, policy, profile).rate
+    return {"held_out_tokens_per_s": rate, "held_out_best_fixed_tokens_per_s": best.rate,
+            "held_out_ratio_to_best_fixed": rate / best.rate}  # fmt: skip

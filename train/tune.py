@@ -1,0 +1,67 @@
+"""Tuning by replayed throughput: the best fixed length, a threshold, and rho of the derived rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..policies.baselines import Confidence, FixedLength
+from ..policies.costs import Profile
+from ..policies.learned import LearnedPolicy
+from ..policies.rules import Derived, derived_thresholds
+from .data import TraceArrays
+from .replay import Replayed, replay
+
+THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
+_ROUNDS = 8
+
+
+def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
+    """Replay every fixed length 0..K."""
+    return [replay(arrays, FixedLength(k), profile) for k in range(min(arrays.depth, profile.max_depth) + 1)]
+
+
+def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[float] = THRESHOLDS) -> Confidence:
+    """Return the confidence rule with the threshold that replays fastest."""
+    depth = min(arrays.depth, profile.max_depth)
+    rules = [Confidence(t, depth) for t in thresholds]
+    return max(rules, key=lambda rule: replay(arrays, rule, profile).rate)
+
+
+def solve_rate(
+    policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float]
+) -> tuple[LearnedPolicy, float]:
+    """Solve rho of the derived rule by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
+
+    Args:
+        policy: whose head and calibration are used.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        acceptance: a_1..a_K of the training traces.
+
+    Returns:
+        The policy under the fastest rule met, and its rate in tokens per second.
+    """
+    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.name), 0, policy.max_depth)
+    rho = max(r.rate for r in fixed_grid(arrays, profile))
+    best, best_rate = policy, 0.0
+    for _ in range(_ROUNDS):
+        candidate = policy.with_rule(Derived(derived_thresholds(rho, costs, acceptance)))
+        rate = replay(arrays, candidate, profile).rate
+        if rate > best_rate:
+            best, best_rate = candidate, rate
+        if abs(rate - rho) < 1e-4 * rho:
+            break
+        rho = rate
+    return best, best_rate
+
+
+def typical_context(arrays: TraceArrays) -> float:
+    """Return the middle of the contexts that rounds of these texts see."""
+    return float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
+
+
+def best_of(replays: Sequence[Replayed]) -> Replayed:
+    """Return the fastest replay."""
+    return replays[int(torch.tensor([r.rate for r in replays]).argmax())]
