@@ -130,7 +130,7 @@ class Unroller:
     def _compare(self, rows: Rows, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q(x), p(x) and sum min(p, q), each [n], in the sampled distributions (T = 0: at temperature 1)."""
         scale = self.temperature or 1.0
-        q = rows.logprobs.exp() if scale == 1.0 else torch.softmax(rows.logits / scale, -1)
+        q = rows.probs if scale == 1.0 else torch.softmax(rows.logits / scale, -1)
         p = torch.softmax(target / scale, -1)
         return rows.drawn_prob, rows.of_drawn(p), torch.minimum(p, q).sum(-1)
 

@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass
-class _Stopwatch:
+class Stopwatch:
     """Seconds by phase of one round; waits for the device before each reading."""
 
     device: torch.device
@@ -63,14 +63,17 @@ class _Stopwatch:
     mark: float = 0.0
 
     def now(self) -> float:
+        """Return the clock, once the device has finished."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def start(self) -> None:
+        """Begin a lap."""
         self.mark = self.now()
 
     def lap(self, phase: str) -> None:
+        """Add the time since `start` to a phase."""
         self.laps[phase] += self.now() - self.mark
 
 
@@ -99,6 +102,13 @@ class _Chain:
     decisions: int = 0
     dropped: int = 0  # trailing tokens that a trimming policy does not send
     capped: bool = False  # the length limit or EOS ended drafting, not the policy
+
+
+def draft_step(depth: int, features: Tensor) -> DraftStep:
+    """Return the step of one stream with one branch, from its features [1, F]."""
+    device = features.device
+    alive = torch.ones(1, 1, dtype=torch.bool, device=device)
+    return DraftStep(depth, alive, torch.zeros(1, 1, dtype=torch.int64, device=device), features[:, None])
 
 
 class Speculator:
@@ -151,7 +161,7 @@ class Speculator:
         Raises:
             InputError: the prompt is empty, or longer than the models can read with the new tokens.
         """
-        watch = _Stopwatch(self.pair.device)
+        watch = Stopwatch(self.pair.device)
         begin = watch.now()
         text = self._prefill(list(prompt), key)
         prefill_s = watch.now() - begin
@@ -205,7 +215,7 @@ class Speculator:
         return match_scores(logits, self.settings.temperature, source.gumbel(position, count))
 
     def _round(self, text: _Text) -> Round:
-        watch = _Stopwatch(self.pair.device)
+        watch = Stopwatch(self.pair.device)
         begin = watch.now()
         context, anchor = len(text.tokens), text.generated
         backlog = context - self._draft.length
@@ -225,7 +235,7 @@ class Speculator:
             laps["first"], laps["draft"], laps["verify"], laps["policy"], watch.now() - begin,
         )  # fmt: skip
 
-    def _draft_chain(self, text: _Text, watch: _Stopwatch) -> _Chain:
+    def _draft_chain(self, text: _Text, watch: Stopwatch) -> _Chain:
         """Draw x_1, x_2, ... until the policy stops, EOS is drawn, or no more tokens are allowed."""
         chain = _Chain([])
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
@@ -266,17 +276,16 @@ class Speculator:
         """Return [1, F], the columns that are known before drafting."""
         layout = self._layout
         if not (layout.anchor or layout.history):
-            return torch.zeros(1, len(layout.names), device=text.anchor_row.device)
+            return torch.zeros(1, 0, device=text.anchor_row.device)
         anchor = Rows(text.anchor_row, tokens=torch.tensor([text.tokens[-1]], device=text.anchor_row.device))
         return layout.base(compute(layout.anchor, anchor), text.history.values(layout.history))
 
     def _decide(self, text: _Text, depth: int, base: Tensor, rows: Rows | None) -> bool:
         """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
-        features = base if rows is None else self._layout.with_nodes(base, compute(self._layout.node, rows))
-        alive = torch.ones(1, 1, dtype=torch.bool, device=base.device)
-        step = DraftStep(depth, alive, torch.zeros(1, 1, dtype=torch.int64, device=base.device), features[:, None])
+        nodes = None if rows is None else compute(self._layout.node, rows)
+        features = self._layout.step(base, nodes)
         try:
-            keep, text.policy_state = checked_keep(self.policy, step, text.policy_state)
+            keep, text.policy_state = checked_keep(self.policy, draft_step(depth, features), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
             return depth < self.settings.fallback
@@ -312,7 +321,7 @@ class Speculator:
             return kept
         return kept[:length]
 
-    def _verify(self, text: _Text, proposed: list[int], watch: _Stopwatch) -> tuple[list[int], Tensor]:
+    def _verify(self, text: _Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
         """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""
         watch.start()
         read = torch.tensor([[text.tokens[-1], *proposed]], device=self.pair.device)
@@ -352,7 +361,7 @@ class Speculator:
         if self.policy.reads_clock or self.profile is None:
             seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
         else:
-            decision_s = self.profile.decision(self.policy.name)
+            decision_s = self.profile.decision(self.policy.cost_name)
             seconds = self.profile.round_seconds(
                 one * context, drafted, sent, one * backlog, one * chain.decisions, decision_s
             )

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep
 from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
+from ..policies.features import Layout, Rows, compute
 from ..policies.progress import Progress, silent
-from .loop import Settings, Speculator
+from .loop import Settings, Speculator, Stopwatch, draft_step
 from .noise import mix
 from .pair import Pair
 from .records import Generation, Round
 
-WARM_UP_ROUNDS = 5
+DECISIONS = 200
 
 
 class Scripted(StopPolicy):
@@ -97,7 +98,7 @@ def measure_profile(
             progress("profile", done, total)
     decisions = {}
     for policy in policies:
-        decisions[policy.name] = _decision(pair, policy, settings, prompts)
+        decisions[policy.cost_name] = measure_decision(policy, pair.vocabulary, temperature, pair.device)
         done += 1
         progress("profile", done, total)
     rounds = [[r for g in side for r in g.rounds if not r.cut] for side in runs]
@@ -129,12 +130,41 @@ def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[
     return tokens[:length]
 
 
-def _decision(pair: Pair, policy: StopPolicy, settings: Settings, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the median seconds of one decision of `policy` in its own loop."""
-    rounds: list[Round] = []
-    for prompt in list(prompts)[:2]:
-        rounds += Speculator(pair, policy, settings).generate(prompt, key=len(rounds)).rounds[WARM_UP_ROUNDS:]
-    return _median([r.policy_s / r.decisions for r in rounds if r.decisions])
+@torch.inference_mode()
+def measure_decision(
+    policy: StopPolicy, vocabulary: int, temperature: float = 0.0, device: torch.device | str = "cpu"
+) -> float:
+    """Return the median seconds of one decision at depth 1, features included, for one stream.
+
+    It needs no model: the logits are random, as wide as the pair's. Measured as the loop does it, a row at a time.
+    """
+    generator = torch.Generator().manual_seed(0)
+    layout, key = Layout(policy.features), torch.zeros(1, dtype=torch.int64, device=device)
+    base = torch.zeros(1, len(layout.anchor) + len(layout.history), device=device)
+    state = policy.start(1, key)
+    seconds = []
+    for _ in range(DECISIONS):
+        logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
+        token = logits.argmax(-1)
+        rows = Rows(logits, temperature, logits, token, logits.new_zeros(1), 1)
+        if policy.first == 0:
+            _, state = policy.keep(draft_step(0, layout.step(base)), state)
+        watch = Stopwatch(logits.device)
+        watch.start()
+        features = layout.step(base, compute(layout.node, rows))
+        keep, state = checked_keep(policy, draft_step(1, features), state)
+        bool(keep)
+        watch.lap("policy")
+        seconds.append(watch.laps["policy"])
+    return statistics.median(seconds)
+
+
+def add_decisions(profile: Profile, policies: Sequence[StopPolicy], vocabulary: int) -> Profile:
+    """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
+    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
+    return profile.with_decisions(
+        {name: measure_decision(policy, vocabulary, profile.temperature) for name, policy in missing.items()}
+    )
 
 
 def _overhead(rounds: Sequence[Round]) -> tuple[float, float]:

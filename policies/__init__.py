@@ -1,1 +1,66 @@
-"""What a stop policy is: features, rules, heads, baselines, the folder on disk, plugins."""
+"""What a stop policy is: features, rules, heads, baselines, the folder on disk, plugins.
+
+Names are imported when they are first used: errors and file helpers must not cost the import of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .baselines import Confidence, FixedLength
+    from .contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
+    from .costs import CostTable, Profile
+    from .errors import InputError, PairError, PolicyError, SpecstopError, SpecstopWarning, TraceError
+    from .folder import load_policy_folder, save_policy
+    from .learned import LearnedPolicy
+    from .specs import load_policy
+
+__all__ = [
+    "Confidence",
+    "CostTable",
+    "DraftStep",
+    "DraftTree",
+    "FixedLength",
+    "InputError",
+    "LearnedPolicy",
+    "PairError",
+    "PolicyError",
+    "Profile",
+    "RoundOutcome",
+    "SpecstopError",
+    "SpecstopWarning",
+    "StopPolicy",
+    "TraceError",
+    "load_policy",
+    "load_policy_folder",
+    "save_policy",
+]
+
+_HOME = {
+    "Confidence": "baselines",
+    "CostTable": "costs",
+    "DraftStep": "contract",
+    "DraftTree": "contract",
+    "FixedLength": "baselines",
+    "InputError": "errors",
+    "LearnedPolicy": "learned",
+    "PairError": "errors",
+    "PolicyError": "errors",
+    "Profile": "costs",
+    "RoundOutcome": "contract",
+    "SpecstopError": "errors",
+    "SpecstopWarning": "errors",
+    "StopPolicy": "contract",
+    "TraceError": "errors",
+    "load_policy": "specs",
+    "load_policy_folder": "folder",
+    "save_policy": "folder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -9,14 +9,15 @@ from .errors import PolicyError
 
 
 class FixedLength(StopPolicy):
-    """Draft the same number of tokens each round; 0 is plain decoding (Leviathan et al. 2023, arXiv 2211.17192)."""
+    """Draft the same number of tokens each round; 0 is plain decoding (Leviathan et al. 2023, arXiv 2211.17192).
 
-    first = 0
+    It is never asked: below its length there is nothing to decide, and at its length drafting ends.
+    """
 
     def __init__(self, length: int = 4) -> None:
         if length < 0:
             raise PolicyError(f"fixed: expected a length of 0 or more, not {length}")
-        self.max_depth = length
+        self.max_depth = self.first = length
         self.name = f"fixed:{length}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:

@@ -31,12 +31,21 @@ class Calibrator:
             if not ok or bool((self.knots.diff(dim=1) < 0).any()) or not bool(self.knots.isfinite().all()):
                 raise PolicyError("calibration: expected increasing knots [2, n] with n of 2 or more")
 
+        self._bounds, self._slope, self._shift = _segments(self.knots) if kind == "isotonic" else [self.knots] * 3
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the probabilities, same shape as `logits`."""
         if self.kind != "isotonic":
-            return torch.sigmoid(logits / self.temperature)
-        x, y = self.knots[0].contiguous(), self.knots[1]
-        right = torch.searchsorted(x, logits.contiguous()).clamp(1, len(x) - 1)
-        x0, y0 = x[right - 1], y[right - 1]
-        share = ((logits - x0) / (x[right] - x0).clamp_min(1e-12)).clamp(0.0, 1.0)
-        return y0 + share * (y[right] - y0)
+            return torch.sigmoid(logits if self.temperature == 1.0 else logits / self.temperature)
+        at = torch.searchsorted(self._bounds, logits.contiguous())
+        return self._shift[at] + self._slope[at] * logits
+
+
+def _segments(knots: Tensor) -> list[Tensor]:
+    """Return (bounds [n], slope [n + 1], shift [n + 1]) of the piecewise linear map, level outside its knots."""
+    x, y = knots.double()
+    slope = (y.diff() / x.diff().clamp_min(1e-9)).clamp(0.0, 1e6)
+    shift = y[:-1] - slope * x[:-1]
+    zero = torch.zeros(1, dtype=torch.float64)
+    pieces = (x, torch.cat([zero, slope, zero]), torch.cat([y[:1], shift, y[-1:]]))
+    return [piece.float().contiguous() for piece in pieces]

@@ -78,7 +78,7 @@ class StopPolicy:
         trims: a branch that is not kept loses the token just drawn (else that token is still verified).
         carries: state passes from sequence to sequence.
         reads_clock: `observe` gets measured time, so runs are not reproducible.
-        first: the first depth at which `keep` is asked, 0 or 1; published rules draft at least one token.
+        first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
         max_depth: no deeper draft is made; at that depth the policy is not asked any more.
     """
 
@@ -111,6 +111,11 @@ class StopPolicy:
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state after a round."""
         return state
+
+    @property
+    def cost_name(self) -> str:
+        """Under which a profile keeps the cost of a decision: the name without the value after the colon."""
+        return self.name.partition(":")[0]
 
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy, never drafting deeper than `depth`."""

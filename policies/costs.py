@@ -6,6 +6,7 @@ The live loop (for `RoundOutcome.seconds`), replay and the derived stop rule all
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class Profile:
         step_s: outside the models, per drafted token.
         round_s: outside the models, per round.
         prefill_s: reading a prompt: (constant, per token).
-        decision_s: one decision, features included, by policy name.
+        decision_s: one decision, features included, by the policy's `cost_name`.
         temperature: of the sampling it was measured under.
         facts: device, dtype, threads, versions, spread: what a reader wants to know.
     """
@@ -66,8 +67,17 @@ class Profile:
         return len(self.low.verify_s) - 1
 
     def decision(self, name: str) -> float:
-        """Return the seconds of one decision of the policy called `name`; of the dearest one known where it is not."""
-        return self.decision_s.get(name, max(self.decision_s.values(), default=0.0))
+        """Return the seconds of one decision of the policy whose `cost_name` is `name`; 0 where they were not measured."""
+        return self.decision_s.get(name, 0.0)
+
+    def with_decisions(self, seconds: Mapping[str, float]) -> Profile:
+        """Return this profile with the decisions of more policies."""
+        return dataclasses.replace(self, decision_s={**self.decision_s, **seconds})
+
+    def same_costs(self, record: Mapping[str, Any]) -> bool:
+        """Whether a profile's JSON form has the same costs of everything but decisions."""
+        mine = self.to_dict()
+        return all(record.get(key) == mine[key] for key in ("low", "high", "step_s", "round_s", "prefill_s"))
 
     def round_seconds(
         self, context: Tensor, drafted: Tensor, verified: Tensor, backlog: Tensor, decisions: Tensor, decision_s: float
@@ -113,7 +123,13 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON."""
-        write_json(path, {"schema": PROFILE_SCHEMA, "kind": "profile", **dataclasses.asdict(self)})
+        write_json(path, self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as plain JSON values."""
+        record = {"schema": PROFILE_SCHEMA, "kind": "profile", **dataclasses.asdict(self)}
+        plain: dict[str, Any] = json.loads(json.dumps(record))
+        return plain
 
     @staticmethod
     def load(path: str | Path) -> Profile:

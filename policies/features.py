@@ -66,22 +66,31 @@ class Rows:
         self.depth = depth
 
     @cached_property
-    def logprobs(self) -> Tensor:
-        """[R, V] log-softmax of the raw logits."""
-        return torch.log_softmax(self.logits, -1)
+    def probs(self) -> Tensor:
+        """[R, V] softmax of the raw logits."""
+        return torch.softmax(self.logits, -1)
 
     @cached_property
     def top(self) -> Tensor:
         """[R, 10] the largest probabilities, descending; zeros beyond the vocabulary."""
         width = min(TOP, self.logits.shape[-1])
-        best = self.logprobs.topk(width, -1).values.exp()
+        best = self.probs.topk(width, -1).values
         return torch.nn.functional.pad(best, (0, TOP - width)) if width < TOP else best
+
+    @cached_property
+    def top1_logit(self) -> Tensor:
+        """[R] the largest raw logit."""
+        return self.logits.amax(-1)
+
+    @cached_property
+    def log_norm(self) -> Tensor:
+        """[R] log of the sum of exponentials of the raw logits."""
+        return self.top1_logit - self.top[:, 0].log()
 
     @cached_property
     def entropy(self) -> Tensor:
         """[R] entropy in nats."""
-        probs = self.logprobs.exp()
-        return -(probs * self.logprobs.clamp_min(-1e4)).sum(-1)
+        return torch.special.entr(self.probs).sum(-1)
 
     @cached_property
     def best_scores(self) -> Tensor:
@@ -93,7 +102,7 @@ class Rows:
     @cached_property
     def drawn_logprob(self) -> Tensor:
         """[R] log-probability of the drawn token at temperature 1."""
-        return self.of_drawn(self.logprobs)
+        return self.of_drawn(self.logits) - self.log_norm
 
     def of_drawn(self, values: Tensor) -> Tensor:
         """Return [R], the entries of `values` [R, V] at the drawn tokens."""
@@ -152,7 +161,7 @@ _ALL = (
     Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0,
             lambda rows: rows.top[:, 0] - rows.top[:, 1]),
     Feature("top1_logit", Kind.PRE, "raw logit of the draft's best token", -INFINITY, INFINITY,
-            lambda rows: rows.logits.amax(-1)),
+            lambda rows: rows.top1_logit),
     Feature("entropy", Kind.PRE, "entropy of q_j, nats", 0.0, INFINITY, lambda rows: rows.entropy),
     Feature("drawn_prob", Kind.POST, "probability of x_j in the distribution it was drawn from", 0.0, 1.0,
             lambda rows: rows.drawn_prob),
@@ -201,30 +210,30 @@ class Layout:
     """Which columns of a policy's feature tensor each kind fills.
 
     Attributes:
-        anchor, node, history: names of that kind, in the policy's order (`node` = PRE and POST).
+        names: all of them, in the policy's order.
+        anchor, node, history: names of that kind, in the same order (`node` = PRE and POST).
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         kinds = [feature(name).kind for name in names]
+        node_at = [i for i, kind in enumerate(kinds) if kind in (Kind.PRE, Kind.POST)]
+        anchor_at = [i for i, kind in enumerate(kinds) if kind is Kind.ANCHOR]
+        history_at = [i for i, kind in enumerate(kinds) if kind is Kind.HISTORY]
         self.names = tuple(names)
-        self._node_at = [i for i, kind in enumerate(kinds) if kind in (Kind.PRE, Kind.POST)]
-        self._anchor_at = [i for i, kind in enumerate(kinds) if kind is Kind.ANCHOR]
-        self._history_at = [i for i, kind in enumerate(kinds) if kind is Kind.HISTORY]
-        self.node = tuple(names[i] for i in self._node_at)
-        self.anchor = tuple(names[i] for i in self._anchor_at)
-        self.history = tuple(names[i] for i in self._history_at)
+        self.node = tuple(names[i] for i in node_at)
+        self.anchor = tuple(names[i] for i in anchor_at)
+        self.history = tuple(names[i] for i in history_at)
+        order = [*anchor_at, *history_at, *node_at]
+        self._known_first = len(anchor_at) + len(history_at)
+        self._back = None if order == sorted(order) else torch.tensor(order).argsort()
 
     def base(self, anchor: Tensor, history: Tensor) -> Tensor:
-        """Return [S, F] with the ANCHOR [S, .] and HISTORY [S, .] columns filled and the rest 0: depth 0."""
-        out = anchor.new_zeros(anchor.shape[0], len(self.names))
-        out[:, self._anchor_at] = anchor
-        out[:, self._history_at] = history.to(out.dtype)
-        return out
+        """Return [S, .], the ANCHOR [S, .] and HISTORY [S, .] columns side by side: what is known at depth 0."""
+        return torch.cat([anchor, history.to(anchor.dtype)], -1)
 
-    def with_nodes(self, base: Tensor, nodes: Tensor) -> Tensor:
-        """Return [S, F], `base` with the PRE and POST columns [S, .] filled in."""
-        if len(self._node_at) == len(self.names):
-            return nodes
-        out = base.clone()
-        out[:, self._node_at] = nodes
-        return out
+    def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
+        """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""
+        if nodes is None:
+            nodes = base.new_zeros(base.shape[0], len(self.node))
+        both = torch.cat([base, nodes], -1) if self._known_first else nodes
+        return both if self._back is None else both.index_select(-1, self._back.to(both.device))

@@ -40,30 +40,33 @@ class Basis:
 
     def __init__(self, names: Sequence[str], mean: Tensor, scale: Tensor) -> None:
         kinds = [feature(name) for name in names]
-        self.probabilities = [i for i, f in enumerate(kinds) if f.is_probability]
+        odds = [i for i, f in enumerate(kinds) if f.is_probability]
+        self._odds = torch.tensor(odds, dtype=torch.int64)
         node = [f.kind in (Kind.PRE, Kind.POST) for f in kinds]
-        known_first = [not flag for flag in [*node, *(node[i] for i in self.probabilities)]]
-        self.first_mask = torch.tensor(known_first, dtype=torch.float32)
+        self.first_mask = torch.tensor([not flag for flag in [*node, *(node[i] for i in odds)]], dtype=torch.float32)
         self.mean, self.scale = mean, scale
-        if mean.shape != self.first_mask.shape or scale.shape != mean.shape:
-            raise PolicyError(f"expected {len(known_first)} columns for {len(kinds)} features, got {tuple(mean.shape)}")
+        expect(mean, tuple(self.first_mask.shape), "mean")
+        expect(scale, tuple(self.first_mask.shape), "scale")
 
     @property
     def width(self) -> int:
         """F', the number of columns."""
         return len(self.mean)
 
-    @staticmethod
-    def expand(features: Tensor, probabilities: Sequence[int]) -> Tensor:
+    def expand(self, features: Tensor) -> Tensor:
         """Return [..., F'], the features and the log-odds of the probabilities among them."""
-        odds = torch.logit(features[..., list(probabilities)], eps=_EDGE)
+        odds = torch.logit(features.index_select(-1, self._odds.to(features.device)), eps=_EDGE)
         return torch.cat([features, odds], -1)
 
     def __call__(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., F'] for features [..., F]; at depth 0 the columns that are not known yet are 0."""
-        columns = (self.expand(features, self.probabilities) - self.mean) / self.scale
-        columns = columns.clamp(-8.0, 8.0)
+        columns = (self.expand(features) - self.mean) / self.scale
         return columns * self.first_mask if depth == 0 else columns
+
+    def fold(self, weight: Tensor, bias: Tensor, first: bool) -> tuple[Tensor, Tensor]:
+        """Return (weight, bias) that do on `expand` what the given ones do on the basis, at depth 0 if `first`."""
+        scaled = weight / self.scale * (self.first_mask if first else 1.0)
+        return scaled, bias - scaled @ self.mean
 
 
 class LinearHead:
@@ -79,14 +82,17 @@ class LinearHead:
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = take(tensors, ("mean", "scale", "weight", "bias"))
         self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        self.weight, self.bias = self._tensors["weight"], self._tensors["bias"]
-        expect(self.weight, (3, self.basis.width), "weight")
-        expect(self.bias, (3,), "bias")
+        weight, bias = self._tensors["weight"], self._tensors["bias"]
+        expect(weight, (3, self.basis.width), "weight")
+        expect(bias, (3,), "bias")
+        self._later = self.basis.fold(weight[:2], bias[:2], first=False)
+        self._first = self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)
 
     def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return (accept, next); see `Head`."""
-        scores = torch.nn.functional.linear(self.basis(features, depth), self.weight, self.bias)
-        return scores[..., 0], scores[..., 2 if depth == 0 else 1]
+        weight, bias = self._later if depth else self._first
+        accept, following = torch.nn.functional.linear(self.basis.expand(features), weight, bias).unbind(-1)
+        return accept, following
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
@@ -108,20 +114,24 @@ class MLPHead:
         layers = [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
         self._tensors = take(tensors, ("mean", "scale", *layers))
         self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        self.layers = [(self._tensors[f"weight.{i}"], self._tensors[f"bias.{i}"]) for i in range(count)]
+        pairs = [(self._tensors[f"weight.{i}"], self._tensors[f"bias.{i}"]) for i in range(count)]
         width = self.basis.width + 1
-        for i, (weight, bias) in enumerate(self.layers):
+        for i, (weight, bias) in enumerate(pairs):
             expect(weight, (len(bias), width), f"weight.{i}")
             width = len(bias)
-        if width != 2 or not self.layers:
-            raise PolicyError(f"mlp head: expected 2 outputs, got {width if self.layers else 'no layer'}")
+        if width != 2 or not pairs:
+            raise PolicyError(f"mlp head: expected 2 outputs, got {width if pairs else 'no layer'}")
+        (weight, bias), *self._rest = pairs
+        self._later = self.basis.fold(weight[:, :-1], bias, first=False)
+        self._first = self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True)
 
     def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return (accept, next); see `Head`."""
-        x = torch.nn.functional.pad(self.basis(features, depth), (0, 1), value=float(depth == 0))
-        for i, (weight, bias) in enumerate(self.layers):
-            x = torch.nn.functional.linear(x if i == 0 else torch.nn.functional.silu(x), weight, bias)
-        return x[..., 0], x[..., 1]
+        x = torch.nn.functional.linear(self.basis.expand(features), *(self._later if depth else self._first))
+        for weight, bias in self._rest:
+            x = torch.nn.functional.linear(torch.nn.functional.silu(x), weight, bias)
+        accept, following = x.unbind(-1)
+        return accept, following
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
@@ -156,22 +166,25 @@ class TreesHead:
         self._missing = self._tensors["missing_left"].reshape(-1)
         self._leaf = leaf.reshape(-1)
         self._inner_at = torch.arange(trees) * inner[2]
-        self._leaf_at = torch.arange(trees) * 2**self.depth
+        self._leaf_at = torch.arange(trees) * 2**self.depth - inner[2]
+        self._all_missing_left = bool(self._missing.all())
         self._base = self._tensors["base"]
 
     def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return (accept, next); see `Head`."""
         flat = features.reshape(-1, features.shape[-1])
+        x = flat.index_select(1, self._split)
+        right = x >= self._threshold  # false for missing values
+        if not self._all_missing_left:
+            right |= x.isnan() & ~self._missing
+        step = right.long() + 1
         at = torch.zeros(flat.shape[0], len(self._inner_at), dtype=torch.int64, device=flat.device)
         for _ in range(self.depth):
-            node = at + self._inner_at
-            x = flat.gather(1, self._split[node])
-            left = (x < self._threshold[node]) | (x.isnan() & self._missing[node])
-            at = 2 * at + 2 - left.long()
-        leaves = self._leaf[at - (2**self.depth - 1) + self._leaf_at]
+            at = 2 * at + step.gather(1, at + self._inner_at)
+        leaves = self._leaf[at + self._leaf_at]
         scores = leaves.view(flat.shape[0], 2, -1).sum(-1) + self._base
-        shaped = scores.view(*features.shape[:-1], 2)
-        return shaped[..., 0], shaped[..., 1]
+        accept, following = scores.view(*features.shape[:-1], 2).unbind(-1)
+        return accept, following
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""

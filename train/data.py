@@ -145,5 +145,5 @@ def node_features(arrays: TraceArrays, names: Sequence[str]) -> Tensor:
     layout = Layout(names)
     anchor, node = arrays.tensors(names)
     base = layout.base(anchor, torch.zeros(len(anchor), 0))
-    depths = [base, *(layout.with_nodes(base, node[:, j]) for j in range(arrays.depth))]
+    depths = [layout.step(base), *(layout.step(base, node[:, j]) for j in range(arrays.depth))]
     return torch.stack(depths, 1)

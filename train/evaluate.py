@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..collect.store import Trace, open_trace
+from ..decode.profile import add_decisions
 from ..policies.baselines import Confidence
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
@@ -126,6 +127,7 @@ def evaluate(
     arrays = trace_arrays(traces)
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
+    profile = add_decisions(profile, [Confidence(HUGGING_FACE), *policies], traces.header.vocabulary)
     jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth))
     fixed = fixed_grid(arrays, profile)
     replays = []
@@ -182,11 +184,12 @@ def _policies(
         jobs.append(("confidence, tuned", "rule", tuned, f"threshold {tuned.threshold:g}, tuned on the training traces"))
     for policy in policies:
         note = ""
-        if isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived":
+        derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
+        if derived and not profile.same_costs(policy.facts.profile):
+            note = "rho as saved, of another profile; give the training traces to solve it for this one"
             if tuning is not None:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
-            elif dataclasses.asdict(profile) != policy.facts.profile:
-                note = "rate of the profile it was trained with"
+                note = "rho solved for this profile on the training traces"
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
         jobs.append((policy.name, kind, policy.limited(depth), note))
     names = [job[0] for job in jobs]

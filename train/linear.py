@@ -16,8 +16,8 @@ from .rows import FitRows
 
 def fit_basis(rows: FitRows, names: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Return (mean, scale) [F'] of the expanded columns over rows with a drawn token; constant columns get scale 1."""
-    probabilities = [i for i, name in enumerate(names) if feature(name).is_probability]
-    columns = Basis.expand(rows.features[rows.drawn], probabilities).double()
+    width = len(names) + sum(feature(name).is_probability for name in names)
+    columns = Basis(names, torch.zeros(width), torch.ones(width)).expand(rows.features[rows.drawn]).double()
     mean, scale = columns.mean(0), columns.std(0)
     return mean.float(), torch.where(scale > 1e-6, scale, 1.0).float()
 

@@ -59,7 +59,7 @@ class _Run:
         self.arrays, self.policy, self.profile = arrays, policy, profile
         self.layout = Layout(policy.features)
         self.anchor_columns, self.node_columns = arrays.tensors(policy.features)
-        self.decision_s = profile.decision(policy.name)
+        self.decision_s = profile.decision(policy.cost_name)
         streams = arrays.sequences
         self.anchor = arrays.first_anchor.clone()
         self.backlog = arrays.prompt_tokens + self.anchor
@@ -90,7 +90,7 @@ class _Run:
             if not bool(drafting.any()):
                 break
             if j >= policy.first:
-                features = base if j == 0 else self.layout.with_nodes(base, self.node_columns[row, j - 1])
+                features = self.layout.step(base, self.node_columns[row, j - 1] if j else None)
                 features = features * drafting[:, None]
                 step = DraftStep(j, drafting[:, None], parent, features[:, None])
                 keep, self.state = checked_keep(policy, step, self.state)

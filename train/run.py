@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from ..collect.store import Trace
+from ..decode.profile import add_decisions
 from ..policies.calibration import Calibrator
 from ..policies.costs import Profile
 from ..policies.errors import InputError, TraceError, close_match
@@ -104,6 +104,7 @@ def train(
     accept, following, metrics = _calibrate(fitted, held)
     acceptance = conditional_acceptance(fit_side)
     policy = LearnedPolicy(name or head, names, fitted, accept, following, _start_rule(rule, threshold), arrays.depth)
+    profile = add_decisions(profile, [policy], traces.header.vocabulary)
     rate = 0.0
     if rule == "derived":
         policy, rate = solve_rate(policy, fit_side, profile, acceptance)
@@ -111,7 +112,7 @@ def train(
     metrics |= _held_out_speed(policy, held_side, profile)
     policy.facts = Facts(
         temperature=traces.header.temperature, verification=traces.header.verification, label=traces.header.label,
-        pair=dict(traces.header.pair), rho=rate, acceptance=acceptance, profile=dataclasses.asdict(profile),
+        pair=dict(traces.header.pair), rho=rate, acceptance=acceptance, profile=profile.to_dict(),
         provenance={"traces": str(traces.folder), "seed": seed, "specstop": version("specstop")}, metrics=metrics,
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)

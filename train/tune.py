@@ -43,7 +43,7 @@ def solve_rate(
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
     """
-    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.name), 0, policy.max_depth)
+    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.cost_name), 0, policy.max_depth)
     rho = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
     for _ in range(_ROUNDS):

@@ -1,0 +1,60 @@
+"""What several commands do first: find the pair, read the prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..policies.errors import InputError
+from ..policies.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from ..collect.prompts import Prompt
+    from ..decode.pair import Pair
+
+
+def quiet_libraries() -> None:
+    """Keep loading bars and advice of transformers and datasets off the console."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def find_pair(target: str | None, draft: str | None, progress: Progress = silent) -> tuple[str, str, Path | None]:
+    """Return the names of target and draft, and the folder of the demo pair where it stands in for them."""
+    if (target is None) != (draft is None):
+        raise InputError("expected both --target and --draft, or neither for the demo pair")
+    if target is not None and draft is not None:
+        return target, draft, None
+    from ..train.pair import demo_pair
+
+    folder = demo_pair(progress=progress)
+    return str(folder / "target"), str(folder / "draft"), folder
+
+
+def open_pair(target: str, draft: str, device: str, dtype: str) -> Pair:
+    """Load both models, without the libraries' own output."""
+    from ..decode.pair import load_pair
+
+    quiet_libraries()
+    return load_pair(target, draft, device=device, dtype=dtype)
+
+
+def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:
+    """Read prompts from `path`, or the demo pair's own ("train" or "test")."""
+    from ..collect.prompts import read_prompts
+
+    if path is None and demo is None:
+        raise InputError("--prompts: expected a JSON Lines file; only the demo pair brings prompts of its own")
+    return read_prompts(path if path is not None else Path(str(demo)) / f"prompts-{side}.jsonl", limit)
+
+
+def percent(part: float, whole: float) -> str:
+    """Return `part` of `whole` as a percentage."""
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def flat(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a mapping as table rows."""
+    return [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in values.items()]

@@ -1,0 +1,72 @@
+"""`--config run.yaml` and `--set key=value` for every option, and the resolved configuration beside every result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from ..policies.errors import InputError, close_match
+from ..policies.files import write_atomic
+
+RUN_FILE = "run.yaml"
+_OWN = ("config", "set", "help")
+
+
+def load_config(context: click.Context, path: Path | None) -> Path | None:
+    """Take option values from a YAML file; values given on the command line win."""
+    if path is None:
+        return None
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"--config: the file {path} does not exist") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--config: {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"--config: expected a mapping of options in {path}, not {type(raw).__name__}")
+    command = raw.pop("command", context.command.name)
+    if command != context.command.name:
+        raise InputError(f"--config: {path} is of `specstop {command}`, not of `specstop {context.command.name}`")
+    _merge(context, raw, str(path))
+    return path
+
+
+def apply_settings(context: click.Context, settings: list[str]) -> list[str]:
+    """Take option values written as key=value."""
+    values = {}
+    for text in settings or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--set: expected key=value, not {text!r}")
+        values[key] = yaml.safe_load(value)
+    _merge(context, values, "--set")
+    return settings
+
+
+def _merge(context: click.Context, values: Mapping[str, Any], where: str) -> None:
+    known = {p.name for p in context.command.params if p.name and p.name not in _OWN}
+    resolved = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for key in resolved:
+        if key not in known:
+            raise InputError(f"{where}: unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}")
+    context.default_map = {**(context.default_map or {}), **resolved}
+
+
+def save_config(folder: Path, name: str = RUN_FILE) -> None:
+    """Write the resolved options of the running command beside its result."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
+    values = {key: _plain(value) for key, value in context.params.items() if key not in _OWN and value is not None}
+    text = yaml.safe_dump({"command": context.command.name, **values}, sort_keys=False)
+    write_atomic(folder / name, text)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float)) else str(value)

@@ -1,0 +1,65 @@
+"""`specstop evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .config import save_config
+from .console import output, print_json, progress_bars, table
+from .options import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Set, Traces
+
+if TYPE_CHECKING:
+    from ..train.evaluate import Report
+
+
+def evaluate(
+    traces: Traces,
+    profile: ProfileFile,
+    out: Out,
+    policy: Policies = [],  # noqa: B006
+    train_traces: Annotated[
+        Path | None, typer.Option(help="Training traces: thresholds and rates are tuned there for this profile.")
+    ] = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: A002, B006
+) -> None:
+    """Say offline, exactly, what each policy would gain on held-out prompts with this latency."""
+    from ..policies.costs import Profile
+
+    costs = Profile.load(profile)
+    from ..policies.specs import load_policy
+    from ..train.evaluate import evaluate as run
+    from ..train.evaluate import load_traces
+
+    with progress_bars(quiet or json) as progress:
+        report = run(
+            load_traces(traces), costs, [load_policy(spec) for spec in policy],
+            train_traces=load_traces(train_traces) if train_traces else None, out=out, seed=seed, overwrite=overwrite,
+            progress=progress,
+        )  # fmt: skip
+    save_config(out)
+    if json:
+        print_json(report.to_dict())
+    else:
+        show_report(report)
+        output().print(f"report.json, report.md and report.png are in {out}")
+
+
+def show_report(report: Report) -> None:
+    """Print a report's table, its curve of fixed lengths, and its headline."""
+    from ..train.report import COLUMNS, cells, headline
+
+    facts = report.facts
+    title = f"{facts['prompts']} held-out prompts, temperature {facts['temperature']:g}, {facts['intervals']}"
+    table(title, COLUMNS, [cells(line) for line in report.lines])
+    rows = [("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),
+            ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance))]  # fmt: skip
+    table("By length", ("k", *map(str, range(len(report.fixed)))), rows)
+    output().print(headline(report))

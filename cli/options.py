@@ -1,0 +1,38 @@
+"""The options that commands share: one name, one help text, one default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .config import apply_settings, load_config
+
+Target = Annotated[str | None, typer.Option(help="Target model: a folder or a hub name. Default: the demo pair.")]
+Draft = Annotated[str | None, typer.Option(help="Draft model of the same tokenizer: a folder or a hub name.")]
+Prompts = Annotated[Path | None, typer.Option(help='Prompts as JSON Lines with "prompt", optionally "id" and "group".')]
+Traces = Annotated[Path, typer.Option(help="Trace folder of `specstop collect`.")]
+ProfileFile = Annotated[Path, typer.Option("--profile", help="Latency profile of `specstop profile`.")]
+Policies = Annotated[
+    list[str], typer.Option("--policy", help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value; repeatable.")
+]
+Out = Annotated[Path, typer.Option(help="Where the result goes.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 = greedy.")]
+Seed = Annotated[int, typer.Option(help="Of the noise of every stream, or of splits and fits.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Length limit of each text.")]
+Depth = Annotated[int, typer.Option(help="K, the most tokens drafted in a round.")]
+Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Complete a run that was interrupted.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON in the place of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", callback=load_config, is_eager=True, help="Options from a YAML file, such as a run.yaml."),
+]
+Set = Annotated[
+    list[str], typer.Option("--set", callback=apply_settings, is_eager=True, help="An option as key=value; repeatable.")
+]

@@ -1,0 +1,63 @@
+"""`specstop profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..policies.errors import InputError
+from .common import find_pair, find_prompts, flat, open_pair
+from .config import save_config
+from .console import print_json, progress_bars, table
+from .options import (
+    Config, Depth, Device, Draft, Dtype, Json, Overwrite, Policies, Prompts, Quiet, Set, Target, Temperature,
+)  # fmt: skip
+
+
+def profile(
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    prompts: Prompts = None,
+    target: Target = None,
+    draft: Draft = None,
+    policy: Policies = [],  # noqa: B006
+    depth: Depth = 10,
+    temperature: Temperature = 0.0,
+    repeats: Annotated[int, typer.Option(help="Texts timed at each context length.")] = 4,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    overwrite: Overwrite = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: A002, B006
+) -> None:
+    """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
+    from ..collect.prompts import encode
+    from ..collect.run import facts, reading_room
+    from ..decode.profile import measure_profile
+    from ..policies.specs import load_policy
+
+    if out.exists() and not overwrite:
+        raise InputError(f"--out: {out} exists; choose another name, or pass --overwrite to replace it")
+    if repeats < 1:
+        raise InputError(f"--repeats: expected 1 or more, not {repeats}")
+    with progress_bars(quiet or json) as progress:
+        names = find_pair(target, draft, progress)
+        rules = [load_policy(spec).limited(depth) for spec in policy]
+        chosen = find_prompts(prompts, names[2], "train", 32)
+        pair = open_pair(*names[:2], device, dtype)
+        measured = measure_profile(
+            pair, encode(chosen, pair.tokenizer, reading_room(pair, 1)), depth=depth, temperature=temperature,
+            policies=rules, repeats=repeats, facts=facts(pair), progress=progress,
+        )  # fmt: skip
+    measured.save(out)
+    save_config(out.parent, out.name + ".run.yaml")
+    from .info import _profile
+
+    described = _profile(out)
+    if json:
+        print_json(described)
+    else:
+        table(str(out), ("what", "value"), flat(described))

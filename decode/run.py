@@ -1,0 +1,77 @@
+"""`decode`: prompts in, the target's text out, faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..policies.contract import StopPolicy
+from ..policies.costs import Profile
+from ..policies.errors import InputError
+from .loop import Settings, Speculator
+from .noise import stream_key
+from .pair import Pair
+from .records import Generation
+
+
+def decode(
+    pair: Pair,
+    prompts: Sequence[str],
+    policy: StopPolicy,
+    *,
+    settings: Settings | None = None,
+    ids: Sequence[str] | None = None,
+    seed: int = 0,
+    profile: Profile | None = None,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[Generation]:
+    """Decode prompts one after the other with a policy; the text is the target's own.
+
+    Args:
+        pair: with a tokenizer.
+        prompts: texts.
+        policy: when to stop drafting.
+        settings: temperature, limits.
+        ids: of the prompts, part of the key of their noise; by default their numbers.
+        seed: the other part; without effect at temperature 0.
+        profile: supplies the modelled seconds that some policies observe.
+        on_text: called with (prompt number, new text) after each round, for streaming.
+
+    Raises:
+        InputError: a prompt is empty or too long.
+    """
+    if pair.tokenizer is None:
+        raise InputError("the pair has no tokenizer to read prompts with")
+    names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+    speculator = Speculator(pair, policy, settings, profile)
+    generations = []
+    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        stream = _TextStream(pair, number, on_text) if on_text else None
+        tokens = list(pair.tokenizer(prompt)["input_ids"])
+        generations.append(speculator.generate(tokens, stream_key(seed, name), stream.push if stream else None))
+        if stream:
+            stream.end()
+    return generations
+
+
+class _TextStream:
+    """Turns tokens into text as they come; a character whose bytes are not complete yet waits."""
+
+    def __init__(self, pair: Pair, number: int, write: Callable[[int, str], None]) -> None:
+        self._pair, self._number, self._write = pair, number, write
+        self._tokens: list[int] = []
+        self._written = 0
+
+    def push(self, tokens: list[int]) -> None:
+        self._tokens.extend(tokens)
+        self._flush(whole=False)
+
+    def end(self) -> None:
+        self._flush(whole=True)
+
+    def _flush(self, whole: bool) -> None:
+        assert self._pair.tokenizer is not None
+        text = str(self._pair.tokenizer.decode(self._tokens, skip_special_tokens=True))
+        ready = len(text) if whole else len(text.rstrip("\ufffd"))
+        if ready > self._written:
+            self._write(self._number, text[self._written : ready])
+            self._written = ready
