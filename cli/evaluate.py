@@ -12,7 +12,7 @@ from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Set, Traces
 
 if TYPE_CHECKING:
-    from ..train.evaluate import Report
+    from ..train.records import Report
 
 
 def evaluate(

@@ -64,6 +64,8 @@ def _prompt(line: str, where: str) -> Prompt:
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or not record["prompt"]:
         raise InputError(f"--prompts: {where}: expected an object with a non-empty string \"prompt\"")
     text = record["prompt"]
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise InputError(f"--prompts: {where}: the prompt has half a surrogate pair, which is no text")
     name = record.get("id")
     name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if name is None else str(name)
     group = record.get("group", record.get("category"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -68,6 +69,10 @@ def collect(
         raise InputError(f"--depth: expected 1 or more, not {depth}")
     if max_new_tokens < 2:
         raise InputError(f"--max-new-tokens: expected 2 or more to have an anchor, not {max_new_tokens}")
+    if not 0.0 <= temperature < math.inf:
+        raise InputError(f"--temperature: expected 0 or more, not {temperature}")
+    if shards is not None and shards < 1:
+        raise InputError(f"--shards: expected 1 or more, not {shards}")
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + depth))
     count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
     header = Header(

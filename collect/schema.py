@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
 
@@ -98,10 +99,23 @@ class Header:
                 "collect it again, or use the version that wrote it"
             )
         names = {f.name for f in dataclasses.fields(Header)}
-        if set(raw) - names or {"topology", "features", "shards", "pair"} - set(raw):
-            raise TraceError(f"{where}: the header lacks or has unknown fields: {sorted(set(raw) ^ names)}")
-        lists = {key: tuple(raw[key]) for key in ("eos", "topology", "features", "anchor_features")}
-        return Header(**{**raw, **lists})
+        if set(raw) != names:
+            raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")
+        kinds = get_type_hints(Header)
+        for name, value in raw.items():
+            if not _fits(value, kinds[name]):
+                raise TraceError(f"{where}: the header has {value!r} as {name}")
+        return Header(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value can stand for a header field of this type."""
+    outer = get_origin(kind) or kind
+    if outer is tuple:
+        return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
+    if outer is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, dict if outer is abc.Mapping else outer) and not isinstance(value, bool)
 
 
 def chain(depth: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from ..policies.errors import InputError, TraceError
 from ..policies.files import STAGE_PREFIX, claim_folder, write_atomic
-from .schema import Header, arrow_schema
+from .schema import HEADER_KEY, Header, arrow_schema
 
 HEADER_FILE = "header.json"
 
@@ -37,6 +37,9 @@ def open_for_writing(folder: Path, header: Header, *, resume: bool = False, over
         InputError: the folder is not empty and neither flag is given.
         TraceError: `resume`, but the folder holds another run.
     """
+    for place in (folder, folder / "data"):
+        for left in place.glob(f"{STAGE_PREFIX}*"):  # of a run that was killed
+            left.unlink()
     folder = claim_folder(folder, overwrite=overwrite, resume=resume)
     path = folder / HEADER_FILE
     if path.exists():
@@ -52,8 +55,6 @@ def open_for_writing(folder: Path, header: Header, *, resume: bool = False, over
         raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
     else:
         write_atomic(path, header.to_json() + "\n")
-    for left in (folder / "data").glob(f"{STAGE_PREFIX}*"):
-        left.unlink()
     return folder
 
 
@@ -128,8 +129,9 @@ def open_trace(folder: str | Path) -> Trace:
             table = pq.read_table(path, memory_map=True)
         except (OSError, pa.ArrowInvalid) as error:
             raise TraceError(f"--traces: the shard {path} cannot be read: {str(error).splitlines()[0]}") from None
-        if table.schema.names != arrow_schema(header).names:
-            raise TraceError(f"--traces: the shard {path} has other columns than its header says")
+        written = (table.schema.metadata or {}).get(HEADER_KEY, b"{}")
+        if not table.schema.equals(arrow_schema(header)) or not Header.from_json(written, str(path)).same_run(header):
+            raise TraceError(f"--traces: the shard {path} is of another run than {HEADER_FILE}; remove it and --resume")
         tables.append(table)
     if not sum(table.num_rows for table in tables):
         raise TraceError(f"--traces: {folder} has no finished shard with rows; run collect with --resume")

@@ -7,6 +7,8 @@ tokens that equal the target's own are committed, with one more of the target's.
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..policies.baselines import FixedLength
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep
+from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError, SpecstopWarning
 from ..policies.features import Layout, Rows, compute
@@ -46,7 +48,7 @@ class Settings:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
+        if not 0.0 <= self.temperature < math.inf:
             raise InputError(f"--temperature: expected 0 or more, not {self.temperature}")
         if self.max_new_tokens < 1:
             raise InputError(f"--max-new-tokens: expected 1 or more, not {self.max_new_tokens}")
@@ -106,9 +108,13 @@ class _Chain:
 
 def draft_step(depth: int, features: Tensor) -> DraftStep:
     """Return the step of one stream with one branch, from its features [1, F]."""
-    device = features.device
-    alive = torch.ones(1, 1, dtype=torch.bool, device=device)
-    return DraftStep(depth, alive, torch.zeros(1, 1, dtype=torch.int64, device=device), features[:, None])
+    alive, parent = _single_branch(features.device)
+    return DraftStep(depth, alive, parent, features[:, None])
+
+
+@functools.cache
+def _single_branch(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.ones(1, 1, dtype=torch.bool, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
 
 
 class Speculator:
@@ -186,11 +192,13 @@ class Speculator:
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
         source = self._source(key, self._depth + 1)
         token = int(self._scores(logits, source, len(prompt), 1).argmax())
-        policy_state = self._carried
-        if policy_state is None:
-            policy_state = self.policy.start(1, torch.tensor([key], device=self.pair.device))
-        text = _Text([*prompt, token], len(prompt), source, logits, policy_state, History.start(1, self.pair.device))
+        text = _Text([*prompt, token], len(prompt), source, logits, self._carried, History.start(1, self.pair.device))
         text.ended = token in self._eos or self.settings.max_new_tokens == 1
+        if self._carried is None:
+            try:
+                text.policy_state = self.policy.start(1, torch.tensor([key], device=self.pair.device))
+            except Exception as error:  # a plugin may raise anything; the text must not suffer
+                self._fail(text, error)
         return text
 
     def _reserve(self, capacity: int) -> None:
@@ -314,12 +322,11 @@ class Speculator:
         nodes = torch.arange(len(kept), device=self.pair.device)[None]
         tree = DraftTree(torch.tensor([kept], device=nodes.device), nodes - 1, nodes + 1, nodes >= 0)
         try:
-            mask = self.policy.select(tree, text.policy_state)
-            length = len(kept) if mask is None else int(mask[0].long().cumprod(0).sum())
+            mask = checked_select(self.policy, tree, text.policy_state)
         except Exception as error:
             self._fail(text, error)
             return kept
-        return kept[:length]
+        return kept if mask is None else kept[: int(mask[0].long().cumprod(0).sum())]
 
     def _verify(self, text: _Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
         """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""

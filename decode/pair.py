@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..policies.errors import InputError, PairError
@@ -74,7 +75,10 @@ def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedT
     if target.device != draft.device:
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in (("target", target), ("draft", draft)):
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+        if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+            kinds = {"sliding_attention"}
         if kinds:
             raise PairError(
                 f"the {role} has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
@@ -155,7 +159,7 @@ def _model(name: str | Path, option: str, device: torch.device, dtype: torch.dty
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             _found(name, option), dtype=dtype, attn_implementation=attention
         )
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         if isinstance(error, PairError):
             raise
         raise PairError(f"{option}: cannot load a model from {name}: {_line(error)}") from None

@@ -15,8 +15,8 @@ class FixedLength(StopPolicy):
     """
 
     def __init__(self, length: int = 4) -> None:
-        if length < 0:
-            raise PolicyError(f"fixed: expected a length of 0 or more, not {length}")
+        if not isinstance(length, int) or length < 0:
+            raise PolicyError(f"fixed: expected a whole length of 0 or more, not {length}")
         self.max_depth = self.first = length
         self.name = f"fixed:{length}"
 
@@ -37,8 +37,8 @@ class Confidence(StopPolicy):
     def __init__(self, threshold: float = 0.4, max_depth: int = 20) -> None:
         if not 0.0 <= threshold <= 1.0:
             raise PolicyError(f"confidence: expected a threshold between 0 and 1, not {threshold}")
-        if max_depth < 1:
-            raise PolicyError(f"confidence: expected a max_depth of 1 or more, not {max_depth}")
+        if not isinstance(max_depth, int) or max_depth < 1:
+            raise PolicyError(f"confidence: expected a whole max_depth of 1 or more, not {max_depth}")
         self.threshold = threshold
         self.max_depth = max_depth
         self.name = f"confidence:{threshold:g}"

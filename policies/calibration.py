@@ -28,24 +28,30 @@ class Calibrator:
         self.knots = torch.zeros(2, 0) if knots is None else knots
         if kind == "isotonic":
             ok = self.knots.dim() == 2 and self.knots.shape[0] == 2 and self.knots.shape[1] >= 2
-            if not ok or bool((self.knots.diff(dim=1) < 0).any()) or not bool(self.knots.isfinite().all()):
-                raise PolicyError("calibration: expected increasing knots [2, n] with n of 2 or more")
+            ok = ok and bool(self.knots.isfinite().all()) and not bool((self.knots.diff(dim=1) < 0).any())
+            if not ok or bool((self.knots[1] < 0).any()) or bool((self.knots[1] > 1).any()):
+                raise PolicyError("calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]")
 
-        self._bounds, self._slope, self._shift = _segments(self.knots) if kind == "isotonic" else [self.knots] * 3
+        self._bounds, self._start, self._level, self._slope = _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
+
+    @property
+    def scale(self) -> float | None:
+        """What a sigmoid must multiply the logit with to do the same; None for an isotonic map."""
+        return None if self.kind == "isotonic" else 1.0 / self.temperature
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the probabilities, same shape as `logits`."""
         if self.kind != "isotonic":
             return torch.sigmoid(logits if self.temperature == 1.0 else logits / self.temperature)
         at = torch.searchsorted(self._bounds, logits.contiguous())
-        return self._shift[at] + self._slope[at] * logits
+        return self._level[at] + self._slope[at] * (logits - self._start[at])
 
 
 def _segments(knots: Tensor) -> list[Tensor]:
-    """Return (bounds [n], slope [n + 1], shift [n + 1]) of the piecewise linear map, level outside its knots."""
+    """Return (bounds [n]; start, level, slope [n + 1]) of the piecewise linear map, level outside its knots."""
     x, y = knots.double()
-    slope = (y.diff() / x.diff().clamp_min(1e-9)).clamp(0.0, 1e6)
-    shift = y[:-1] - slope * x[:-1]
+    step = x.diff()
+    slope = torch.where(step > 0, y.diff() / step.clamp_min(1e-12), 0.0)
     zero = torch.zeros(1, dtype=torch.float64)
-    pieces = (x, torch.cat([zero, slope, zero]), torch.cat([y[:1], shift, y[-1:]]))
+    pieces = (x, torch.cat([x[:1], x]), torch.cat([y[:1], y]), torch.cat([zero, slope, zero]))
     return [piece.float().contiguous() for piece in pieces]

@@ -139,12 +139,28 @@ def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Ten
     if not (isinstance(answer, tuple) and len(answer) == 2):
         raise TypeError(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
     mask, state = answer
+    _check_mask(mask, step.alive, f"{policy.name}: keep()")
+    return mask & step.alive, state
+
+
+def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Tensor | None:
+    """Ask the policy which nodes to verify and hold it to the contract: None, or a bool tensor of the shape of the tree.
+
+    Raises:
+        TypeError: the answer is no bool tensor.
+        ValueError: the answer has another shape or lies on another device.
+    """
+    mask = policy.select(tree, state)
+    if mask is not None:
+        _check_mask(mask, tree.drawn, f"{policy.name}: select()")
+    return mask
+
+
+def _check_mask(mask: Any, like: Tensor, who: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{policy.name}: keep() must return a bool tensor, not {kind}")
-    if mask.shape != step.alive.shape or mask.device != step.alive.device:
+        raise TypeError(f"{who} must return a bool tensor, not {kind}")
+    if mask.shape != like.shape or mask.device != like.device:
         raise ValueError(
-            f"{policy.name}: keep() must return shape {tuple(step.alive.shape)} on {step.alive.device}, "
-            f"not {tuple(mask.shape)} on {mask.device}"
+            f"{who} must return shape {tuple(like.shape)} on {like.device}, not {tuple(mask.shape)} on {mask.device}"
         )
-    return mask & step.alive, state

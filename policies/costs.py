@@ -102,9 +102,9 @@ class Profile:
     def _calls(table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
         one, two = table.draft_s
         verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
-        first = torch.where(backlog > 1, two, one) + (backlog - 2).clamp_min(0) * table.draft_token_s
-        drafting = torch.where(drafted > 0, first + (drafted - 1) * one, 0.0)
-        return drafting + verify[verified]
+        backlog, drafted = backlog.double(), drafted.double()
+        first = one + (two - one) * (backlog > 1) + (backlog - 2).clamp_min(0) * table.draft_token_s
+        return (first + (drafted - 1) * one) * (drafted > 0) + verify[verified]
 
     def chain_costs(self, context: float, decision_s: float, first: int = 0, depth: int | None = None) -> Tensor:
         """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
@@ -152,6 +152,8 @@ class Profile:
                 )
                 for side in ("low", "high")
             ]
+            if len(tables[0].verify_s) != len(tables[1].verify_s) or not tables[0].verify_s:
+                raise ValueError("verify_s: both contexts need the same lengths")
             return Profile(
                 tables[0],
                 tables[1],
@@ -162,5 +164,5 @@ class Profile:
                 float(raw["temperature"]),
                 dict(raw["facts"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None

@@ -71,6 +71,11 @@ class Rows:
         return torch.softmax(self.logits, -1)
 
     @cached_property
+    def best(self) -> Tensor:
+        """[R, 2] the two largest probabilities."""
+        return self.probs.topk(2, -1).values
+
+    @cached_property
     def top(self) -> Tensor:
         """[R, 10] the largest probabilities, descending; zeros beyond the vocabulary."""
         width = min(TOP, self.logits.shape[-1])
@@ -85,7 +90,7 @@ class Rows:
     @cached_property
     def log_norm(self) -> Tensor:
         """[R] log of the sum of exponentials of the raw logits."""
-        return self.top1_logit - self.top[:, 0].log()
+        return self.top1_logit - self.best[:, 0].log()
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -146,20 +151,20 @@ def _history(rows: Rows) -> Tensor:
 
 def _pre(rank: int) -> Feature:
     return Feature(f"top{rank}", Kind.PRE, f"probability of the draft's token of rank {rank}", 0.0, 1.0,
-                   lambda rows: rows.top[:, rank - 1])  # fmt: skip
+                   lambda rows: (rows.best if rank <= 2 else rows.top)[:, rank - 1])  # fmt: skip
 
 
 _ALL = (
     Feature("anchor_entropy", Kind.ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0.0,
             INFINITY, lambda rows: rows.entropy),
-    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, lambda rows: rows.top[:, 0]),
+    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, lambda rows: rows.best[:, 0]),
     Feature("anchor_margin", Kind.ANCHOR, "largest minus second probability in that row", 0.0, 1.0,
-            lambda rows: rows.top[:, 0] - rows.top[:, 1]),
+            lambda rows: rows.best[:, 0] - rows.best[:, 1]),
     Feature("anchor_prob", Kind.ANCHOR, "probability of the anchor token in that row", 0.0, 1.0,
             lambda rows: rows.drawn_logprob.exp()),
     *(_pre(rank) for rank in range(1, TOP + 1)),
     Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0,
-            lambda rows: rows.top[:, 0] - rows.top[:, 1]),
+            lambda rows: rows.best[:, 0] - rows.best[:, 1]),
     Feature("top1_logit", Kind.PRE, "raw logit of the draft's best token", -INFINITY, INFINITY,
             lambda rows: rows.top1_logit),
     Feature("entropy", Kind.PRE, "entropy of q_j, nats", 0.0, INFINITY, lambda rows: rows.entropy),

@@ -66,8 +66,13 @@ def staged_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             old = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
             os.replace(path, old / "old")
-            os.replace(stage, path)
-            shutil.rmtree(old)
+            try:
+                os.replace(stage, path)
+            except BaseException:
+                os.replace(old / "old", path)
+                raise
+            finally:
+                shutil.rmtree(old)
         else:
             os.replace(stage, path)
     except BaseException:

@@ -99,6 +99,10 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
     )
     names = {f.name for f in dataclasses.fields(Facts)}
     facts = Facts(**{name: raw[name] for name in names if name != "acceptance"}, acceptance=tuple(raw["acceptance"]))
+    for name, kind in (("temperature", (int, float)), ("rho", (int, float)), ("verification", str), ("label", str),
+                       ("pair", dict), ("profile", dict), ("provenance", dict), ("metrics", dict)):  # fmt: skip
+        if not isinstance(raw[name], kind):
+            raise PolicyError(f"{name}: {raw[name]!r} is not what is expected there")
     depth = raw["max_depth"]
     if not isinstance(depth, int) or depth < 1:
         raise PolicyError(f"max_depth: expected 1 or more, not {depth!r}")

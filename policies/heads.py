@@ -23,8 +23,8 @@ class Head(Protocol):
 
     kind: str
 
-    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return (accept, next), each [...], of features [..., F] at one depth."""
+    def logits(self, features: Tensor, depth: int) -> Tensor:
+        """Return [..., 2], accept and next, of features [..., F] at one depth."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that the head consists of."""
@@ -88,11 +88,10 @@ class LinearHead:
         self._later = self.basis.fold(weight[:2], bias[:2], first=False)
         self._first = self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)
 
-    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return (accept, next); see `Head`."""
+    def logits(self, features: Tensor, depth: int) -> Tensor:
+        """Return [..., 2], accept and next; see `Head`."""
         weight, bias = self._later if depth else self._first
-        accept, following = torch.nn.functional.linear(self.basis.expand(features), weight, bias).unbind(-1)
-        return accept, following
+        return torch.nn.functional.linear(self.basis.expand(features), weight, bias)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
@@ -125,13 +124,12 @@ class MLPHead:
         self._later = self.basis.fold(weight[:, :-1], bias, first=False)
         self._first = self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True)
 
-    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return (accept, next); see `Head`."""
+    def logits(self, features: Tensor, depth: int) -> Tensor:
+        """Return [..., 2], accept and next; see `Head`."""
         x = torch.nn.functional.linear(self.basis.expand(features), *(self._later if depth else self._first))
         for weight, bias in self._rest:
             x = torch.nn.functional.linear(torch.nn.functional.silu(x), weight, bias)
-        accept, following = x.unbind(-1)
-        return accept, following
+        return x
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
@@ -152,6 +150,9 @@ class TreesHead:
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = take(tensors, ("feature", "threshold", "missing_left", "leaf", "base"))
         split, leaf = self._tensors["feature"], self._tensors["leaf"]
+        for name, kind in (("feature", torch.int64), ("missing_left", torch.bool)):
+            if self._tensors[name].dtype != kind:
+                raise PolicyError(f"weights: expected {name} as {kind}, got {self._tensors[name].dtype}")
         self.depth = int(leaf.shape[-1]).bit_length() - 1
         inner = (2, split.shape[1] if split.dim() == 3 else -1, 2**self.depth - 1)
         for name in ("feature", "threshold", "missing_left"):
@@ -170,8 +171,8 @@ class TreesHead:
         self._all_missing_left = bool(self._missing.all())
         self._base = self._tensors["base"]
 
-    def logits(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return (accept, next); see `Head`."""
+    def logits(self, features: Tensor, depth: int) -> Tensor:
+        """Return [..., 2], accept and next; see `Head`."""
         flat = features.reshape(-1, features.shape[-1])
         x = flat.index_select(1, self._split)
         right = x >= self._threshold  # false for missing values
@@ -183,8 +184,7 @@ class TreesHead:
             at = 2 * at + step.gather(1, at + self._inner_at)
         leaves = self._leaf[at + self._leaf_at]
         scores = leaves.view(flat.shape[0], 2, -1).sum(-1) + self._base
-        accept, following = scores.view(*features.shape[:-1], 2).unbind(-1)
-        return accept, following
+        return scores.view(*features.shape[:-1], 2)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""

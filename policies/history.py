@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,45 +12,41 @@ from .contract import RoundOutcome
 PAST_WEIGHT = 0.8
 """Weight of the past in the running means; the first round counts whole."""
 
+HISTORY_FEATURES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
+_PAST = (PAST_WEIGHT, PAST_WEIGHT, PAST_WEIGHT, 0.0, 0.0)
 
-@dataclass(frozen=True)
+
 class History:
-    """Running record of S streams; every tensor is [S]."""
+    """Running record of S streams.
 
-    weight: Tensor
-    accepted: Tensor
-    full: Tensor
-    last_accepted: Tensor
-    last_verified: Tensor
+    Args:
+        record: [S, 5]: weight of the running means, the weighted sums of min(A, k) and of full acceptance, and min(A, k)
+            and k of the last round.
+    """
+
+    def __init__(self, record: Tensor) -> None:
+        self.record = record
+        self._past = torch.tensor(_PAST, device=record.device)
 
     @staticmethod
     def start(streams: int, device: torch.device | str = "cpu") -> History:
         """Return the history of fresh sequences: all zeros."""
-        return History(*(torch.zeros(streams, device=device) for _ in range(5)))
+        return History(torch.zeros(streams, 5, device=device))
 
     def after(self, outcome: RoundOutcome) -> History:
         """Return the history after a round; streams without one, and rounds that were cut, change nothing."""
-        counts = outcome.active & ~outcome.cut
         accepted, verified = outcome.accepted.float(), outcome.verified.float()
         full = (outcome.accepted == outcome.verified).float()
-        keep = PAST_WEIGHT
-        return History(
-            torch.where(counts, keep * self.weight + 1 - keep, self.weight),
-            torch.where(counts, keep * self.accepted + (1 - keep) * accepted, self.accepted),
-            torch.where(counts, keep * self.full + (1 - keep) * full, self.full),
-            torch.where(counts, accepted, self.last_accepted),
-            torch.where(counts, verified, self.last_verified),
-        )
+        news = torch.stack([torch.ones_like(full), accepted, full, accepted, verified], -1)
+        record = torch.lerp(news, self.record, self._past)
+        return History(torch.where((outcome.active & ~outcome.cut)[:, None], record, self.record))
 
-    def values(self, names: Sequence[str]) -> Tensor:
+    def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Tensor:
         """Return [S, len(names)], the named HISTORY features; zeros before the first round."""
-        scale = self.weight.clamp_min(1e-6)
-        table = {
-            "mean_accepted": lambda: self.accepted / scale,
-            "mean_full": lambda: self.full / scale,
-            "last_accepted": lambda: self.last_accepted,
-            "last_verified": lambda: self.last_verified,
-        }
         if not names:
-            return self.weight.new_zeros(self.weight.shape[0], 0)
-        return torch.stack([table[name]() for name in names], -1)
+            return self.record[:, :0]
+        means = self.record[:, 1:3] / self.record[:, :1].clamp_min(1e-6)
+        table = torch.cat([means, self.record[:, 3:]], -1)
+        if tuple(names) == HISTORY_FEATURES:
+            return table
+        return table[:, [HISTORY_FEATURES.index(name) for name in names]]

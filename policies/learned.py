@@ -66,6 +66,8 @@ class LearnedPolicy(StopPolicy):
         self.head, self.accept, self.following, self.rule = head, accept, following, rule
         self.first, self.max_depth = rule.first, max_depth
         self.facts = facts or Facts()
+        scales = [calibrator.scale for calibrator in (accept, following)]
+        self._scale = None if None in scales else torch.tensor(scales)
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
@@ -75,15 +77,18 @@ class LearnedPolicy(StopPolicy):
 
     def probabilities(self, features: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return calibrated (accept, next), each [...], of features [..., F]."""
-        accept, following = self.head.logits(features, depth)
-        return self.accept(accept), self.following(following)
+        logits = self.head.logits(features, depth)
+        if self._scale is not None:
+            accept, following = torch.sigmoid(logits * self._scale.to(logits.device)).unbind(-1)
+            return accept, following
+        return self.accept(logits[..., 0]), self.following(logits[..., 1])
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that the rule keeps; the state is S_j by branch."""
         accept, following = self.probabilities(step.features, step.depth)
         if step.depth == 0:
             survival = torch.ones_like(accept)
-        elif step.depth == 1 and self.first == 1:
+        elif step.depth == self.first:
             survival = accept
         else:
             survival = state.gather(1, step.parent) * accept

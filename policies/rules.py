@@ -53,15 +53,18 @@ class Derived:
 
     Args:
         thresholds: tau_0 .. tau_{K-1}.
+        first: 0 to decide before drafting too, 1 to draft at least one token and save that decision.
     """
 
     kind = "derived"
-    first = 0
 
-    def __init__(self, thresholds: Sequence[float]) -> None:
+    def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
         if not thresholds or not all(t == t for t in thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
+        if first not in (0, 1):
+            raise PolicyError(f"rule derived: expected first to be 0 or 1, not {first!r}")
         self.thresholds = tuple(float(t) for t in thresholds)
+        self.first = first
 
     def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
         """Compare S_j next_j with tau_j; see `Rule`."""
@@ -69,7 +72,7 @@ class Derived:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
-        return {"kind": self.kind, "thresholds": list(self.thresholds)}
+        return {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
 
 
 def derived_thresholds(rho: float, costs: Tensor, acceptance: Sequence[float]) -> list[float]:
@@ -95,7 +98,7 @@ def build_rule(raw: Mapping[str, Any]) -> Rule:
         if raw["kind"] in ("step", "survival"):
             return Threshold(raw["kind"], float(raw["threshold"]))
         if raw["kind"] == "derived":
-            return Derived([float(t) for t in raw["thresholds"]])
+            return Derived([float(t) for t in raw["thresholds"]], raw["first"])
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
     raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival or derived")

@@ -72,8 +72,17 @@ def load_policy(spec: str | Path) -> StopPolicy:
         if isinstance(number, str):
             raise PolicyError(f"--policy: {text!r}: expected a number after the colon, not {value!r}")
     point = known[name]
-    build = point.load() if isinstance(point, EntryPoint) else point
-    return _build(build, arguments, text)
+    return _build(_load(point) if isinstance(point, EntryPoint) else point, arguments, text)
+
+
+def _load(point: EntryPoint) -> Callable[..., Any]:
+    try:
+        build: Callable[..., Any] = point.load()
+    except Exception as error:  # a plugin's import may raise anything
+        raise PolicyError(
+            f"--policy: the plugin {point.name!r} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
+        ) from None
+    return build
 
 
 def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> StopPolicy:

@@ -2,7 +2,8 @@
 
 from .bounds import clairvoyant_seconds
 from .data import TraceArrays, trace_arrays
-from .evaluate import Line, Ratio, Report, evaluate
+from .evaluate import evaluate
+from .records import Line, Ratio, Report
 from .replay import Replayed, replay
 from .run import Trained, train
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ def clairvoyant_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
     `cost` is the running minimum from above (a verification may be padded to a cheaper size), without decisions and
     without a backlog of more than one token, so no policy is below it.
     """
+    profile = _cheapest_steps(profile)
     offset = arrays.offset
     length = arrays.text_tokens - arrays.first_anchor  # tokens that rounds must commit
     longest = int(length.max())
@@ -35,3 +38,11 @@ def clairvoyant_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
         total = cost + value.gather(1, torch.minimum(reached, length[:, None].clamp_min(0)))
         value[:, t] = torch.where(t < length, total.min(1).values, 0.0)
     return value[:, 0] + profile.prefill_seconds(arrays.prompt_tokens)
+
+
+def _cheapest_steps(profile: Profile) -> Profile:
+    """Return the profile with no first step dearer than one that reads two tokens: noise can turn them round."""
+    low, high = (
+        dataclasses.replace(table, draft_s=(min(table.draft_s), table.draft_s[1])) for table in (profile.low, profile.high)
+    )
+    return dataclasses.replace(profile, low=low, high=high)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..collect.schema import Header
 from ..collect.store import Trace
+from ..decode.noise import stream_key
 from ..policies.errors import TraceError
-from ..policies.features import Kind, Layout, feature
+from ..policies.features import Layout
+from ..policies.history import HISTORY_FEATURES
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,13 @@ class TraceArrays:
     Attributes:
         header: of the trace.
         prompt_ids, groups: [S] by sequence.
-        keys: [S] int64, a key per sequence for randomised policies.
+        keys: [S] int64, the stream keys, for randomised policies.
         offset, rows: [S] first row and number of rows.
         first_anchor: [S] the anchor of the first row.
         prompt_tokens: [S].
         text_tokens: [S] tokens of each text, EOS or the limit included.
         accepted: [N] accepted length A.
+        tokens: [N, K] drawn by the draft.
         ends: [N, K] bool, nodes that drew EOS.
         cut: [N] bool.
         columns: [N] of each ANCHOR feature and [N, K] of each node feature.
@@ -43,6 +46,7 @@ class TraceArrays:
     prompt_tokens: Tensor
     text_tokens: Tensor
     accepted: Tensor
+    tokens: Tensor
     ends: Tensor
     cut: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
@@ -83,7 +87,7 @@ class TraceArrays:
         return TraceArrays(
             self.header, [self.prompt_ids[i] for i in keep], [self.groups[i] for i in keep], self.keys[at],
             counts.cumsum(0) - counts, counts, self.first_anchor[at], self.prompt_tokens[at], self.text_tokens[at],
-            self.accepted[index], self.ends[index], self.cut[index],
+            self.accepted[index], self.tokens[index], self.ends[index], self.cut[index],
             {name: values[index] for name, values in self.columns.items()},
         )  # fmt: skip
 
@@ -120,30 +124,32 @@ def trace_arrays(trace: Trace, features: Sequence[str] | None = None) -> TraceAr
         header=header,
         prompt_ids=[str(x) for x in ids],
         groups=[str(x) for x in groups],
-        keys=torch.from_numpy(sequence[start].astype(np.int64)) * 2654435761 + header.seed,
+        keys=torch.tensor([stream_key(header.seed, str(name)) for name in ids]),
         offset=torch.from_numpy(start.astype(np.int64)),
         rows=torch.from_numpy(count.astype(np.int64)),
         first_anchor=torch.from_numpy(anchor[start].astype(np.int64)),
         prompt_tokens=torch.from_numpy(read("prompt_tokens")[start].astype(np.int64)),
         text_tokens=torch.from_numpy(read("text_tokens")[start].astype(np.int64)),
         accepted=torch.from_numpy(read("accepted_length").astype(np.int64)),
+        tokens=tokens,
         ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int64)),
         cut=torch.from_numpy(read("cut").astype(bool)),
         columns={name: torch.from_numpy(read(name).astype(np.float32)) for name in wanted},
     )
 
 
-def node_features(arrays: TraceArrays, names: Sequence[str]) -> Tensor:
-    """Return [N, K + 1, F], what a policy with these features sees at depths 0..K of each anchor.
+def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
+    """Return [R, K + 1, F], what a policy with these features sees at depths 0..K of R rounds.
 
-    Raises:
-        TraceError: a feature was not recorded, or is a HISTORY one, which no trace holds.
+    Args:
+        arrays: the trace.
+        names: features.
+        row: [R], the anchors' rows.
+        history: [R, 4], the HISTORY features when the rounds began (`Replayed.history`).
     """
-    for name in names:
-        if feature(name).kind is Kind.HISTORY:
-            raise TraceError(f"{name!r} is a HISTORY feature: it depends on the policy, so no trace holds it")
     layout = Layout(names)
     anchor, node = arrays.tensors(names)
-    base = layout.base(anchor, torch.zeros(len(anchor), 0))
-    depths = [layout.step(base), *(layout.step(base, node[:, j]) for j in range(arrays.depth))]
-    return torch.stack(depths, 1)
+    columns = [HISTORY_FEATURES.index(name) for name in layout.history]
+    base = layout.base(anchor[row], history[:, columns])
+    steps = [layout.step(base), *(layout.step(base, node[row, j]) for j in range(arrays.depth))]
+    return torch.stack(steps, 1)

@@ -16,9 +16,10 @@ from ..policies.files import claim_folder
 from ..policies.folder import load_policy_folder
 from ..policies.progress import Progress, silent
 from .data import trace_arrays
-from .evaluate import Report, evaluate
+from .evaluate import evaluate
 from .live import LiveLine, compare_live, run_alternating
 from .pair import demo_pair
+from .records import Report
 from .run import HEAD_KINDS, train
 from .tune import best_of, fixed_grid
 

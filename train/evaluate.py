@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,72 +19,14 @@ from ..policies.learned import LearnedPolicy
 from ..policies.progress import Progress, silent
 from .bounds import clairvoyant_seconds
 from .data import TraceArrays, trace_arrays
+from .records import Line, Ratio, Report
 from .replay import Replayed, replay
+from .report import write_report
 from .tune import best_of, fixed_grid, solve_rate, tune_confidence
 
 REPLICATES = 2000
 LEVEL = 0.95
 HUGGING_FACE = 0.4
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of sums and its bootstrap interval over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class Line:
-    """One policy of a report.
-
-    Attributes:
-        name: shown; `kind` is fixed, rule, learned or bound.
-        tokens_per_s: modelled.
-        to_plain, to_best_fixed, gap_closed: ratios with intervals; gap closed is against the clairvoyant bound.
-        block_efficiency: committed tokens per target call.
-        drafted, verified, accepted: per round.
-        note: what a reader must know.
-    """
-
-    name: str
-    kind: str
-    tokens_per_s: float
-    to_plain: Ratio
-    to_best_fixed: Ratio
-    gap_closed: Ratio
-    block_efficiency: float = 0.0
-    drafted: float = 0.0
-    verified: float = 0.0
-    accepted: float = 0.0
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The answer of `evaluate`.
-
-    Attributes:
-        lines: plain, best fixed, rules, learned policies, bound.
-        fixed: tokens/s of every fixed length 0..K.
-        acceptance: P(A >= k) over uncut anchors, k = 1..K.
-        facts: prompts, tokens, temperature, verification, profile, pair.
-    """
-
-    lines: tuple[Line, ...]
-    fixed: tuple[float, ...]
-    acceptance: tuple[float, ...]
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def line(self, name: str) -> Line:
-        """Return the line called `name`."""
-        return next(line for line in self.lines if line.name == name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
-        return {"schema": 1, "kind": "report", **dataclasses.asdict(self)}
 
 
 def evaluate(
@@ -143,8 +83,6 @@ def evaluate(
         _facts(traces, arrays, profile),
     )
     if out is not None:
-        from .report import write_report
-
         write_report(report, Path(out), overwrite=overwrite)
     return report
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policies.files import write_atomic
-from .evaluate import Report
+from .records import Report
 
 _COLOURS = {"fixed": "#6b7280", "rule": "#b45309", "learned": "#2563eb", "bound": "#111827"}
 

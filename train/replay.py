@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep
+from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from ..policies.costs import Profile
 from ..policies.errors import TraceError
 from ..policies.features import Layout
@@ -28,6 +28,7 @@ class Replayed:
         tokens, seconds, rounds, drafted, verified, accepted: [S] sums by sequence; `tokens` and `seconds` include the
             first token and the reading of the prompt.
         log: [R, 5] int64, one line a round: sequence, anchor, drafted, verified, accepted; in order within a sequence.
+        history: [R, 4], what the HISTORY features were when each round began.
         committed: [S] tokens committed by rounds.
     """
 
@@ -40,6 +41,7 @@ class Replayed:
     accepted: Tensor
     committed: Tensor
     log: Tensor
+    history: Tensor
 
     @property
     def rate(self) -> float:
@@ -112,8 +114,9 @@ class _Run:
             return verified
         nodes = torch.arange(int(verified.max()))[None].expand(len(row), -1)
         drawn = nodes < verified[:, None]
-        tree = DraftTree(torch.zeros_like(nodes), nodes - 1, nodes + 1, drawn)
-        mask = self.policy.select(tree, self.state)
+        tokens = self.arrays.tokens[row, : nodes.shape[1]] * drawn
+        tree = DraftTree(tokens, nodes - 1, nodes + 1, drawn)
+        mask = checked_select(self.policy, tree, self.state)
         return verified if mask is None else (mask & drawn).long().cumprod(1).sum(1)
 
     def advance(self) -> tuple[Tensor, ...]:
@@ -127,8 +130,8 @@ class _Run:
         seconds = self.profile.round_seconds(context, drafted, verified, self.backlog, decisions, self.decision_s) * active
         ends = self.anchor + committed >= arrays.text_tokens
         outcome = RoundOutcome(active, drafted, verified, accepted, (capped | ends) & active, seconds)
-        if self.layout.history:
-            self.history = self.history.after(outcome)
+        before = self.history.values()[active]
+        self.history = self.history.after(outcome)
         self.state = self.policy.observe(outcome, self.state)
         log = torch.stack([torch.arange(len(row)), self.anchor, drafted, verified, accepted], 1)[active]
         # The draft has read all drafted tokens but the last one; what was rejected of them is forgotten.
@@ -136,7 +139,7 @@ class _Run:
         self.backlog = torch.where(active, committed - read, self.backlog)
         self.anchor = self.anchor + committed
         self.active = active & ~ends
-        return active.long(), drafted * active, verified * active, accepted, committed, seconds, log
+        return active.long(), drafted * active, verified * active, accepted, committed, seconds, log, before
 
 
 def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replayed:
@@ -159,17 +162,21 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replaye
         raise TraceError(f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}")
     if policy.vectors or policy.reads_clock:
         raise TraceError(f"{policy.name} reads hidden states or the clock, which this trace does not hold")
+    if policy.carries:
+        raise TraceError(f"{policy.name} carries its state from text to text; replay plays all texts side by side")
     run = _Run(arrays, policy, profile)
     sums = [torch.zeros_like(run.anchor) for _ in range(5)]
     seconds = profile.prefill_seconds(arrays.prompt_tokens)
-    logs = []
+    logs: list[Tensor] = [torch.zeros(0, 5, dtype=torch.int64)]
+    histories: list[Tensor] = [torch.zeros(0, 4)]
     while bool(run.active.any()):
-        *counts, spent, log = run.advance()
+        *counts, spent, log, before = run.advance()
         sums = [total + count for total, count in zip(sums, counts, strict=True)]
         seconds = seconds + spent
         logs.append(log)
+        histories.append(before)
     rounds, drafted, verified, accepted, committed = sums
-    log = torch.cat(logs) if logs else torch.zeros(0, 5, dtype=torch.int64)
+    log = torch.cat(logs)
     order = torch.argsort(log[:, 0], stable=True)
     return Replayed(policy.name, arrays.first_anchor + committed, seconds, rounds, drafted, verified, accepted,
-                    committed, log[order])  # fmt: skip
+                    committed, log[order], torch.cat(histories)[order])  # fmt: skip

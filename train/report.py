@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..policies.files import claim_folder, write_atomic, write_json
-from .evaluate import Line, Ratio, Report
+from .plot import save_speed_plot
+from .records import Line, Ratio, Report
 
 COLUMNS = ("policy", "tokens/s", "vs plain", "vs best fixed", "gap closed", "block eff.", "drafted", "accepted", "note")
 
 
 def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
     """Write `report.json`, `report.md` and `report.png` into `out`."""
-    from .plot import save_speed_plot
-
     claim_folder(out, overwrite=overwrite)
     write_json(out / "report.json", report.to_dict())
     write_atomic(out / "report.md", to_markdown(report))

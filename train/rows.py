@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..policies.errors import TraceError
-from .data import TraceArrays, node_features
+from .data import TraceArrays, seen_features
+from .replay import Replayed
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,37 @@ class FitRows:
         return self.depth > 0
 
 
-def fit_rows(arrays: TraceArrays, features: Sequence[str]) -> FitRows:
-    """Return the training rows of a trace; rounds that the end of a text cut are left out."""
-    seen = node_features(arrays, features)  # [N, K + 1, F]
+@dataclass(frozen=True)
+class Visits:
+    """Rounds that policies played on a trace, cut ones left out.
+
+    Policies skip easy runs, so the anchors they visit are harder than the average one; heads are fitted on visits.
+
+    Attributes:
+        row: [R] of the anchor in the trace.
+        history: [R, 4], the HISTORY features when the round began.
+    """
+
+    row: Tensor
+    history: Tensor
+
+
+def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
+    """Return the rounds of all `replays` of this trace."""
+    log = torch.cat([r.log for r in replays])
+    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
+    use = ~arrays.cut[row]
+    return Visits(row[use], torch.cat([r.history for r in replays])[use])
+
+
+def fit_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> FitRows:
+    """Return the training rows of the rounds visited: every depth up to the first rejection."""
+    seen = seen_features(arrays, features, visited.row, visited.history)
     depth = torch.arange(arrays.depth + 1)[None].expand(len(seen), -1)
-    length = arrays.accepted[:, None]
-    use = (length >= depth - 1) & ~arrays.cut[:, None]
-    alive = (length >= depth) & (depth < arrays.depth)
-    return FitRows(seen[use], depth[use], (length >= depth)[use], (length > depth)[use], alive[use])
+    length = arrays.accepted[visited.row][:, None]
+    use = length >= depth - 1
+    known = (length >= depth) & (depth < arrays.depth)
+    return FitRows(seen[use], depth[use], (length >= depth)[use], (length > depth)[use], known[use])
 
 
 def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -66,9 +90,9 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
     return sides
 
 
-def conditional_acceptance(arrays: TraceArrays) -> tuple[float, ...]:
-    """Return a_1..a_K, P(A >= j | A >= j - 1) over uncut anchors; a depth never reached repeats the one above."""
-    length = arrays.accepted[~arrays.cut]
+def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float, ...]:
+    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one above."""
+    length = arrays.accepted[visited.row]
     out: list[float] = []
     for depth in range(1, arrays.depth + 1):
         reached = int((length >= depth - 1).sum())

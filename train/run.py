@@ -24,7 +24,8 @@ from ..policies.progress import Progress, silent
 from ..policies.rules import Derived, Rule, Threshold
 from .calibrate import auc, fit_calibrator, log_loss
 from .data import TraceArrays, trace_arrays
-from .rows import FitRows, conditional_acceptance, fit_rows, split_prompts
+from .replay import Replayed, replay
+from .rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from .tune import best_of, fixed_grid, solve_rate
 
 HEAD_KINDS = ("logistic", "mlp", "xgboost")
@@ -35,6 +36,7 @@ FEATURES = (
 """What heads read unless told otherwise."""
 
 HELD_OUT = 0.25
+REFERENCES = 5
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,13 @@ def train(
     if profile.max_depth < arrays.depth:
         raise TraceError(f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper")
     fit_side, held_side = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
-    rows, held = fit_rows(fit_side, names), fit_rows(held_side, names)
+    seen, seen_held = (visits(side, _reference(side, profile)) for side in (fit_side, held_side))
+    rows, held = fit_rows(fit_side, names, seen), fit_rows(held_side, names, seen_held)
     if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
         raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
     fitted, files = _fit(head, rows, held, names, seed, progress)
     accept, following, metrics = _calibrate(fitted, held)
-    acceptance = conditional_acceptance(fit_side)
+    acceptance = conditional_acceptance(fit_side, seen)
     policy = LearnedPolicy(name or head, names, fitted, accept, following, _start_rule(rule, threshold), arrays.depth)
     profile = add_decisions(profile, [policy], traces.header.vocabulary)
     rate = 0.0
@@ -116,6 +119,13 @@ def train(
         provenance={"traces": str(traces.folder), "seed": seed, "specstop": version("specstop")}, metrics=metrics,
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
+
+
+def _reference(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
+    """Return the replays whose visits heads are fitted on: fixed lengths from just below the best one upwards."""
+    grid = fixed_grid(arrays, profile)
+    best = grid.index(best_of(grid))
+    return grid[max(1, best - 1) : max(1, best - 1) + REFERENCES]
 
 
 def _fit(
@@ -143,10 +153,8 @@ def _fit(
 
 def _calibrate(head: Head, held: FitRows) -> tuple[Calibrator, Calibrator, dict[str, Any]]:
     """Fit both calibrators on held-out rows; return them and the metrics of the outputs."""
-    first = held.depth == 0
-    accept, following = head.logits(held.features, 1)
-    _, opening = head.logits(held.features, 0)
-    following = torch.where(first, opening, following)
+    later, opening = head.logits(held.features, 1), head.logits(held.features, 0)
+    accept, following = torch.where((held.depth == 0)[:, None], opening, later).unbind(-1)
     metrics: dict[str, Any] = {}
     maps = []
     outputs: tuple[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor], ...] = (
@@ -173,8 +181,6 @@ def _start_rule(rule: str, threshold: float) -> Rule:
 
 def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) -> dict[str, float]:
     """Return the replayed rate on held-out prompts and that of the best fixed length there."""
-    from .replay import replay
-
     best = best_of(fixed_grid(held, profile))
     rate = replay(held, policy, profile).rate
     return {"held_out_tokens_per_s": rate, "held_out_best_fixed_tokens_per_s": best.rate,

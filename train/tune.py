@@ -14,7 +14,8 @@ from .data import TraceArrays
 from .replay import Replayed, replay
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
-_ROUNDS = 8
+LOOK_AHEAD = (0.0, 0.5, 1.0)
+_ROUNDS = 4
 
 
 def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
@@ -34,6 +35,10 @@ def solve_rate(
 ) -> tuple[LearnedPolicy, float]:
     """Solve rho of the derived rule by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
 
+    Two things that the traces alone can say are settled on the way, by replayed rate: whether the decision before the
+    first token pays for itself, and how far to look ahead, as a share of the mean acceptance (a doubtful token is
+    followed by less of it than the mean).
+
     Args:
         policy: whose head and calibration are used.
         arrays: training traces, never the evaluated ones.
@@ -43,17 +48,21 @@ def solve_rate(
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
     """
-    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.cost_name), 0, policy.max_depth)
+    context, decision_s = typical_context(arrays), profile.decision(policy.cost_name)
     rho = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
-    for _ in range(_ROUNDS):
-        candidate = policy.with_rule(Derived(derived_thresholds(rho, costs, acceptance)))
-        rate = replay(arrays, candidate, profile).rate
-        if rate > best_rate:
-            best, best_rate = candidate, rate
-        if abs(rate - rho) < 1e-4 * rho:
-            break
-        rho = rate
+    for share in LOOK_AHEAD:
+        for first in (0, 1):
+            costs = profile.chain_costs(context, decision_s, first, policy.max_depth)
+            ahead = [share * a for a in acceptance]
+            for _ in range(_ROUNDS):
+                candidate = policy.with_rule(Derived(derived_thresholds(rho, costs, ahead), first))
+                rate = replay(arrays, candidate, profile).rate
+                if rate > best_rate:
+                    best, best_rate = candidate, rate
+                if abs(rate - rho) < 1e-3 * rho:
+                    break
+                rho = rate
     return best, best_rate
 
 

@@ -1,0 +1,212 @@
+"""`collect`: the same rows whatever happened on the way, killed processes included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import VOCABULARY
+from specstop.collect.prompts import Prompt, read_prompts
+from specstop.collect.run import collect
+from specstop.collect.store import Trace, finished, open_trace, shard_path
+from specstop.decode.pair import Pair
+from specstop.policies.errors import InputError, TraceError
+
+SHARDS = 10
+OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}
+
+CHILD = f"""
+import sys, torch
+torch.set_num_threads(1)
+from specstop.collect.prompts import read_prompts
+from specstop.collect.run import collect
+from specstop.decode.pair import load_pair
+folder, prompts, out = sys.argv[1:]
+pair = load_pair(folder + "/target", folder + "/draft", dtype="float64")
+prompts = read_prompts(prompts)
+print("ready", flush=True)
+sys.stdin.readline()
+collect(pair, prompts, out, resume=True, **{OPTIONS!r})
+"""
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chance = random.Random(8)
+    lines = [
+        {
+            "id": f"q{i}",
+            "prompt": " ".join(f"w{chance.randrange(6, VOCABULARY)}" for _ in range(1 + i % 5)),
+            "group": i % 3,
+        }
+        for i in range(60)
+    ]
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def many(prompt_file: Path) -> list[Prompt]:
+    return read_prompts(prompt_file)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: Pair, many: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return collect(pair, many, tmp_path_factory.mktemp("undisturbed"), **OPTIONS)
+
+
+def test_a_run_killed_three_times_and_resumed_has_the_rows_of_an_undisturbed_one(
+    pair: Pair, pair_folder: Path, prompt_file: Path, many: list[Prompt], undisturbed: Trace, tmp_path: Path
+) -> None:
+    chance = random.Random(2)
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", CHILD, str(pair_folder), str(prompt_file), str(out)]
+    children = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    try:
+        for kill, child in enumerate(children):
+            assert child.stdin is not None
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            child.stdin.write("\n")
+            child.stdin.flush()
+            until = time.monotonic() + 60
+            while len(finished(out, undisturbed.header)) < 1 + 3 * kill and time.monotonic() < until:
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.05)
+            child.kill()
+            assert child.wait() == -9, "the run had finished, or failed, before it was killed"
+            for index in finished(out, undisturbed.header):
+                shards = [
+                    pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)
+                ]
+                assert shards[0].equals(shards[1])
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    left = finished(out, undisturbed.header)
+    assert 0 < len(left) < SHARDS
+    calls: list[tuple[int, int]] = []
+    trace = collect(
+        pair,
+        many,
+        out,
+        resume=True,
+        progress=lambda task, done, total: calls.append((done, total)),
+        **OPTIONS,
+    )
+    assert trace.rows.data.table.equals(undisturbed.rows.data.table)
+    assert calls[0][0] > 0, "finished shards are not collected again"
+    assert calls[-1] == (60, 60)
+    assert not [p for p in out.rglob("*") if p.name.startswith(".")]
+
+
+def test_every_prompt_lies_in_one_shard_whatever_its_place_in_the_file(
+    pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path
+) -> None:
+    def shards_of(folder: Path) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for index in range(SHARDS):
+            for name in pq.read_table(shard_path(folder, index, SHARDS), columns=["prompt_id"])[
+                "prompt_id"
+            ].to_pylist():
+                found.setdefault(name, set()).add(index)
+        return found
+
+    backwards = collect(pair, many[::-1], tmp_path / "out", **OPTIONS)
+    first, second = shards_of(undisturbed.folder), shards_of(backwards.folder)
+    assert first == second
+    assert all(len(indices) == 1 for indices in first.values())
+    assert len(first) > 50
+
+
+def test_the_header_tells_the_run(pair: Pair, undisturbed: Trace) -> None:
+    header = undisturbed.header
+    assert (header.depth, header.temperature, header.max_new_tokens, header.seed, header.shards) == (
+        3,
+        0.7,
+        10,
+        5,
+        SHARDS,
+    )
+    assert (header.eos, header.vocabulary, header.prompts) == (pair.eos, VOCABULARY, 60)
+    assert header.pair == pair.fingerprint
+    assert header.facts["dtype"] == "float64"
+
+
+def test_group_and_prompt_length_are_those_of_the_prompt(
+    pair: Pair, many: list[Prompt], undisturbed: Trace
+) -> None:
+    known = {p.id: p for p in many}
+    for row in undisturbed.rows.select_columns(["prompt_id", "group", "sequence", "prompt_tokens"]):
+        prompt = known[row["prompt_id"]]
+        assert many[row["sequence"]] is prompt
+        assert row["group"] == prompt.group
+        assert row["prompt_tokens"] == len(prompt.text.split())
+
+
+def test_another_seed_samples_other_texts(
+    pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path
+) -> None:
+    other = collect(pair, many, tmp_path / "out", **{**OPTIONS, "seed": 6})
+    assert not other.rows.data.table.equals(undisturbed.rows.data.table)
+
+
+def test_a_folder_in_use_is_refused_resumed_or_replaced(
+    pair: Pair, many: list[Prompt], tmp_path: Path
+) -> None:
+    few, out = many[:4], tmp_path / "out"
+    options = {**OPTIONS, "shards": 1}
+    collect(pair, few, out, **options)
+    with pytest.raises(InputError, match="not empty"):
+        collect(pair, few, out, **options)
+    with pytest.raises(TraceError, match="another temperature"):
+        collect(pair, few, out, resume=True, **{**options, "temperature": 1.0})
+    with pytest.raises(TraceError, match="another prompts, prompts_hash"):
+        collect(pair, few[:3], out, resume=True, **options)
+    assert open_trace(out).header.temperature == 0.7
+    assert (
+        collect(pair, few, out, overwrite=True, **{**options, "temperature": 1.0}).header.temperature == 1.0
+    )
+
+
+def test_one_shard_for_every_thirty_two_prompts_by_default(
+    pair: Pair, many: list[Prompt], tmp_path: Path
+) -> None:
+    options = {k: v for k, v in OPTIONS.items() if k != "shards"}
+    assert collect(pair, many[:33], tmp_path / "out", **{**options, "max_new_tokens": 2}).header.shards == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 0}, "--depth"),
+        ({"max_new_tokens": 1}, "--max-new-tokens"),
+        ({"max_new_tokens": 123}, "'long' has 5 tokens"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": float("nan")}, "--temperature"),
+        ({"shards": -1}, "--shards"),
+    ],
+)
+def test_options_out_of_range_are_refused_before_anything_is_written(
+    pair: Pair, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        collect(pair, [Prompt("long", "w7 w8 w9 w10 w11")], tmp_path / "out", **{**OPTIONS, **changes})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pair_without_a_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no tokenizer"):
+        collect(dataclasses.replace(pair, tokenizer=None), [Prompt("a", "w7")], tmp_path / "out")

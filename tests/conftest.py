@@ -1,0 +1,143 @@
+"""Shared by all rooms: a tiny random pair in float64, its folders, prompts, traces, and a latency profile."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.pair import Pair, join, load_pair
+from specstop.policies.costs import CostTable, Profile
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from zoo import DEPTH
+
+torch.set_num_threads(1)
+
+VOCABULARY = 48
+EOS = 16
+PROMPTS = 8
+NEW = 26
+
+
+def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
+    """Return a random Llama of about 6,000 weights, so large that its text does not repeat itself."""
+    torch.manual_seed(seed)
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.5,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**options, **changes})).double().eval()
+
+
+def build_draft(target: LlamaForCausalLM, noise: float = 0.02) -> LlamaForCausalLM:
+    """Return the target with noise on its weights: its proposals are accepted now and then."""
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(noise * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+    return draft
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {
+        "<pad>": 0,
+        "<s>": 1,
+        "<unk>": 2,
+        **{f"w{i}": i for i in range(3, VOCABULARY) if i != EOS},
+        "</s>": EOS,
+    }
+    inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", unk_token="<unk>", bos_token="<s>", pad_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="session")
+def pair_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    target = build_model()
+    for name, model in (("target", target), ("draft", build_draft(target))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair(pair_folder: Path) -> Pair:
+    return load_pair(pair_folder / "target", pair_folder / "draft", dtype="float64")
+
+
+@pytest.fixture(scope="session")
+def eager_pair(pair_folder: Path) -> Pair:
+    return load_pair(pair_folder / "target", pair_folder / "draft", dtype="float64", attention="eager")
+
+
+@pytest.fixture(scope="session")
+def endless_pair(pair: Pair) -> Pair:
+    """The pair without an end of text."""
+    target, draft = copy.deepcopy(pair.target), pair.draft
+    target.generation_config.eos_token_id = None
+    return join(target, draft)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[Prompt]:
+    """Prompts of 1 to 8 words in two groups."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = range(1, PROMPTS + 1)
+    texts = [
+        " ".join(f"w{int(w)}" for w in torch.randint(6, VOCABULARY, (n,), generator=generator))
+        for n in lengths
+    ]
+    return [Prompt(f"p{i}", text, f"g{i % 2}") for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="session")
+def prompt_ids(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    return [tokenizer(p.text)["input_ids"] for p in prompts]
+
+
+@pytest.fixture(scope="session")
+def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
+    """A trace of depth `DEPTH` and `NEW` tokens by temperature."""
+    folder = tmp_path_factory.mktemp("traces")
+    return {
+        t: collect(pair, prompts, folder / str(t), depth=DEPTH, temperature=t, max_new_tokens=NEW, shards=2)
+        for t in (0.0, 0.7)
+    }
+
+
+@pytest.fixture(scope="session")
+def profile() -> Profile:
+    """Seconds of no machine; verifying 5 tokens is cheaper than 4, as it was measured on one."""
+    low = CostTable(8.0, (1.0e-3, 1.1e-3), 2.0e-5, (4.0e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.2e-3, 4.9e-3, 5.5e-3))
+    high = CostTable(40.0, (1.5e-3, 1.7e-3), 3.0e-5, (6.0e-3, 6.2e-3, 6.3e-3, 7.0e-3, 7.4e-3, 7.1e-3, 8.0e-3))
+    return Profile(
+        low,
+        high,
+        3.0e-5,
+        2.0e-4,
+        (5.0e-3, 1.0e-4),
+        {"confidence": 6.0e-5, "trimming": 4.0e-5, "adaptive": 1.0e-5},
+        0.7,
+        {"made": "up"},
+    )

@@ -1,0 +1,347 @@
+"""The round loop: the text is the target's whatever the policy does, and the records tell what happened."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair, join
+from specstop.decode.plain import plain_texts
+from specstop.decode.records import Generation
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
+from torch import Tensor
+from zoo import DEPTH, ZOO, SelectingByToken
+
+
+def generate(
+    pair: Pair,
+    policy: StopPolicy,
+    prompts: Sequence[list[int]],
+    temperature: float = 0.0,
+    new: int = NEW,
+    **more: object,
+) -> list[Generation]:
+    speculator = Speculator(pair, policy, Settings(temperature, new), **more)
+    return [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]
+
+
+def plain(
+    pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0, new: int = NEW
+) -> list[list[int]]:
+    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
+    return plain_texts(pair, prompts, keys, new, temperature).tokens
+
+
+def texts(generations: list[Generation]) -> list[list[int]]:
+    return [list(g.tokens) for g in generations]
+
+
+@pytest.mark.parametrize(
+    "policy", [*(FixedLength(k) for k in (0, 1, 4, 8)), Confidence()], ids=lambda p: p.name
+)
+def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy) -> None:
+    expected = []
+    for prompt in prompt_ids:
+        ids = torch.tensor([prompt])
+        out = pair.target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    assert texts(generate(pair, policy, prompt_ids)) == expected
+    assert sum(len(set(text)) > 5 for text in expected) > 4
+    assert 1 < sum(text[-1] == EOS for text in expected) < len(expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", [*ZOO, "selecting-by-token"])
+def test_text_is_that_of_plain_decoding_with_the_same_key(
+    pair: Pair, prompt_ids: list[list[int]], profile: Profile, name: str, temperature: float
+) -> None:
+    policy = ZOO.get(name) or SelectingByToken()
+    generations = generate(pair, policy, prompt_ids, temperature, profile=profile)
+    assert texts(generations) == plain(pair, prompt_ids, temperature)
+
+
+@pytest.mark.parametrize("policy", [FixedLength(3), ZOO["trimming"]], ids=lambda p: p.name)
+def test_many_sampled_texts_are_those_of_plain_decoding(pair: Pair, policy: StopPolicy) -> None:
+    prompts = [[7 + i % 40, 6 + i * i % 41] for i in range(60)]
+    assert texts(generate(pair, policy, prompts, 1.0, 9)) == plain(pair, prompts, 1.0, 9)
+
+
+def test_the_policies_above_differ_in_their_rounds(
+    pair: Pair, prompt_ids: list[list[int]], profile: Profile
+) -> None:
+    """Otherwise the equalities of texts and of replay would say little."""
+    seen = set()
+    for policy in ZOO.values():
+        rounds = [r for g in generate(pair, policy, prompt_ids[:4], 0.7, profile=profile) for r in g.rounds]
+        seen.add(tuple((r.drafted, r.verified) for r in rounds))
+        if policy.trims or policy.name == "selecting":
+            assert any(r.verified < r.drafted for r in rounds)
+        if policy.first == 0 and not policy.name.startswith("fixed"):
+            assert 0.05 < sum(r.drafted == 0 for r in rounds) / len(rounds) < 0.95
+    assert len(seen) == len(ZOO)
+
+
+@pytest.mark.parametrize("policy", [FixedLength(1), FixedLength(4), ZOO["trimming"]], ids=lambda p: p.name)
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 9])
+def test_the_length_limit_is_met_exactly_and_never_drafted_over(
+    endless_pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy, new: int
+) -> None:
+    generations = generate(endless_pair, policy, prompt_ids, 0.7, new)
+    assert texts(generations) == plain(endless_pair, prompt_ids, 0.7, new)
+    for generation in generations:
+        assert len(generation.tokens) == new
+        assert all(r.drafted <= new - r.anchor - 1 for r in generation.rounds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_an_end_of_text_inside_an_accepted_run_cuts_the_text_there(
+    pair: Pair, prompt_ids: list[list[int]], temperature: float
+) -> None:
+    """The draft is the target itself: every proposal is accepted, EOS too, and none follows EOS."""
+    twin = join(pair.target, pair.target)
+    generations = generate(twin, FixedLength(6), prompt_ids, temperature)
+    assert texts(generations) == plain(pair, prompt_ids, temperature)
+    last = [g.rounds[-1] for g in generations if g.tokens[-1] == EOS]
+    assert any(1 < r.accepted == r.committed for r in last), "no EOS was accepted in the middle of a round"
+    for generation in generations:
+        assert EOS not in generation.tokens[:-1]
+        assert all(r.accepted == r.verified for r in generation.rounds)
+
+
+def test_a_first_token_that_ends_the_text_leaves_no_round(pair: Pair) -> None:
+    other = Pair(pair.target, pair.draft, None, VOCABULARY, (plain(pair, [[7, 9]], new=1)[0][0],))
+    generation = Speculator(other, FixedLength(4), Settings(max_new_tokens=9)).generate([7, 9])
+    assert len(generation.tokens) == 1
+    assert generation.rounds == ()
+
+
+def test_ignore_eos_goes_on_to_the_limit(pair: Pair, endless_pair: Pair, prompt_ids: list[list[int]]) -> None:
+    speculator = Speculator(pair, FixedLength(4), Settings(0.0, NEW, ignore_eos=True))
+    assert [list(speculator.generate(p).tokens) for p in prompt_ids] == plain(endless_pair, prompt_ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_records_add_up(pair: Pair, prompt_ids: list[list[int]], temperature: float) -> None:
+    for prompt, generation in zip(
+        prompt_ids, generate(pair, FixedLength(4), prompt_ids, temperature), strict=True
+    ):
+        at, unread = 1, len(prompt) + 1
+        for r in generation.rounds:
+            assert (r.anchor, r.context, r.backlog) == (at, len(prompt) + at, unread)
+            assert r.accepted <= r.verified <= r.drafted <= 4
+            assert r.committed == r.accepted + 1 or r is generation.rounds[-1]
+            at += r.committed
+            unread = (
+                len(prompt)
+                + at
+                - (r.context + min(r.accepted, r.drafted - 1) if r.drafted else r.context - r.backlog)
+            )
+        assert at == len(generation.tokens)
+        assert [r.cut for r in generation.rounds[-1:]] in ([True], [])
+
+
+def test_decisions_are_counted_from_the_first_depth_asked(
+    endless_pair: Pair, prompt_ids: list[list[int]]
+) -> None:
+    for policy, expected in (
+        (FixedLength(3), 0),
+        (ZOO["selecting"], DEPTH - 1),
+        (Confidence(0.0, 3), 2),
+        (Confidence(1.0, 3), 1),
+    ):
+        rounds = [r for g in generate(endless_pair, policy, prompt_ids[:3]) for r in g.rounds if not r.cut]
+        assert {r.decisions for r in rounds} == {expected}, policy.name
+
+
+def test_on_commit_streams_exactly_the_tokens(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    speculator = Speculator(pair, FixedLength(4), Settings(0.7, NEW))
+    for prompt in prompt_ids:
+        parts: list[list[int]] = []
+        generation = speculator.generate(prompt, 11, lambda new, parts=parts: parts.append(list(new)))
+        assert [t for part in parts for t in part] == list(generation.tokens)
+        assert [len(part) for part in parts] == [1, *(r.committed for r in generation.rounds)]
+
+
+def test_a_speculator_keeps_nothing_from_the_text_before(
+    pair: Pair, prompt_ids: list[list[int]], profile: Profile
+) -> None:
+    speculator = Speculator(pair, ZOO["adaptive"], Settings(0.7, NEW), profile)
+    first = [speculator.generate(p, 3) for p in prompt_ids]
+    again = [speculator.generate(p, 3) for p in reversed(prompt_ids)][::-1]
+    counts = [
+        [[(r.drafted, r.verified, r.accepted) for r in g.rounds] for g in run] for run in (first, again)
+    ]
+    assert texts(first) == texts(again)
+    assert counts[0] == counts[1]
+
+
+def test_a_carrying_policy_keeps_its_state_from_text_to_text(endless_pair: Pair) -> None:
+    class Counting(FixedLength):
+        carries = True
+
+        def start(self, streams: int, key: Tensor) -> State:
+            return torch.zeros(streams)
+
+        def observe(self, outcome: object, state: State) -> State:
+            seen.append(float(state))
+            return state + 1
+
+    seen: list[float] = []
+    rounds = sum(len(g.rounds) for g in generate(endless_pair, Counting(2), [[7], [8, 9]], new=8))
+    assert seen == list(range(rounds))
+
+
+def test_a_pair_with_a_wider_target_knows_the_common_tokens_only(tokenizer: object) -> None:
+    target, draft = build_model(vocab_size=VOCABULARY + 8), build_model(1)
+    wide = join(target, draft, tokenizer)  # type: ignore[arg-type]
+    generations = generate(wide, FixedLength(3), [[7, 8], [9]], 1.0)
+    assert texts(generations) == plain(wide, [[7, 8], [9]], 1.0)
+    assert max(max(g.tokens) for g in generations) < VOCABULARY
+
+
+def test_the_text_under_eager_attention_is_the_same(
+    eager_pair: Pair, pair: Pair, prompt_ids: list[list[int]]
+) -> None:
+    assert texts(generate(eager_pair, FixedLength(4), prompt_ids, 0.7)) == plain(pair, prompt_ids, 0.7)
+
+
+def test_a_float32_pair_gives_its_plain_text() -> None:
+    target = build_model()
+    small = join(target.float(), build_draft(build_model()).float())
+    generations = generate(small, FixedLength(4), [[7, 8], [9]], 0.7)
+    assert texts(generations) == plain(small, [[7, 8], [9]], 0.7)
+
+
+# Policies that break the contract
+
+
+def failing(fault: str) -> StopPolicy:
+    """Return a policy that is well behaved up to depth 1 and breaks at depth 2, or at its other methods."""
+
+    class Failing(StopPolicy):
+        features, max_depth, name = ("top1", "mean_accepted"), DEPTH, fault
+
+        def start(self, streams: int, key: Tensor) -> State:
+            if fault == "start raises":
+                raise RuntimeError("no state")
+            return 0
+
+        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+            good = step.alive, state
+            if step.depth < 2:
+                return good
+            answers = {
+                "keep raises": lambda: 1 / 0,
+                "keep exits": lambda: (step.features[99], state),
+                "wrong shape": lambda: (torch.ones(2, 3, dtype=torch.bool), state),
+                "integers": lambda: (step.alive.long(), state),
+                "NaN": lambda: (step.features[..., 0] * float("nan"), state),
+                "no state": lambda: step.alive,
+                "a Python bool": lambda: (True, state),
+                "None": lambda: None,
+            }
+            return answers.get(fault, lambda: good)()
+
+        def select(self, tree: DraftTree, state: State) -> Tensor | None:
+            answers = {
+                "select raises": lambda: 1 / 0,
+                "select floats": lambda: torch.full(tree.tokens.shape, float("nan")),
+                "select wrong shape": lambda: torch.ones(1, 99, dtype=torch.bool),
+                "select flat": lambda: torch.ones(tree.tokens.shape[1], dtype=torch.bool),
+            }
+            return answers.get(fault, lambda: None)()
+
+        def observe(self, outcome: object, state: State) -> State:
+            return 1 / 0 if fault == "observe raises" else state
+
+    return Failing()
+
+
+FAULTS = [
+    "keep raises",
+    "keep exits",
+    "wrong shape",
+    "integers",
+    "NaN",
+    "no state",
+    "a Python bool",
+    "None",
+    "select raises",
+    "select floats",
+    "select wrong shape",
+    "select flat",
+    "observe raises",
+    "start raises",
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failing_policy_is_reported_once_and_the_text_stays(
+    endless_pair: Pair, prompt_ids: list[list[int]], fault: str
+) -> None:
+    speculator = Speculator(endless_pair, failing(fault), Settings(0.7, NEW, fallback=3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        generations = [speculator.generate(p, stream_key(0, f"p{i}")) for i, p in enumerate(prompt_ids)]
+    assert texts(generations) == plain(endless_pair, prompt_ids, 0.7)
+    ours = [str(w.message) for w in caught if issubclass(w.category, SpecstopWarning)]
+    assert len(ours) == 1
+    assert fault in ours[0]
+    lengths = {r.drafted for g in generations[1:] for r in g.rounds if not r.cut}
+    assert lengths == {3}, "the fallback length is drafted from then on"
+
+
+def test_a_well_behaved_policy_warns_of_nothing(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(pair, failing("nothing"), prompt_ids[:3])
+
+
+# Refusals
+
+
+def test_a_prompt_with_its_new_tokens_must_fit_the_models(pair: Pair) -> None:
+    speculator = Speculator(pair, FixedLength(4), Settings(max_new_tokens=28))
+    assert len(speculator.generate([7] * 100).tokens) > 0
+    with pytest.raises(InputError, match=r"129 together, but the target reads at most 128"):
+        speculator.generate([7] * 101)
+    short = join(pair.target, build_model(max_position_embeddings=64))
+    with pytest.raises(InputError, match="the draft reads at most 64"):
+        Speculator(short, FixedLength(4), Settings(max_new_tokens=28)).generate([7] * 40)
+
+
+def test_an_empty_prompt_is_refused(pair: Pair) -> None:
+    with pytest.raises(InputError, match="prompt is empty"):
+        Speculator(pair, FixedLength(4)).generate([])
+
+
+def test_a_policy_that_reads_hidden_states_is_refused(pair: Pair) -> None:
+    policy = FixedLength(2)
+    policy.vectors = ("draft_hidden",)
+    with pytest.raises(PolicyError, match="draft_hidden"):
+        Speculator(pair, policy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"max_new_tokens": 0}, "max-new-tokens"),
+        ({"max_depth": -1}, "depth"),
+        ({"fallback": -1}, "fallback"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Settings(**changes)  # type: ignore[arg-type]

@@ -1,0 +1,127 @@
+"""Keyed noise: one number for each key, position and token, uniform, independent, whoever asks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from specstop.decode.noise import KeyedSource, gumbel, match_scores, mix, stream_key, uniform
+
+FALSE_ALARM = 1e-4  # of each statistical test here; keys are fixed, so a test that passes goes on passing
+KEYS = [stream_key(seed, f"prompt {i}", i % 2) for seed in (0, 1) for i in range(3)]
+
+
+def at(*positions: int) -> torch.Tensor:
+    return torch.tensor(positions)
+
+
+def test_a_number_depends_on_its_key_position_and_token_only() -> None:
+    whole = uniform(KEYS[0], torch.arange(100), 50)
+    assert torch.equal(uniform(KEYS[0], at(70, 3, 3), 50), whole[[70, 3, 3]])
+    assert torch.equal(uniform(KEYS[0], at(9), 20), whole[9:10, :20])
+    keys = torch.tensor(KEYS)[:, None]
+    batch = uniform(keys, torch.full((len(KEYS),), 31), 50)
+    for row, key in zip(batch, KEYS, strict=True):
+        assert torch.equal(row[None], uniform(key, at(31), 50))
+
+
+def test_keys_differ_with_seed_prompt_and_sample() -> None:
+    keys = {stream_key(s, p, n) for s in range(20) for p in ("a", "b", "1", "") for n in range(20)}
+    assert len(keys) == 20 * 4 * 20
+    assert stream_key(1, "2", 3) != stream_key(12, "", 3)
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert stream_key(7, "p", 1) == stream_key(7, "p", 1)
+
+
+def test_mix_is_the_splitmix64_finaliser() -> None:
+    def reference(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    values = [0, 1, -1, 2**63 - 1, -(2**63), 0x9E3779B97F4A7C15 - 2**64, *KEYS]
+    assert [v % 2**64 for v in mix(torch.tensor(values)).tolist()] == [reference(v % 2**64) for v in values]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_uniforms_are_uniform(key: int) -> None:
+    values = uniform(key, torch.arange(400), 100).flatten()
+    assert bool(((values > 0) & (values < 1)).all())
+    assert stats.kstest(values.numpy(), "uniform").pvalue > FALSE_ALARM
+
+
+def test_gumbel_noise_has_the_gumbel_distribution() -> None:
+    values = gumbel(KEYS[1], torch.arange(300), 100, torch.float64).flatten()
+    assert stats.kstest(values.numpy(), "gumbel_r").pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((KEYS[0], 0, 0), (KEYS[0], 1, 0)),
+        ((KEYS[0], 0, 0), (KEYS[0], 0, 1)),
+        ((KEYS[0], 0, 0), (KEYS[0], 1, 1)),
+        ((KEYS[0], 0, 1), (KEYS[0], 1, 0)),
+        ((KEYS[0], 0, 0), (KEYS[1], 0, 0)),
+        ((8, 0, 0), (9, 0, 0)),
+        ((8, 1, 0), (9, 0, 0)),
+        ((0, 0, 0), (1 << 62, 0, 0)),
+    ],
+    ids=["position", "token", "both", "across", "key", "next key", "next key, position", "high bit"],
+)
+def test_neighbours_are_independent(first: tuple[int, int, int], second: tuple[int, int, int]) -> None:
+    """Chi-square of 8 x 8 cells over 40,000 pairs that differ by a step in key, position or token."""
+    values = []
+    for key, position, token in (first, second):
+        values.append(uniform(key, torch.arange(400) + position, 101)[:, token : token + 100].flatten())
+    cell = (values[0] * 8).long() * 8 + (values[1] * 8).long()
+    assert stats.chisquare(torch.bincount(cell, minlength=64).numpy()).pvalue > FALSE_ALARM
+
+
+def test_no_number_repeats() -> None:
+    values = torch.cat([uniform(key, torch.arange(200), 100).flatten() for key in KEYS])
+    assert len(values.unique()) == len(values)
+
+
+@pytest.mark.parametrize("bits", [0, -1, 1, -(2**63), 2**11, 2**11 - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_bits_give_finite_noise(
+    monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("specstop.decode.noise.mix", lambda value: torch.full_like(value, bits))
+    noise = gumbel(0, at(0), 3, dtype)
+    assert bool(noise.isfinite().all())
+    assert abs(float(noise[0, 0])) < 40
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 21])
+def test_a_source_gives_the_noise_of_its_key_wherever_it_is_asked(window: int) -> None:
+    source = KeyedSource(KEYS[2], 7, window, torch.float64)
+    generator = torch.Generator().manual_seed(window)
+    position = 13
+    for _ in range(300):
+        count = 1 + int(torch.randint(0, window + 1, (), generator=generator))
+        expected = gumbel(KEYS[2], torch.arange(position, position + count), 7, torch.float64)
+        assert torch.equal(source.gumbel(position, count), expected)
+        position += int(torch.randint(-window, window + 4, (), generator=generator))
+        position = max(0, position)
+    for jump in (1000, 0, 999, 16, 15, 48):
+        assert torch.equal(source.gumbel(jump, 1), gumbel(KEYS[2], at(jump), 7, torch.float64))
+
+
+def test_scores_are_logits_at_temperature_0_and_perturbed_log_probabilities_else() -> None:
+    logits, noise = torch.randn(4, 9, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
+    assert torch.equal(match_scores(logits, 0.0, None), logits)
+    expected = logits / 0.5 - torch.logsumexp(logits / 0.5, -1, keepdim=True) + noise
+    torch.testing.assert_close(match_scores(logits, 0.5, noise), expected)
+
+
+def test_the_argmax_of_scores_is_a_draw_from_the_softmax() -> None:
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]], dtype=torch.float64)
+    noise = gumbel(KEYS[3], torch.arange(20000), 4, torch.float64)
+    counts = torch.bincount(match_scores(logits, 0.8, noise).argmax(-1), minlength=4)
+    expected = torch.softmax(logits[0] / 0.8, -1) * 20000
+    assert math.isclose(float(expected.sum()), 20000)
+    assert stats.chisquare(counts.numpy(), expected.numpy()).pvalue > FALSE_ALARM

@@ -1,0 +1,180 @@
+"""The latency profile: what a round costs, and the file it is kept in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from specstop.policies.baselines import Confidence
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError
+
+EXACT = 1e-13  # float64
+
+
+def seconds(profile: Profile, context: float, *counts: int, decision_s: float = 6e-5) -> float:
+    """Return the seconds of one round: context, then drafted, verified, backlog, decisions."""
+    row = [torch.tensor([n]) for n in counts]
+    out = profile.round_seconds(torch.tensor([context], dtype=torch.float64), *row, decision_s)
+    assert out.dtype == torch.float64
+    return float(out)
+
+
+def slow_seconds(
+    p: Profile, context: float, drafted: int, verified: int, backlog: int, decisions: int
+) -> float:
+    calls = []
+    for table in (p.low, p.high):
+        total = table.verify_s[verified]
+        if drafted:
+            total += table.draft_s[1 if backlog > 1 else 0] + max(0, backlog - 2) * table.draft_token_s
+            total += (drafted - 1) * table.draft_s[0]
+        calls.append(total)
+    weight = (context - p.low.context) / (p.high.context - p.low.context)
+    both = max(calls[0] + (calls[1] - calls[0]) * weight, 0.25 * min(calls))
+    return both + p.round_s + drafted * p.step_s + decisions * 6e-5
+
+
+@pytest.mark.parametrize("context", [0.0, 8.0, 21.5, 40.0, 90.0])
+@pytest.mark.parametrize(
+    "counts",
+    [(0, 0, 1, 0), (0, 0, 9, 1), (1, 1, 1, 1), (1, 0, 2, 1), (4, 4, 1, 4), (5, 2, 2, 5), (6, 6, 31, 6)],
+)
+def test_a_round_costs_the_sum_of_its_parts(
+    profile: Profile, context: float, counts: tuple[int, ...]
+) -> None:
+    assert seconds(profile, context, *counts) == pytest.approx(
+        slow_seconds(profile, context, *counts), rel=EXACT
+    )
+
+
+def test_rounds_of_many_streams_are_those_of_each(profile: Profile) -> None:
+    rows = torch.tensor([[10, 4, 3, 2, 4], [33, 0, 0, 1, 1], [70, 6, 6, 12, 5]])
+    together = profile.round_seconds(*rows.T, 6e-5)
+    assert together.tolist() == [seconds(profile, *row) for row in rows.tolist()]
+
+
+def test_costs_are_linear_in_the_context(profile: Profile) -> None:
+    points = [seconds(profile, c, 3, 3, 1, 3) for c in (10, 20, 30, 100)]
+    assert points[1] - points[0] == pytest.approx(points[2] - points[1], rel=1e-9)
+    assert points[3] - points[0] == pytest.approx(9 * (points[1] - points[0]), rel=1e-9)
+
+
+def test_costs_of_a_falling_line_stay_above_a_quarter_of_the_smaller(profile: Profile) -> None:
+    falling = dataclasses.replace(profile, low=profile.high, high=profile.low)
+    falling = dataclasses.replace(falling, low=dataclasses.replace(falling.low, context=8.0),
+                                  high=dataclasses.replace(falling.high, context=40.0))  # fmt: skip
+    assert seconds(falling, 1e6, 0, 0, 1, 0) == pytest.approx(0.25 * 4.0e-3 + 2.0e-4, rel=EXACT)
+
+
+def test_one_context_length_serves_all(profile: Profile) -> None:
+    flat = dataclasses.replace(profile, high=profile.low)
+    assert seconds(flat, 5, 2, 2, 1, 2) == seconds(flat, 500, 2, 2, 1, 2) > 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("depth", [None, 1, 4])
+def test_chain_costs_are_round_seconds_of_each_length(
+    profile: Profile, first: int, depth: int | None
+) -> None:
+    costs = profile.chain_costs(27.5, 6e-5, first, depth)
+    deepest = profile.max_depth if depth is None else depth
+    expected = []
+    for k in range(deepest + 1):
+        asked = len([j for j in range(first, deepest) if j <= k]) if k >= first else 0
+        expected.append(seconds(profile, 27.5, k, k, 1, asked))
+    assert costs.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_prefill_is_a_constant_and_a_token_price(profile: Profile) -> None:
+    assert profile.prefill_seconds(torch.tensor([0, 7])).tolist() == pytest.approx([5e-3, 5.7e-3], rel=EXACT)
+
+
+def test_a_decision_costs_what_was_measured_under_the_policys_cost_name(profile: Profile) -> None:
+    assert profile.decision(Confidence(0.25).cost_name) == 6e-5
+    assert profile.decision("never measured") == 0.0
+    more = profile.with_decisions({"mine": 1e-3})
+    assert (more.decision("mine"), more.decision("confidence")) == (1e-3, 6e-5)
+    assert "mine" not in profile.decision_s
+
+
+def test_same_costs_looks_at_all_but_decisions(profile: Profile) -> None:
+    record = profile.with_decisions({"mine": 1.0}).to_dict()
+    assert profile.same_costs(json.loads(json.dumps(record)))
+    assert not profile.same_costs({**record, "round_s": 1.0})
+    assert not profile.same_costs({})
+
+
+def test_a_profile_comes_back_from_its_file_exactly(profile: Profile, tmp_path: Path) -> None:
+    odd = dataclasses.replace(profile, step_s=0.1 + 0.2, round_s=1 / 3)
+    odd.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == odd
+    first = (tmp_path / "p.json").read_bytes()
+    Profile.load(tmp_path / "p.json").save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == first
+
+
+def _drop(*keys: str) -> Callable[[dict[str, Any]], Any]:
+    def damage(raw: dict[str, Any]) -> dict[str, Any]:
+        inner = raw
+        for key in keys[:-1]:
+            inner = inner[key]
+        del inner[keys[-1]]
+        return raw
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: [raw], "is none"),
+        (lambda raw: {**raw, "schema": 2}, "of schema 1, but .* is none"),
+        (lambda raw: {**raw, "kind": "policy"}, "is none"),
+        (_drop("low"), "lacks or mangles 'low'"),
+        (_drop("high", "verify_s"), "lacks or mangles 'verify_s'"),
+        (_drop("facts"), "lacks or mangles 'facts'"),
+        (lambda raw: {**raw, "step_s": "quick"}, "lacks or mangles"),
+        (lambda raw: {**raw, "prefill_s": [1.0]}, "lacks or mangles"),
+        (lambda raw: {**raw, "decision_s": [1.0]}, "lacks or mangles"),
+        (lambda raw: {**raw, "low": 3}, "lacks or mangles"),
+        (
+            lambda raw: {**raw, "low": {**raw["low"], "verify_s": raw["low"]["verify_s"][:3]}},
+            "lacks or mangles",
+        ),
+    ],
+    ids=[
+        "list",
+        "schema",
+        "kind",
+        "no low",
+        "no verify",
+        "no facts",
+        "text",
+        "short",
+        "decisions",
+        "number",
+        "unequal tables",
+    ],
+)
+def test_a_mangled_profile_is_refused(
+    profile: Profile, tmp_path: Path, damage: Callable[[Any], Any], message: str
+) -> None:
+    profile.save(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text(json.dumps(damage(json.loads((tmp_path / "p.json").read_text()))))
+    with pytest.raises(InputError, match=f"--profile: .*{message}"):
+        Profile.load(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("text", ["{", "", "\0"])
+def test_what_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(InputError, match="--profile: expected JSON in"):
+        Profile.load(tmp_path / "p.json")
+    with pytest.raises(InputError, match="which does not exist"):
+        Profile.load(tmp_path / "nowhere.json")

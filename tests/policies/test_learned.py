@@ -1,0 +1,294 @@
+"""Learned policies and their folder: S_j along parents, and a folder that loads as it was or not at all."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from specstop.policies.calibration import Calibrator
+from specstop.policies.contract import DraftStep
+from specstop.policies.errors import PolicyError
+from specstop.policies.files import STAGE_PREFIX, sha256
+from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.heads import HEADS, build_head
+from specstop.policies.learned import Facts, LearnedPolicy
+from specstop.policies.rules import Derived, Rule, Threshold
+from test_heads import NAMES, TENSORS, features, knots
+from torch import Tensor
+
+FACTS = Facts(
+    0.7,
+    "match",
+    "match",
+    {"target": "ab"},
+    52.5,
+    (0.8, 0.75),
+    {"kind": "profile"},
+    {"seed": 1},
+    {"gain": 0.25},
+)
+
+
+def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:
+    head = build_head(kind, NAMES, TENSORS[kind]())
+    maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
+    return LearnedPolicy("mine", NAMES, head, *maps, rule or Derived([0.1, 0.2, 0.3, 0.2]), 4, FACTS)
+
+
+class Product:
+    """A head whose `accept` is the first feature as it is."""
+
+    kind = "product"
+
+    def logits(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return x[..., 0], torch.full_like(x[..., 0], 0.5)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+
+class Spy:
+    """A rule that remembers S_j and keeps everything."""
+
+    kind = "spy"
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.survival: list[Tensor] = []
+
+    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+        self.survival.append(survival)
+        return torch.ones_like(survival, dtype=torch.bool)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def survivals(first: int, accepts: list[Tensor], parents: list[list[int]]) -> list[Tensor]:
+    """Return S_1, S_2, ... by branch of one stream whose branches at each depth have these parents."""
+    spy = Spy(first)
+    exact = Calibrator("isotonic", knots=torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+    policy = LearnedPolicy("p", ("top1",), Product(), exact, exact, spy, 4)
+    state = policy.start(1, torch.zeros(1, dtype=torch.int64))
+    for depth in range(first, len(accepts) + 1):
+        accept = torch.ones(1) if depth == 0 else accepts[depth - 1]
+        parent = [[0]] if depth == 0 else [parents[depth - 1]]
+        alive = torch.ones(1, len(accept), dtype=torch.bool)
+        keep, state = policy.keep(DraftStep(depth, alive, torch.tensor(parent), accept[None, :, None]), state)
+        assert bool(keep.all())
+    return [s[0] for s in spy.survival[1 - first :]]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_survival_is_the_product_along_a_chain(first: int) -> None:
+    values = torch.tensor([0.9, 0.5, 0.8, 0.25])
+    found = survivals(first, [v[None] for v in values], [[0]] * 4)
+    assert torch.cat(found).tolist() == pytest.approx(values.cumprod(0).tolist())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_survival_follows_the_parents_of_a_tree(first: int) -> None:
+    accepts = [torch.tensor(v) for v in ([0.9, 0.5, 0.25], [0.5, 1.0, 0.5], [0.5, 0.25, 1.0])]
+    parents = [[0, 0, 0], [2, 0, 0], [1, 1, 0]]
+    expected = [[0.9, 0.5, 0.25], [0.125, 0.9, 0.45], [0.45, 0.225, 0.125]]
+    found = torch.stack(survivals(first, accepts, parents))
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_streams_side_by_side_are_each_alone() -> None:
+    policy = learned()
+    x, alive, parent = (
+        features(5, 1),
+        torch.ones(5, 1, dtype=torch.bool),
+        torch.zeros(5, 1, dtype=torch.int64),
+    )
+    state = policy.keep(DraftStep(0, alive, parent, x), None)[1]
+    keep, survival = policy.keep(DraftStep(1, alive, parent, x), state)
+    for s in range(5):
+        one = slice(s, s + 1)
+        alone = policy.keep(DraftStep(1, alive[one], parent[one], x[one]), state[one])
+        assert torch.equal(alone[0], keep[one])
+        torch.testing.assert_close(alone[1], survival[one])
+    assert not policy.keep(DraftStep(1, ~alive, parent, x), state)[0].any(), "dead branches are not kept"
+
+
+def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
+    policy = learned()
+    assert policy.first == 0
+    other = policy.with_rule(Threshold("survival", 0.3))
+    assert other.first == 1
+    assert (other.name, other.features, other.head, other.max_depth) == (
+        policy.name,
+        policy.features,
+        policy.head,
+        4,
+    )
+
+
+@pytest.mark.parametrize("rule", [Derived([0.1, 0.2]), Threshold("step", 0.4), Threshold("survival", 0.2)])
+@pytest.mark.parametrize("kind", list(HEADS))
+def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
+    policy = learned(kind, rule)
+    again = load_policy_folder(save_policy(policy, tmp_path / "p", {"booster.ubj": b"xyz"}))
+    x, alive, parent = (
+        features(50, 1),
+        torch.ones(50, 1, dtype=torch.bool),
+        torch.zeros(50, 1, dtype=torch.int64),
+    )
+    states: list[Any] = [None, None]
+    for depth in range(policy.first, 4):
+        step = DraftStep(depth, alive, parent, x + 0.01 * depth)
+        answers = [p.keep(step, state) for p, state in zip((policy, again), states, strict=True)]
+        assert torch.equal(answers[0][0], answers[1][0])
+        assert torch.equal(answers[0][1], answers[1][1])
+        states = [a[1] for a in answers]
+    assert again.facts == FACTS
+    for name in ("name", "features", "max_depth", "first"):
+        assert getattr(again, name) == getattr(policy, name)
+    assert (tmp_path / "p" / "booster.ubj").read_bytes() == b"xyz"
+
+
+def test_the_card_names_what_matters(tmp_path: Path) -> None:
+    text = (save_policy(learned(), tmp_path / "p") / "README.md").read_text()
+    for word in ("mine", "logistic", "derived", "temperature 0.7", "52.5 tokens/s", "0.2500", *NAMES):
+        assert word in text
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    """Return a damage that changes `policy.json`; None takes an entry out."""
+
+    def damage(folder: Path) -> None:
+        raw = {**json.loads((folder / POLICY_FILE).read_text()), **changes}
+        (folder / POLICY_FILE).write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+
+    return damage
+
+
+def reweigh(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """Return a damage that changes the tensors and mends the checksum."""
+
+    def damage(folder: Path) -> None:
+        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+        change(tensors)
+        safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE)
+        edit(weights_sha256=sha256(folder / WEIGHTS_FILE))(folder)
+
+    return damage
+
+
+def flip(folder: Path) -> None:
+    raw = bytearray((folder / WEIGHTS_FILE).read_bytes())
+    raw[-1] ^= 1
+    (folder / WEIGHTS_FILE).write_bytes(raw)
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS_FILE).write_bytes(pickle.dumps({"head.bias": 1}))
+    edit(weights_sha256=sha256(folder / WEIGHTS_FILE))(folder)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a changed byte": (flip, "checksum differs"),
+    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), f"has no {WEIGHTS_FILE}"),
+    "no json": (lambda f: (f / POLICY_FILE).unlink(), "policy.json, which does not exist"),
+    "broken json": (lambda f: (f / POLICY_FILE).write_text("{"), "expected JSON"),
+    "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "schema None"),
+    "another schema": (edit(schema=2), "has schema 2, but this specstop reads 1"),
+    "pickled weights": (pickled, "lacks or mangles"),
+    "no head": (edit(head=None), "'head'"),
+    "unknown head": (edit(head="forest"), "unknown head 'forest'"),
+    "unhashable head": (edit(head=["mlp"]), "lacks or mangles"),
+    "unknown feature": (edit(features=["top1", "tpo2"]), "unknown feature 'tpo2'"),
+    "fewer features": (edit(features=list(NAMES[:4])), "weights: expected mean of shape"),
+    "unknown rule": (edit(rule={"kind": "guess"}), "unknown rule 'guess'"),
+    "no threshold": (edit(rule={"kind": "step"}), "'threshold'"),
+    "rule of text": (edit(rule="derived"), "rule"),
+    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "lacks or mangles"),
+    "unknown calibration": (
+        edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2),
+        "unknown calibration 'x'",
+    ),
+    "depth 0": (edit(max_depth=0), "max_depth: expected 1 or more"),
+    "depth of text": (edit(max_depth="4"), "max_depth: expected 1 or more"),
+    "no facts": (edit(pair=None), "'pair'"),
+    "a temperature of text": (edit(temperature="warm"), "temperature"),
+    "a rate of text": (edit(rho="fast"), "rho"),
+    "a mangled acceptance": (edit(acceptance=3), "lacks or mangles"),
+    "a wrong shape": (
+        reweigh(lambda t: t.update({"head.bias": torch.zeros(5)})),
+        r"bias of shape \[3\], got \[5\]",
+    ),
+    "a missing tensor": (reweigh(lambda t: t.pop("head.scale")), "missing or unknown: scale"),
+    "an extra tensor": (
+        reweigh(lambda t: t.update({"head.more": torch.zeros(1)})),
+        "missing or unknown: more",
+    ),
+    "NaN weights": (reweigh(lambda t: t["head.bias"].fill_(float("nan"))), "not finite"),
+    "no knots": (reweigh(lambda t: t.pop("calibration.next")), "calibration.next are missing"),
+    "falling knots": (
+        reweigh(lambda t: t.update({"calibration.accept": t["calibration.accept"].flip(1)})),
+        "increasing knots",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    save_policy(learned(), tmp_path / "p")
+    load_policy_folder(tmp_path / "p")
+    damage(tmp_path / "p")
+    with pytest.raises(PolicyError, match=message) as caught:
+        load_policy_folder(tmp_path / "p")
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--policy")
+
+
+def test_a_pickle_or_an_empty_folder_is_no_policy(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "run",))
+
+    (tmp_path / "policy.pkl").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / POLICY_FILE).write_bytes(pickle.dumps(Evil()))
+    for path in (tmp_path / "policy.pkl", tmp_path / "folder", tmp_path / "nowhere"):
+        with pytest.raises(PolicyError, match="--policy"):
+            load_policy_folder(path)
+    assert not (tmp_path / "run").exists()
+
+
+class Unwritable(Derived):
+    """Fails when it is written, behind the weights."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "derived", "thresholds": [float("inf")]}
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_policy(learned(rule=Unwritable([0.1])), tmp_path / "p")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_keeps_the_old_policy(tmp_path: Path) -> None:
+    save_policy(learned(), tmp_path / "p")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_policy(learned(rule=Unwritable([0.1])), tmp_path / "p")
+    assert load_policy_folder(tmp_path / "p").rule.to_dict() == learned().rule.to_dict()
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+    assert not list(tmp_path.glob(f"{STAGE_PREFIX}*"))
+
+
+def test_a_save_replaces_the_old_policy_whole(tmp_path: Path) -> None:
+    save_policy(learned(), tmp_path / "p", {"old.ubj": b"x"})
+    save_policy(learned("mlp"), tmp_path / "p")
+    assert load_policy_folder(tmp_path / "p").head.kind == "mlp"
+    assert not (tmp_path / "p" / "old.ubj").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]

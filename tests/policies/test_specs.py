@@ -1,0 +1,155 @@
+"""Policies by name: built-ins, folders and plugins, and what a wrong name is told."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from specstop.policies import specs
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.errors import PolicyError
+from specstop.policies.folder import save_policy
+from specstop.policies.specs import load_policy, plugins
+from test_learned import learned
+
+PLUGIN = """
+import torch
+from specstop.policies.contract import StopPolicy
+
+class Even(StopPolicy):
+    def __init__(self, length: int = 2, label: str = "even"):
+        if length % 2:
+            raise ValueError("odd")
+        self.max_depth, self.name = length, label
+    def keep(self, step, state):
+        return step.alive & (step.depth < self.max_depth), state
+
+def nothing():
+    return 5
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module on the path with a policy, known under three entry points; not imported."""
+    (tmp_path / "even_plugin.py").write_text(PLUGIN)
+    (tmp_path / "broken_plugin.py").write_text("import a_module_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    declare(
+        monkeypatch,
+        even="even_plugin:Even",
+        nothing="even_plugin:nothing",
+        broken="broken_plugin:X",
+        gone="even_plugin:Gone",
+    )
+    yield "even_plugin"
+    sys.modules.pop("even_plugin", None)
+
+
+def declare(monkeypatch: pytest.MonkeyPatch, *more: EntryPoint, **points: str) -> None:
+    found = [EntryPoint(name, value, specs.GROUP) for name, value in points.items()]
+    monkeypatch.setattr(specs, "entry_points", lambda group: [*found, *more] if group == specs.GROUP else [])
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "attributes"),
+    [
+        ("fixed:4", FixedLength, {"max_depth": 4, "name": "fixed:4"}),
+        ("fixed:0", FixedLength, {"max_depth": 0}),
+        ("fixed", FixedLength, {"max_depth": 4}),
+        ("fixed?length=7", FixedLength, {"max_depth": 7}),
+        ("confidence:0.4", Confidence, {"threshold": 0.4, "max_depth": 20}),
+        ("confidence", Confidence, {"threshold": 0.4}),
+        ("confidence:0", Confidence, {"threshold": 0}),
+        ("confidence?threshold=0.25&max_depth=6", Confidence, {"max_depth": 6}),
+        ("confidence:0.3?max_depth=6", Confidence, {"threshold": 0.3, "max_depth": 6}),
+    ],
+)
+def test_a_good_spec_is_its_policy(spec: str, kind: type[StopPolicy], attributes: dict[str, object]) -> None:
+    policy = load_policy(spec)
+    assert type(policy) is kind
+    assert {name: getattr(policy, name) for name in attributes} == attributes
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fixd:4", r"unknown policy 'fixd:4' \(did you mean 'fixed'\?\); expected .* confidence, fixed"),
+        ("", "unknown policy ''"),
+        ("fixed:four", "expected a number after the colon, not 'four'"),
+        ("fixed:", "expected a number after the colon, not ''"),
+        ("fixed:-1", "length of 0 or more, not -1"),
+        ("fixed:2.5", "length"),
+        ("fixed:nan", "length"),
+        ("fixed:inf", "length"),
+        ("fixed?length=two", "fixed"),
+        ("confidence:1.5", "between 0 and 1"),
+        ("confidence:nan", "between 0 and 1"),
+        ("confidence:0.4?max_depth=0", "max_depth of 1 or more"),
+        ("confidence?max_depth=2.5", "max_depth"),
+        ("confidence?treshold=0.4", "unexpected .*'treshold'; it takes threshold, max_depth"),
+        ("confidence?threshold", "expected key=value after the question mark, not 'threshold'"),
+        ("confidence?=3", "key=value"),
+        ("some/where", "the folder some/where does not exist"),
+        ("./fixed", "the folder ./fixed does not exist"),
+    ],
+)
+def test_a_bad_spec_is_told_what_is_wrong(spec: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=f"{message}") as caught:
+        load_policy(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_loaded_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_policy(learned(), tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    for spec in (tmp_path / "mine", str(tmp_path / "mine"), "mine", "./mine"):
+        assert load_policy(spec).name == "mine"
+    with pytest.raises(PolicyError, match=r"policy\.json, which does not exist"):
+        load_policy(tmp_path)
+
+
+def test_a_plugin_is_listed_without_importing_it_and_loaded_on_use(plugin: str) -> None:
+    assert set(plugins()) == {"even", "nothing", "broken", "gone"}
+    assert load_policy("fixed:2").max_depth == 2
+    assert plugin not in sys.modules
+    policy = load_policy("even?length=6&label=mine")
+    assert (policy.max_depth, policy.name) == (6, "mine")
+    assert load_policy("even").max_depth == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("evn", "did you mean 'even'"),
+        ("even:6", r"write the plugin's options as even\?key=value"),
+        ("even?length=3", "odd"),
+        ("even?size=2", "it takes length, label"),
+        ("nothing", "is a int, not a StopPolicy"),
+        ("broken", "a_module_that_is_not_there"),
+        ("gone", "Gone"),
+    ],
+)
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_that_cannot_be_used_is_told_why(spec: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        load_policy(spec)
+
+
+def test_two_policies_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, EntryPoint("a", "y:Y", specs.GROUP), a="x:X")
+    with pytest.raises(PolicyError, match="two policies are called 'a': y:Y and x:X; uninstall one"):
+        plugins()
+    declare(monkeypatch, fixed="x:X")
+    with pytest.raises(PolicyError, match="two policies are called 'fixed': x:X and a built-in"):
+        load_policy("confidence")
+
+
+def test_every_builtin_is_made_by_its_bare_name() -> None:
+    for name, builtin in specs.BUILTINS.items():
+        policy = load_policy(name)
+        assert policy.name.startswith(name)
+        assert name in builtin.usage

@@ -1,0 +1,109 @@
+"""The package on disk: rooms, what pyproject lists, and which way imports run."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+import specstop.cli
+import specstop.collect
+import specstop.decode
+import specstop.policies
+import specstop.train
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("policies", "decode", "collect", "train", "cli")  # each imports from those before it only
+FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Return (dotted module, whether it was written relatively) of each import statement."""
+    here = ["specstop", *path.relative_to(ROOT).with_suffix("").parts]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(name.name, False) for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            found += [(".".join([*module, name.name]), bool(node.level)) for name in node.names]
+    return found
+
+
+def test_pyproject_lists_every_package_on_disk() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    on_disk = {f"specstop.{relative(p.parent).replace('/', '.')}" for p in FILES if p.name == "__init__.py"}
+    with_code = {f"specstop.{relative(p.parent).replace('/', '.')}" for p in FILES}
+    assert set(setuptools["packages"]) == on_disk == with_code
+    for room in ROOMS:
+        assert setuptools["package-dir"][f"specstop.{room}"] == room
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_typed_and_is_the_installed_one(room: str) -> None:
+    assert (ROOT / room / "py.typed").is_file()
+    assert Path(getattr(specstop, room).__file__) == ROOT / room / "__init__.py"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_run_one_way_and_are_relative(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    for module, is_relative in imports(path):
+        first, *rest = module.split(".")
+        assert first not in ROOMS, f"{module} would be a twin of specstop.{module}"
+        if first == "specstop":
+            assert is_relative, f"{module}: imports inside the package are relative"
+            assert rest[0] in allowed, f"{room} may not import {module}"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    names = {
+        ".".join(["specstop", *p.relative_to(ROOT).with_suffix("").parts])
+        for p in FILES
+        if p.name != "__init__.py"
+    }
+    graph = {}
+    for path in FILES:
+        own = ".".join(["specstop", *path.relative_to(ROOT).with_suffix("").parts])
+        if own in names:
+            targets = {m for m, _ in imports(path)} | {m.rpartition(".")[0] for m, _ in imports(path)}
+            graph[own] = (targets & names) - {own}
+    assert sum(map(len, graph.values())) > 30
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_module_is_imported_under_a_second_name() -> None:
+    twins = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file) in FILES and not name.startswith("specstop."):
+            twins.append(name)
+    assert twins == []
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.relative_to(ROOT).parts[0] != "cli"], ids=relative)
+def test_library_rooms_do_not_print(path: Path) -> None:
+    calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+    assert not [
+        c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("print", "breakpoint")
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_module_says_what_it_is_and_stays_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert ast.get_docstring(ast.parse(text))
+    assert len(text.splitlines()) <= 500

@@ -1,0 +1,102 @@
+"""The clairvoyant bound: no policy is faster, and exhaustive search over all lengths is not either."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from specstop.collect.schema import Header, chain
+from specstop.collect.store import Trace
+from specstop.policies.baselines import FixedLength
+from specstop.policies.costs import CostTable, Profile
+from specstop.train.bounds import clairvoyant_seconds
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.replay import replay
+from zoo import ZOO
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_no_replayed_policy_is_faster(
+    traces: dict[float, Trace], profile: Profile, temperature: float
+) -> None:
+    arrays = trace_arrays(traces[temperature])
+    bound = clairvoyant_seconds(arrays, profile)
+    for policy in [*ZOO.values(), FixedLength(2), FixedLength(3)]:
+        assert (replay(arrays, policy, profile).seconds >= bound - 1e-9).all(), policy.name
+
+
+def tiny_trace(accepted: list[list[int]], depth: int) -> TraceArrays:
+    """A trace without features: one list of accepted lengths by anchor for each text."""
+    header = Header("", "", {}, 8, (), 0.0, chain(depth), (), (), 99, 0, 1, len(accepted), "")
+    counts = torch.tensor([len(lengths) for lengths in accepted])
+    flat = torch.tensor([a for lengths in accepted for a in lengths])
+    return TraceArrays(
+        header,
+        [str(i) for i in range(len(accepted))],
+        [""] * len(accepted),
+        torch.zeros(len(accepted)),
+        counts.cumsum(0) - counts,
+        counts,
+        torch.ones_like(counts),
+        torch.full_like(counts, 7),
+        counts + 1,
+        flat,
+        torch.zeros(len(flat), depth, dtype=torch.bool),
+        torch.zeros(len(flat), dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
+    """Exhaustive search: at each anchor any k, paying for that or any deeper round."""
+    generator = torch.Generator().manual_seed(seed)
+    depth = 3
+    costs = torch.rand(2, depth + 1, generator=generator, dtype=torch.float64) + 0.5
+    low, high = (
+        CostTable(c, (0.1, 0.2), 0.0, tuple(v.tolist())) for c, v in zip((8.0, 20.0), costs, strict=True)
+    )
+    profile = Profile(low, high, 0.01, 0.05, (0.5, 0.01))
+    accepted = [
+        [min(int(torch.randint(0, depth + 1, (), generator=generator)), n - t) for t in range(n)]
+        for n in (1, 4, 6)
+    ]
+
+    @functools.cache
+    def cost(context: int, k: int) -> float:
+        one = torch.ones(1, dtype=torch.int64)
+        rounds = [(one * context, one * paid, one * paid, one, one * 0) for paid in range(k, depth + 1)]
+        return min(float(profile.round_seconds(*r, 0.0)) for r in rounds)
+
+    def best(lengths: list[int], t: int) -> float:
+        if t >= len(lengths):
+            return 0.0
+        return min(cost(8 + t, k) + best(lengths, t + min(lengths[t], k) + 1) for k in range(depth + 1))
+
+    expected = [best(lengths, 0) + 0.5 + 7 * 0.01 for lengths in accepted]
+    assert clairvoyant_seconds(tiny_trace(accepted, depth), profile).tolist() == pytest.approx(
+        expected, abs=1e-9
+    )
+
+
+def test_a_perfect_draft_makes_the_bound_that_of_the_best_fixed_length() -> None:
+    """With every token accepted at no verification cost by length, one round of 3 + 1 tokens serves 4."""
+    table = CostTable(8.0, (0.0, 0.0), 0.0, (1.0, 1.0, 1.0, 1.0))
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
+    assert clairvoyant_seconds(tiny_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
+
+
+def test_no_policy_is_faster_where_a_step_reads_two_tokens_cheaper_than_one() -> None:
+    """A noisy profile may order them so; full acceptance then leaves a backlog of two each round."""
+    table = CostTable(8.0, (0.11, 0.10), 0.0, (1.0, 1.0, 1.0, 1.0))
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
+    arrays = tiny_trace([[3] * 12], 3)
+    assert replay(arrays, FixedLength(3), profile).seconds >= clairvoyant_seconds(arrays, profile) - 1e-9
+
+
+def test_the_bound_of_a_text_does_not_depend_on_the_others(
+    traces: dict[float, Trace], profile: Profile
+) -> None:
+    arrays = trace_arrays(traces[0.7], [])
+    whole = clairvoyant_seconds(arrays, profile)
+    assert torch.allclose(clairvoyant_seconds(arrays.subset([4, 1]), profile), whole[[4, 1]], rtol=1e-12)

@@ -1,0 +1,217 @@
+"""Replay: round for round what the live loop does, in the seconds of the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import NEW
+from specstop.collect.prompts import Prompt
+from specstop.collect.store import Trace
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair
+from specstop.decode.records import Generation
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.costs import Profile
+from specstop.policies.errors import TraceError
+from specstop.train.data import TraceArrays, node_features, trace_arrays
+from specstop.train.replay import Replayed, replay
+from torch import Tensor
+from zoo import DEPTH, ZOO, SelectingByToken
+
+Live = Callable[[StopPolicy, float], list[Generation]]
+
+
+@pytest.fixture(scope="module")
+def arrays(traces: dict[float, Trace]) -> dict[float, TraceArrays]:
+    return {t: trace_arrays(trace) for t, trace in traces.items()}
+
+
+@pytest.fixture(scope="module")
+def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile) -> Live:
+    """Run a policy live on the prompts of the trace, once for each policy and temperature."""
+    done: dict[tuple[str, float], list[Generation]] = {}
+
+    def run(policy: StopPolicy, temperature: float) -> list[Generation]:
+        if (policy.name, temperature) not in done:
+            speculator = Speculator(pair, policy, Settings(temperature, NEW), profile)
+            done[policy.name, temperature] = [
+                speculator.generate(ids, stream_key(0, p.id))
+                for p, ids in zip(prompts, prompt_ids, strict=True)
+            ]
+        return done[policy.name, temperature]
+
+    return run
+
+
+def rounds(generations: list[Generation]) -> list[list[list[int]]]:
+    return [[[r.anchor, r.drafted, r.verified, r.accepted] for r in g.rounds] for g in generations]
+
+
+def logged(replayed: Replayed) -> list[list[list[int]]]:
+    sequences = range(len(replayed.tokens))
+    return [replayed.log[replayed.log[:, 0] == s, 1:].tolist() for s in sequences]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", [*ZOO, "selecting-by-token"])
+def test_rounds_are_those_of_the_live_loop(
+    arrays: dict[float, TraceArrays], live: Live, profile: Profile, name: str, temperature: float
+) -> None:
+    policy = ZOO.get(name) or SelectingByToken()
+    assert logged(replay(arrays[temperature], policy, profile)) == rounds(live(policy, temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    "name", ["fixed:0", "fixed:4", "confidence:0.4", "trimming", "from-anchor", "adaptive"]
+)
+def test_seconds_are_those_of_the_live_rounds_under_the_profile(
+    arrays: dict[float, TraceArrays], live: Live, profile: Profile, name: str, temperature: float
+) -> None:
+    replayed = replay(arrays[temperature], ZOO[name], profile)
+    for seconds, generation in zip(replayed.seconds.tolist(), live(ZOO[name], temperature), strict=True):
+        total = float(profile.prefill_seconds(torch.tensor([generation.prompt_tokens])))
+        for r in generation.rounds:
+            row = [torch.tensor([x]) for x in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
+            total += float(profile.round_seconds(*row, profile.decision(ZOO[name].cost_name)))
+        assert seconds == pytest.approx(total, rel=1e-12)
+
+
+def test_sums_are_those_of_the_log(arrays: dict[float, TraceArrays], profile: Profile) -> None:
+    replayed = replay(arrays[0.7], ZOO["trimming"], profile)
+    for s, log in enumerate(logged(replayed)):
+        assert [len(log), *(sum(column) for column in list(zip(*log, strict=True))[1:])] == [
+            int(x[s]) for x in (replayed.rounds, replayed.drafted, replayed.verified, replayed.accepted)
+        ]
+    assert replayed.tokens.tolist() == arrays[0.7].text_tokens.tolist()
+    assert replayed.rate == pytest.approx(float(replayed.tokens.sum() / replayed.seconds.sum()))
+    assert replayed.block_efficiency == pytest.approx(float(replayed.committed.sum()) / len(replayed.log))
+
+
+def test_a_sequence_is_replayed_alike_in_any_company(
+    arrays: dict[float, TraceArrays], profile: Profile
+) -> None:
+    for name in ("reads-history", "adaptive", "trimming", "randomised"):
+        whole = replay(arrays[0.7], ZOO[name], profile)
+        part = replay(arrays[0.7].subset([5, 2]), ZOO[name], profile)
+        assert logged(part) == [logged(whole)[s] for s in (5, 2)]
+        assert torch.equal(part.seconds, whole.seconds[[5, 2]])
+
+
+def test_a_policy_limited_to_the_trace_is_that_policy_live(
+    arrays: dict[float, TraceArrays], live: Live, profile: Profile
+) -> None:
+    policy = Confidence(0.1).limited(DEPTH)
+    assert logged(replay(arrays[0.7], policy, profile)) == rounds(live(policy, 0.7))
+
+
+def test_node_features_are_what_a_policy_sees(arrays: dict[float, TraceArrays], profile: Profile) -> None:
+    names = ("anchor_margin", "top3", "noisy_margin", "depth")
+    table = node_features(arrays[0.7], names)
+    here = arrays[0.7]
+
+    class Looking(StopPolicy):
+        features, first, max_depth = names, 0, DEPTH
+
+        def start(self, streams: int, key: Tensor) -> State:
+            return here.first_anchor.clone()
+
+        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+            alive = step.alive[:, 0]
+            row = (here.offset + state - here.first_anchor)[alive]
+            assert torch.equal(step.features[alive, 0], table[row, step.depth])
+            return step.alive, state
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            return state + (outcome.accepted + 1) * outcome.active
+
+    replay(here, Looking(), profile)
+
+
+class Clocked(FixedLength):
+    reads_clock = True
+
+
+class Hidden(FixedLength):
+    vectors = ("draft_hidden",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            FixedLength(DEPTH + 1),
+            rf"drafts up to {DEPTH + 1} tokens, but the trace was recorded to depth {DEPTH}",
+        ),
+        (Confidence(), "recorded to depth"),
+        (Clocked(2), "the clock"),
+        (Hidden(2), "hidden states"),
+    ],
+    ids=["deeper", "default confidence", "clock", "vectors"],
+)
+def test_a_policy_the_trace_cannot_answer_is_refused(
+    arrays: dict[float, TraceArrays], profile: Profile, policy: StopPolicy, message: str
+) -> None:
+    with pytest.raises(TraceError, match=message):
+        replay(arrays[0.0], policy, profile)
+
+
+def test_a_profile_that_ends_above_the_policy_is_refused(
+    arrays: dict[float, TraceArrays], profile: Profile
+) -> None:
+    import dataclasses
+
+    short = dataclasses.replace(
+        profile,
+        **{
+            side: dataclasses.replace(getattr(profile, side), verify_s=(1.0, 2.0, 3.0))
+            for side in ("low", "high")
+        },
+    )
+    with pytest.raises(TraceError, match="the profile ends at 2"):
+        replay(arrays[0.0], FixedLength(3), short)
+
+
+def test_a_feature_that_was_not_recorded_is_refused_by_name(
+    traces: dict[float, Trace], profile: Profile
+) -> None:
+    few = trace_arrays(traces[0.7], ["entropy"])
+    with pytest.raises(TraceError, match="no feature 'drawn_prob'"):
+        replay(few, Confidence(0.4, DEPTH), profile)
+    with pytest.raises(TraceError, match="HISTORY"):
+        node_features(few, ["mean_full"])
+
+
+def test_a_policy_that_carries_its_state_is_replayed_in_order_or_refused(
+    arrays: dict[float, TraceArrays], live: Live, profile: Profile
+) -> None:
+    class Carrying(StopPolicy):
+        """Drafts one token more after each text."""
+
+        name, carries, max_depth = "carrying", True, DEPTH
+
+        def start(self, streams: int, key: Tensor) -> State:
+            return torch.zeros(streams, dtype=torch.int64)
+
+        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+            return step.alive & (step.depth <= state // 4)[:, None], state
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            return state + outcome.active
+
+    try:
+        replayed = replay(arrays[0.7], Carrying(), profile)
+    except TraceError:
+        return
+    assert logged(replayed) == rounds(live(Carrying(), 0.7))
+
+
+def test_a_trace_with_a_missing_anchor_is_refused(traces: dict[float, Trace]) -> None:
+    trace = traces[0.0]
+    rows = trace.rows.select([i for i in range(len(trace.rows)) if i != 3])
+    with pytest.raises(TraceError, match="misses anchors"):
+        trace_arrays(Trace(trace.folder, trace.header, rows))

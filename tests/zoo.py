@@ -1,0 +1,141 @@
+"""Policies that use each part of the contract, to compare the live loop with plain decoding and replay."""
+
+from __future__ import annotations
+
+import torch
+from specstop.decode.noise import mix
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from torch import Tensor
+
+DEPTH = 5
+
+
+class FromAnchor(StopPolicy):
+    """Asked at depth 0, where it sometimes stops."""
+
+    name, features, first, max_depth = "from-anchor", ("top2", "anchor_top1", "drawn_prob"), 0, DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        if step.depth == 0:
+            assert not step.features[..., [0, 2]].any(), "depth 0 knows ANCHOR and HISTORY columns only"
+        keep = step.features[..., 1] < 0.6 if step.depth == 0 else step.features[..., 2] > 0.3
+        return step.alive & keep, state
+
+
+class Trimming(StopPolicy):
+    """Drops the token just drawn where it stops."""
+
+    name, features, trims, max_depth = "trimming", ("path_logprob", "noisy_margin"), True, DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.features[..., 0] > -1.6) & (step.features[..., 1] > 0.3), state
+
+
+class TrimmingFromAnchor(FromAnchor):
+    """Trims, and may stop before the first token, when there is nothing to trim."""
+
+    name, trims = "trimming-from-anchor", True
+
+
+class Selecting(StopPolicy):
+    """Drafts all it may, then verifies one token less from round to round, down to none."""
+
+    name, max_depth = "selecting", DEPTH
+
+    def start(self, streams: int, key: Tensor) -> State:
+        return torch.zeros(streams, dtype=torch.int64)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Tensor:
+        return tree.depth <= (DEPTH - state % (DEPTH + 1))[:, None]
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return state + outcome.active
+
+
+class TrimmingSelecting(Trimming):
+    """Trims at the stop, then leaves out what is deeper than 1."""
+
+    name = "trimming-selecting"
+
+    def select(self, tree: DraftTree, state: State) -> Tensor:
+        return tree.drawn & (tree.depth <= 1)
+
+
+class SelectingByToken(StopPolicy):
+    """Verifies up to the first odd token."""
+
+    name, max_depth = "selecting-by-token", DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Tensor:
+        return (tree.tokens % 2 == 0).cumprod(1).bool()
+
+
+class ReadsHistory(StopPolicy):
+    """Drafts as long as earlier rounds went well."""
+
+    name, max_depth = "reads-history", DEPTH
+    features = ("mean_accepted", "top1", "last_verified", "mean_full", "last_accepted")
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        mean, top1, verified, full, accepted = step.features.unbind(-1)
+        return step.alive & (mean + top1 + full + 0.1 * (verified - accepted) > 0.6 * step.depth), state
+
+
+class Randomised(StopPolicy):
+    """Tosses a coin keyed by the stream and the number of its decisions."""
+
+    name, first, max_depth = "randomised", 0, DEPTH
+
+    def start(self, streams: int, key: Tensor) -> State:
+        return key, torch.zeros_like(key)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        key, count = state
+        keep = mix(key + 977 * count) & 3 != 0
+        return step.alive & keep[:, None], (key, count + step.alive[:, 0])
+
+
+class Adaptive(StopPolicy):
+    """Its length follows what rounds brought and the seconds they are modelled to take."""
+
+    name, max_depth = "adaptive", DEPTH
+
+    def start(self, streams: int, key: Tensor) -> State:
+        return torch.ones(streams, dtype=torch.int64), torch.zeros(streams, dtype=torch.float64)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        length, seconds = state
+        bonus = (seconds * 1e5).floor().long() % 2
+        return step.alive & (step.depth < length + bonus)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        length, seconds = state
+        moved = (length + torch.where(outcome.accepted == outcome.verified, 2, -1)).clamp(1, DEPTH)
+        length = torch.where(outcome.active & ~outcome.cut, moved, length)
+        return length, seconds + outcome.seconds
+
+
+def zoo() -> list[StopPolicy]:
+    """Return one policy of each sort, none drafting deeper than `DEPTH`."""
+    return [
+        *(FixedLength(k) for k in (0, 1, 4, DEPTH)),
+        Confidence(0.4, DEPTH),
+        FromAnchor(),
+        Trimming(),
+        TrimmingFromAnchor(),
+        Selecting(),
+        TrimmingSelecting(),
+        ReadsHistory(),
+        Randomised(),
+        Adaptive(),
+    ]
+
+
+ZOO = {policy.name: policy for policy in zoo()}
