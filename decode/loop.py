@@ -127,7 +127,7 @@ class Speculator:
         pair: target and draft.
         policy: a stop policy; `vectors` are not supplied by this loop.
         settings: see `Settings`.
-        profile: supplies the modelled seconds that policies observe.
+        profile: supplies the modelled seconds that policies observe; verifications are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
     """
 
@@ -144,6 +144,7 @@ class Speculator:
         self.pair, self.policy, self.settings, self.profile = pair, policy, settings or Settings(), profile
         self._depth = min(self.settings.max_depth, policy.max_depth)
         self._layout = Layout(policy.features)
+        self._padded = profile.padded() if profile else ()
         self._source = source or self._keyed
         self._target = self._draft = CachedModel(pair.target, 0, pair.vocabulary)
         self._carried: State = None
@@ -188,7 +189,7 @@ class Speculator:
         """Read the prompt with the target and commit its first token; the draft reads when it is first asked."""
         if not prompt:
             raise InputError("the prompt is empty: expected at least one token")
-        self._reserve(len(prompt) + self.settings.max_new_tokens + self._depth + 1)
+        self._reserve(len(prompt) + self.settings.max_new_tokens)
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
         source = self._source(key, self._depth + 1)
         token = int(self._scores(logits, source, len(prompt), 1).argmax())
@@ -201,13 +202,14 @@ class Speculator:
                 self._fail(text, error)
         return text
 
-    def _reserve(self, capacity: int) -> None:
-        """Empty both caches, with room for `capacity` tokens."""
+    def _reserve(self, tokens: int) -> None:
+        """Empty both caches, with room for `tokens` and a round beyond them."""
+        capacity = tokens + max(self._depth, len(self._padded)) + 1
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft)):
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or capacity
-            if capacity - self._depth - 1 > limit:
+            if tokens > limit:
                 raise InputError(
-                    f"prompt and new tokens are {capacity - self._depth - 1} together, but the {role} reads at most {limit}; "
+                    f"prompt and new tokens are {tokens} together, but the {role} reads at most {limit}; "
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self._target.capacity < capacity:
@@ -233,7 +235,10 @@ class Speculator:
         accepted, committed = self._commit(text, verified, own, logits)
         cut = text.ended or chain.capped
         watch.start()
-        if self._layout.history or type(self.policy).observe is not StopPolicy.observe:
+        if self._layout.history and not cut:
+            counts = torch.tensor([[accepted], [len(verified)]], device=self.pair.device)
+            text.history = text.history.after(counts[0], counts[1])
+        if type(self.policy).observe is not StopPolicy.observe:
             elapsed = watch.mark - begin
             self._observe(text, self._outcome(context, chain, len(verified), accepted, backlog, cut, elapsed))
         watch.lap("policy")
@@ -283,10 +288,11 @@ class Speculator:
     def _base(self, text: _Text) -> Tensor:
         """Return [1, F], the columns that are known before drafting."""
         layout = self._layout
-        if not (layout.anchor or layout.history):
-            return torch.zeros(1, 0, device=text.anchor_row.device)
+        history = text.history.values(layout.history)
+        if not layout.anchor:
+            return history
         anchor = Rows(text.anchor_row, tokens=torch.tensor([text.tokens[-1]], device=text.anchor_row.device))
-        return layout.base(compute(layout.anchor, anchor), text.history.values(layout.history))
+        return layout.base(compute(layout.anchor, anchor), history)
 
     def _decide(self, text: _Text, depth: int, base: Tensor, rows: Rows | None) -> bool:
         """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
@@ -330,9 +336,10 @@ class Speculator:
 
     def _verify(self, text: _Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
         """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""
+        read = [text.tokens[-1], *proposed]
+        padding = self._padded[len(proposed)] - len(proposed) if len(proposed) < len(self._padded) else 0
         watch.start()
-        read = torch.tensor([[text.tokens[-1], *proposed]], device=self.pair.device)
-        logits = self._target.read(read)[0]
+        logits = self._target.read(torch.tensor([read + read[-1:] * padding], device=self.pair.device))[0, : len(read)]
         watch.lap("verify")
         own = self._scores(logits, text.source, len(text.tokens), len(proposed) + 1).argmax(-1).tolist()
         return own, logits
@@ -375,8 +382,7 @@ class Speculator:
         return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))
 
     def _observe(self, text: _Text, outcome: RoundOutcome) -> None:
-        """Tell history and policy how the round went."""
-        text.history = text.history.after(outcome)
+        """Tell the policy how the round went."""
         try:
             text.policy_state = self.policy.observe(outcome, text.policy_state)
         except Exception as error:

@@ -29,7 +29,7 @@ class CostTable:
         context: tokens in the cache when measured.
         draft_s: a draft step that reads 1 or 2 new tokens (the second after full acceptance).
         draft_token_s: each further token of a backlog.
-        verify_s: a verification of n = 0, 1, ..., K drafted tokens (n + 1 rows).
+        verify_s: a verification of n = 0, 1, ..., K drafted tokens (n + 1 rows), as measured.
     """
 
     context: float
@@ -79,6 +79,11 @@ class Profile:
         mine = self.to_dict()
         return all(record.get(key) == mine[key] for key in ("low", "high", "step_s", "round_s", "prefill_s"))
 
+    def padded(self) -> tuple[int, ...]:
+        """Return for n = 0..K drafted tokens how many are best verified: filling up to a cheaper size costs less."""
+        cost = [a + b for a, b in zip(self.low.verify_s, self.high.verify_s, strict=True)]
+        return tuple(min(range(n, len(cost)), key=cost.__getitem__) for n in range(len(cost)))
+
     def round_seconds(
         self, context: Tensor, drafted: Tensor, verified: Tensor, backlog: Tensor, decisions: Tensor, decision_s: float
     ) -> Tensor:
@@ -91,19 +96,20 @@ class Profile:
             decisions: [S] times the policy was asked.
             decision_s: of the policy.
         """
+        verified = torch.tensor(self.padded(), device=verified.device)[verified]
         low = self._calls(self.low, drafted, verified, backlog)
         high = self._calls(self.high, drafted, verified, backlog)
         span = self.high.context - self.low.context
         weight = (context.double() - self.low.context) / span if span else torch.zeros_like(low)
         calls = (low + (high - low) * weight).clamp_min(0.25 * torch.minimum(low, high))
-        return calls + self.round_s + self.step_s * drafted + decision_s * decisions
+        return calls + self.round_s + self.step_s * drafted.double() + decision_s * decisions.double()
 
     @staticmethod
     def _calls(table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
         one, two = table.draft_s
         verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
         backlog, drafted = backlog.double(), drafted.double()
-        first = one + (two - one) * (backlog > 1) + (backlog - 2).clamp_min(0) * table.draft_token_s
+        first = one + (two - one) * (backlog > 1).double() + (backlog - 2).clamp_min(0) * table.draft_token_s
         return (first + (drafted - 1) * one) * (drafted > 0) + verify[verified]
 
     def chain_costs(self, context: float, decision_s: float, first: int = 0, depth: int | None = None) -> Tensor:

@@ -83,6 +83,11 @@ class Rows:
         return torch.nn.functional.pad(best, (0, TOP - width)) if width < TOP else best
 
     @cached_property
+    def top1(self) -> Tensor:
+        """[R] the largest probability."""
+        return self.probs.amax(-1)
+
+    @cached_property
     def top1_logit(self) -> Tensor:
         """[R] the largest raw logit."""
         return self.logits.amax(-1)
@@ -90,7 +95,7 @@ class Rows:
     @cached_property
     def log_norm(self) -> Tensor:
         """[R] log of the sum of exponentials of the raw logits."""
-        return self.top1_logit - self.best[:, 0].log()
+        return self.top1_logit - self.top1.log()
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -157,12 +162,13 @@ def _pre(rank: int) -> Feature:
 _ALL = (
     Feature("anchor_entropy", Kind.ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0.0,
             INFINITY, lambda rows: rows.entropy),
-    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, lambda rows: rows.best[:, 0]),
+    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, lambda rows: rows.top1),
     Feature("anchor_margin", Kind.ANCHOR, "largest minus second probability in that row", 0.0, 1.0,
             lambda rows: rows.best[:, 0] - rows.best[:, 1]),
     Feature("anchor_prob", Kind.ANCHOR, "probability of the anchor token in that row", 0.0, 1.0,
             lambda rows: rows.drawn_logprob.exp()),
-    *(_pre(rank) for rank in range(1, TOP + 1)),
+    Feature("top1", Kind.PRE, "probability of the draft's best token", 0.0, 1.0, lambda rows: rows.top1),
+    *(_pre(rank) for rank in range(2, TOP + 1)),
     Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0,
             lambda rows: rows.best[:, 0] - rows.best[:, 1]),
     Feature("top1_logit", Kind.PRE, "raw logit of the draft's best token", -INFINITY, INFINITY,

@@ -7,46 +7,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .contract import RoundOutcome
-
 PAST_WEIGHT = 0.8
 """Weight of the past in the running means; the first round counts whole."""
 
 HISTORY_FEATURES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
-_PAST = (PAST_WEIGHT, PAST_WEIGHT, PAST_WEIGHT, 0.0, 0.0)
 
 
 class History:
     """Running record of S streams.
 
     Args:
-        record: [S, 5]: weight of the running means, the weighted sums of min(A, k) and of full acceptance, and min(A, k)
-            and k of the last round.
+        record: [S, 4], the HISTORY features in the order of `HISTORY_FEATURES`.
+        weight: [S], of the past in the running means, 1 - 0.8^n after n rounds.
     """
 
-    def __init__(self, record: Tensor) -> None:
-        self.record = record
-        self._past = torch.tensor(_PAST, device=record.device)
+    def __init__(self, record: Tensor, weight: Tensor) -> None:
+        self.record, self.weight = record, weight
 
     @staticmethod
     def start(streams: int, device: torch.device | str = "cpu") -> History:
         """Return the history of fresh sequences: all zeros."""
-        return History(torch.zeros(streams, 5, device=device))
+        return History(torch.zeros(streams, 4, device=device), torch.zeros(streams, device=device))
 
-    def after(self, outcome: RoundOutcome) -> History:
-        """Return the history after a round; streams without one, and rounds that were cut, change nothing."""
-        accepted, verified = outcome.accepted.float(), outcome.verified.float()
-        full = (outcome.accepted == outcome.verified).float()
-        news = torch.stack([torch.ones_like(full), accepted, full, accepted, verified], -1)
-        record = torch.lerp(news, self.record, self._past)
-        return History(torch.where((outcome.active & ~outcome.cut)[:, None], record, self.record))
+    def after(self, accepted: Tensor, verified: Tensor, counts: Tensor | None = None) -> History:
+        """Return the history after a round.
+
+        Args:
+            accepted, verified: [S] min(A, k) and k.
+            counts: [S] bool; False for streams without a round and for rounds that were cut, which change nothing.
+        """
+        accepted, verified = accepted.float(), verified.float()
+        weight = PAST_WEIGHT * self.weight + (1.0 - PAST_WEIGHT)
+        share = ((1.0 - PAST_WEIGHT) / weight)[:, None]
+        news = torch.stack([accepted, (accepted == verified).float(), accepted, verified], -1)
+        means = torch.lerp(self.record[:, :2], news[:, :2], share)
+        record = torch.cat([means, news[:, 2:]], -1)
+        if counts is not None:
+            record = torch.where(counts[:, None], record, self.record)
+            weight = torch.where(counts, weight, self.weight)
+        return History(record, weight)
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Tensor:
         """Return [S, len(names)], the named HISTORY features; zeros before the first round."""
-        if not names:
-            return self.record[:, :0]
-        means = self.record[:, 1:3] / self.record[:, :1].clamp_min(1e-6)
-        table = torch.cat([means, self.record[:, 3:]], -1)
-        if tuple(names) == HISTORY_FEATURES:
-            return table
-        return table[:, [HISTORY_FEATURES.index(name) for name in names]]
+        if tuple(names) == HISTORY_FEATURES[: len(names)]:
+            return self.record[:, : len(names)]
+        return self.record[:, [HISTORY_FEATURES.index(name) for name in names]]

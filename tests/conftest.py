@@ -126,6 +126,28 @@ def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
     }
 
 
+def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
+    """Return prompts of two to six words with ids of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(6, VOCABULARY, (count, 6), generator=generator).tolist()
+    return [Prompt(f"{side}{i}", " ".join(f"w{w}" for w in row[: 2 + i % 5])) for i, row in enumerate(words)]
+
+
+@pytest.fixture(scope="session")
+def sides(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+    """Traces to train on and to evaluate on, of different prompts, sampled at 0.7."""
+    folder = tmp_path_factory.mktemp("sides")
+    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}
+    made = ((24, "fit", 21), (12, "held", 22))
+    return tuple(collect(pair, make_prompts(*args), folder / args[1], **options) for args in made)
+
+
+@pytest.fixture(scope="session")
+def full_profile(profile: Profile) -> Profile:
+    """The profile with the decisions of every head: nothing is measured, so that results are exact."""
+    return profile.with_decisions({"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "mine": 7.0e-5})
+
+
 @pytest.fixture(scope="session")
 def profile() -> Profile:
     """Seconds of no machine; verifying 5 tokens is cheaper than 4, as it was measured on one."""

@@ -131,7 +131,7 @@ class _Run:
         ends = self.anchor + committed >= arrays.text_tokens
         outcome = RoundOutcome(active, drafted, verified, accepted, (capped | ends) & active, seconds)
         before = self.history.values()[active]
-        self.history = self.history.after(outcome)
+        self.history = self.history.after(accepted, verified, active & ~outcome.cut)
         self.state = self.policy.observe(outcome, self.state)
         log = torch.stack([torch.arange(len(row)), self.anchor, drafted, verified, accepted], 1)[active]
         # The draft has read all drafted tokens but the last one; what was rejected of them is forgotten.

@@ -11,7 +11,7 @@ import torch
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.heads import HEADS, LinearHead, MLPHead, TreesHead, build_head
+from specstop.policies.heads import HEADS, Basis, LinearHead, MLPHead, TreesHead, build_head
 from specstop.policies.rules import Derived, Threshold, build_rule, derived_thresholds
 
 NAMES = ("entropy", "top1", "anchor_top1", "mean_accepted", "mean_full")  # two PRE, one ANCHOR, two HISTORY
@@ -109,14 +109,12 @@ def test_a_head_scores_as_its_slow_reference(kind: str, depth: int) -> None:
     tensors = TENSORS[kind]()
     head = build_head(kind, NAMES, tensors)
     x = features(7, 3)
-    accept, following = head.logits(x, depth)
-    assert accept.shape == following.shape == (7, 3)
+    logits = head.logits(x, depth)
+    assert logits.shape == (7, 3, 2)
     for s in range(7):
         for b in range(3):
             expected = SLOW[kind](x[s, b].numpy(), depth, tensors)
-            assert [float(accept[s, b]), float(following[s, b])] == pytest.approx(
-                expected, rel=NEAR, abs=NEAR
-            )
+            assert logits[s, b].tolist() == pytest.approx(expected, rel=NEAR, abs=NEAR)
 
 
 @pytest.mark.parametrize("kind", ["logistic", "mlp"])
@@ -124,8 +122,28 @@ def test_what_is_not_known_at_depth_0_does_not_matter_there(kind: str) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     x, y = features(4), features(4)
     y[..., :2] = 0.77
-    assert torch.equal(head.logits(x, 0)[1], head.logits(y, 0)[1])
-    assert not torch.equal(head.logits(x, 1)[1], head.logits(y, 1)[1])
+    assert torch.equal(head.logits(x, 0)[..., 1], head.logits(y, 0)[..., 1])
+    assert not torch.equal(head.logits(x, 1)[..., 1], head.logits(y, 1)[..., 1])
+
+
+def test_the_basis_at_depth_0_is_0_where_nothing_is_known() -> None:
+    tensors = linear_tensors()
+    basis = Basis(NAMES, tensors["mean"], tensors["scale"])
+    x = features(6)
+    for depth in (0, 1, 3):
+        expected = np.stack([slow_basis(row.numpy(), depth, tensors) for row in x])
+        np.testing.assert_allclose(basis(x, depth).numpy(), expected, rtol=NEAR, atol=NEAR)
+    assert not basis(x, 0)[:, [0, 1, 5]].any()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_folded_weights_do_on_raw_columns_what_the_weights_do_on_the_basis(first: bool) -> None:
+    tensors = linear_tensors()
+    basis = Basis(NAMES, tensors["mean"], tensors["scale"])
+    weight, bias = basis.fold(tensors["weight"], tensors["bias"], first)
+    x = features(6)
+    expected = basis(x, 0 if first else 1) @ tensors["weight"].T + tensors["bias"]
+    torch.testing.assert_close(basis.expand(x) @ weight.T + bias, expected, rtol=NEAR, atol=NEAR)
 
 
 def test_a_hand_made_tree_sends_rows_left_below_the_threshold_and_unknown_ones_where_it_says() -> None:
@@ -138,22 +156,25 @@ def test_a_hand_made_tree_sends_rows_left_below_the_threshold_and_unknown_ones_w
         "base": torch.tensor([100.0, 200.0]),
     })  # fmt: skip
     nan = float("nan")
-    accept, following = head.logits(torch.tensor([[0.4, 0.2], [0.5, 0.25], [0.6, nan], [nan, 0.0]]), 1)
+    logits = head.logits(torch.tensor([[0.4, 0.2], [0.5, 0.25], [0.6, nan], [nan, 0.0]]), 1)
+    accept, following = logits.unbind(-1)
     assert accept.tolist() == [111.0, 122.0, 122.0, 112.0]
     assert following.tolist() == [233.0, 244.0, 234.0, 233.0]
 
 
 def test_no_tree_at_all_is_the_base() -> None:
     empty = {k: v[:, :0] if v.dim() > 1 else v for k, v in trees_tensors().items()}
-    accept, _ = TreesHead(NAMES, empty).logits(features(3), 1)
-    assert accept.tolist() == pytest.approx([float(empty["base"][0])] * 3)
+    logits = TreesHead(NAMES, empty).logits(features(3), 1)
+    assert logits.shape == (3, 2)
+    torch.testing.assert_close(logits, empty["base"].expand(3, 2))
 
 
 @pytest.mark.parametrize("kind", list(HEADS))
 def test_a_head_is_made_again_from_its_tensors(kind: str) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     again = build_head(kind, NAMES, head.tensors())
-    assert torch.equal(torch.stack(head.logits(features(5), 2)), torch.stack(again.logits(features(5), 2)))
+    for depth in (0, 2):
+        assert torch.equal(head.logits(features(5), depth), again.logits(features(5), depth))
 
 
 def replaced(kind: str, name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
@@ -311,7 +332,11 @@ def test_step_reads_accept_and_survival_reads_the_product() -> None:
     assert Threshold("survival", 0.5).keep(3, accept, survival, accept * 0).tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize("rule", [Threshold("step", 0.3), Threshold("survival", 1.0), Derived([0.1, -2.0])])
+@pytest.mark.parametrize(
+    "rule",
+    [Threshold("step", 0.3), Threshold("survival", 1.0), Derived([0.1, -2.0]), Derived([0.3], 1)],
+    ids=["step", "survival", "derived", "derived from 1"],
+)
 def test_a_rule_is_made_again_from_its_dictionary(rule: Any) -> None:
     again = build_rule(rule.to_dict())
     assert again.to_dict() == rule.to_dict()
@@ -327,9 +352,12 @@ def test_a_rule_is_made_again_from_its_dictionary(rule: Any) -> None:
         ({"kind": "step", "threshold": 1.5}, "between 0 and 1"),
         ({"kind": "survival", "threshold": float("nan")}, "between 0 and 1"),
         ({"kind": "step", "threshold": "x"}, "lacks or mangles"),
-        ({"kind": "derived", "thresholds": []}, "one number for each depth"),
-        ({"kind": "derived", "thresholds": [float("nan")]}, "one number"),
-        ({"kind": "derived", "thresholds": 3}, "lacks or mangles"),
+        ({"kind": "derived", "thresholds": [], "first": 0}, "one number for each depth"),
+        ({"kind": "derived", "thresholds": [float("nan")], "first": 0}, "one number"),
+        ({"kind": "derived", "thresholds": 3, "first": 0}, "lacks or mangles"),
+        ({"kind": "derived", "thresholds": [0.1]}, "lacks or mangles 'first'"),
+        ({"kind": "derived", "thresholds": [0.1], "first": 2}, "expected first to be 0 or 1, not 2"),
+        ({"kind": "derived", "thresholds": [0.1], "first": "0"}, "expected first to be 0 or 1, not '0'"),
         ([], "lacks or mangles"),
     ],
 )

@@ -46,8 +46,8 @@ class Product:
 
     kind = "product"
 
-    def logits(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return x[..., 0], torch.full_like(x[..., 0], 0.5)
+    def logits(self, x: Tensor, depth: int) -> Tensor:
+        return torch.stack([x[..., 0], torch.full_like(x[..., 0], 0.5)], -1)
 
     def tensors(self) -> dict[str, Tensor]:
         return {}
@@ -121,6 +121,7 @@ def test_streams_side_by_side_are_each_alone() -> None:
 def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
     policy = learned()
     assert policy.first == 0
+    assert policy.with_rule(Derived([0.1], 1)).first == 1
     other = policy.with_rule(Threshold("survival", 0.3))
     assert other.first == 1
     assert (other.name, other.features, other.head, other.max_depth) == (
@@ -131,7 +132,7 @@ def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
     )
 
 
-@pytest.mark.parametrize("rule", [Derived([0.1, 0.2]), Threshold("step", 0.4), Threshold("survival", 0.2)])
+@pytest.mark.parametrize("rule", [Derived([0.1, 0.2]), Derived([0.1], 1), Threshold("step", 0.4), Threshold("survival", 0.2)])
 @pytest.mark.parametrize("kind", list(HEADS))
 def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
     policy = learned(kind, rule)
@@ -158,6 +159,21 @@ def test_the_card_names_what_matters(tmp_path: Path) -> None:
     text = (save_policy(learned(), tmp_path / "p") / "README.md").read_text()
     for word in ("mine", "logistic", "derived", "temperature 0.7", "52.5 tokens/s", "0.2500", *NAMES):
         assert word in text
+
+
+@pytest.mark.parametrize("maps", [("temperature", "identity"), ("identity", "isotonic"), ("isotonic", "identity")])
+def test_probabilities_are_the_calibrated_logits(maps: tuple[str, str]) -> None:
+    """Two sigmoid calibrations take one short cut for both outputs."""
+    accept, following = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
+                         for k in maps)  # fmt: skip
+    head = build_head("mlp", NAMES, TENSORS["mlp"]())
+    policy = LearnedPolicy("mine", NAMES, head, accept, following, Derived([0.1]), 4)
+    x = features(9, 2)
+    for depth in (0, 1):
+        logits = head.logits(x, depth)
+        found = policy.probabilities(x, depth)
+        torch.testing.assert_close(found[0], accept(logits[..., 0]))
+        torch.testing.assert_close(found[1], following(logits[..., 1]))
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
@@ -233,7 +249,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no knots": (reweigh(lambda t: t.pop("calibration.next")), "calibration.next are missing"),
     "falling knots": (
         reweigh(lambda t: t.update({"calibration.accept": t["calibration.accept"].flip(1)})),
-        "increasing knots",
+        "increasing, the second row",
     ),
 }
 

@@ -6,12 +6,12 @@ import functools
 
 import pytest
 import torch
-from specstop.collect.schema import Header, chain
+from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import CostTable, Profile
 from specstop.train.bounds import clairvoyant_seconds
-from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.data import trace_arrays
 from specstop.train.replay import replay
 from zoo import ZOO
 
@@ -24,27 +24,6 @@ def test_no_replayed_policy_is_faster(
     bound = clairvoyant_seconds(arrays, profile)
     for policy in [*ZOO.values(), FixedLength(2), FixedLength(3)]:
         assert (replay(arrays, policy, profile).seconds >= bound - 1e-9).all(), policy.name
-
-
-def tiny_trace(accepted: list[list[int]], depth: int) -> TraceArrays:
-    """A trace without features: one list of accepted lengths by anchor for each text."""
-    header = Header("", "", {}, 8, (), 0.0, chain(depth), (), (), 99, 0, 1, len(accepted), "")
-    counts = torch.tensor([len(lengths) for lengths in accepted])
-    flat = torch.tensor([a for lengths in accepted for a in lengths])
-    return TraceArrays(
-        header,
-        [str(i) for i in range(len(accepted))],
-        [""] * len(accepted),
-        torch.zeros(len(accepted)),
-        counts.cumsum(0) - counts,
-        counts,
-        torch.ones_like(counts),
-        torch.full_like(counts, 7),
-        counts + 1,
-        flat,
-        torch.zeros(len(flat), depth, dtype=torch.bool),
-        torch.zeros(len(flat), dtype=torch.bool),
-    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,7 +53,7 @@ def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
         return min(cost(8 + t, k) + best(lengths, t + min(lengths[t], k) + 1) for k in range(depth + 1))
 
     expected = [best(lengths, 0) + 0.5 + 7 * 0.01 for lengths in accepted]
-    assert clairvoyant_seconds(tiny_trace(accepted, depth), profile).tolist() == pytest.approx(
+    assert clairvoyant_seconds(made_trace(accepted, depth), profile).tolist() == pytest.approx(
         expected, abs=1e-9
     )
 
@@ -83,14 +62,14 @@ def test_a_perfect_draft_makes_the_bound_that_of_the_best_fixed_length() -> None
     """With every token accepted at no verification cost by length, one round of 3 + 1 tokens serves 4."""
     table = CostTable(8.0, (0.0, 0.0), 0.0, (1.0, 1.0, 1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    assert clairvoyant_seconds(tiny_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
+    assert clairvoyant_seconds(made_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
 
 
 def test_no_policy_is_faster_where_a_step_reads_two_tokens_cheaper_than_one() -> None:
     """A noisy profile may order them so; full acceptance then leaves a backlog of two each round."""
     table = CostTable(8.0, (0.11, 0.10), 0.0, (1.0, 1.0, 1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    arrays = tiny_trace([[3] * 12], 3)
+    arrays = made_trace([[3] * 12], 3)
     assert replay(arrays, FixedLength(3), profile).seconds >= clairvoyant_seconds(arrays, profile) - 1e-9
 
 

@@ -17,7 +17,7 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
-from specstop.train.data import TraceArrays, node_features, trace_arrays
+from specstop.train.data import TraceArrays, seen_features, trace_arrays
 from specstop.train.replay import Replayed, replay
 from torch import Tensor
 from zoo import DEPTH, ZOO, SelectingByToken
@@ -109,27 +109,43 @@ def test_a_policy_limited_to_the_trace_is_that_policy_live(
     assert logged(replay(arrays[0.7], policy, profile)) == rounds(live(policy, 0.7))
 
 
-def test_node_features_are_what_a_policy_sees(arrays: dict[float, TraceArrays], profile: Profile) -> None:
-    names = ("anchor_margin", "top3", "noisy_margin", "depth")
-    table = node_features(arrays[0.7], names)
+class Looking(StopPolicy):
+    """Drafts all it may and remembers what it saw: (row, depth, features) of the streams in a round."""
+
+    features = ("anchor_margin", "mean_full", "top3", "noisy_margin", "last_verified", "depth")
+    name, first, max_depth = "looking", 0, DEPTH
+
+    def __init__(self, arrays: TraceArrays) -> None:
+        self.arrays = arrays
+        self.seen: list[tuple[int, int, Tensor]] = []
+
+    def start(self, streams: int, key: Tensor) -> State:
+        return self.arrays.first_anchor.clone()
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        rows = self.arrays.offset + state - self.arrays.first_anchor
+        for s in step.alive[:, 0].nonzero()[:, 0].tolist():
+            self.seen.append((int(rows[s]), step.depth, step.features[s, 0]))
+        return step.alive, state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return state + (outcome.accepted + 1) * outcome.active
+
+
+def test_seen_features_are_what_a_policy_sees(arrays: dict[float, TraceArrays], profile: Profile) -> None:
     here = arrays[0.7]
-
-    class Looking(StopPolicy):
-        features, first, max_depth = names, 0, DEPTH
-
-        def start(self, streams: int, key: Tensor) -> State:
-            return here.first_anchor.clone()
-
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-            alive = step.alive[:, 0]
-            row = (here.offset + state - here.first_anchor)[alive]
-            assert torch.equal(step.features[alive, 0], table[row, step.depth])
-            return step.alive, state
-
-        def observe(self, outcome: RoundOutcome, state: State) -> State:
-            return state + (outcome.accepted + 1) * outcome.active
-
-    replay(here, Looking(), profile)
+    policy = Looking(here)
+    replayed = replay(here, policy, profile)
+    row = here.offset[replayed.log[:, 0]] + replayed.log[:, 1] - here.first_anchor[replayed.log[:, 0]]
+    table = seen_features(here, policy.features, row, replayed.history)
+    assert table.shape == (len(replayed.log), DEPTH + 1, len(policy.features))
+    place = {int(r): i for i, r in enumerate(row)}
+    assert len(place) == len(row), "no anchor is visited twice"
+    for r, depth, features in policy.seen:
+        assert torch.equal(features, table[place[r], depth])
+    history = table[:, 0, [1, 4]]
+    assert bool((history > 0).any())
+    assert not table[:, 0, [2, 3, 5]].any(), "depth 0 knows ANCHOR and HISTORY columns only"
 
 
 class Clocked(FixedLength):
@@ -182,8 +198,8 @@ def test_a_feature_that_was_not_recorded_is_refused_by_name(
     few = trace_arrays(traces[0.7], ["entropy"])
     with pytest.raises(TraceError, match="no feature 'drawn_prob'"):
         replay(few, Confidence(0.4, DEPTH), profile)
-    with pytest.raises(TraceError, match="HISTORY"):
-        node_features(few, ["mean_full"])
+    with pytest.raises(TraceError, match="no feature 'top1'"):
+        seen_features(few, ["top1"], torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4))
 
 
 def test_a_policy_that_carries_its_state_is_replayed_in_order_or_refused(

@@ -1,0 +1,283 @@
+"""The command line from prompts to a report, on the tiny pair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import COMMANDS, Answer, cli, files
+from conftest import NEW, make_prompts
+from specstop.collect.store import open_trace, shard_path
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.policies.costs import Profile
+from specstop.policies.folder import load_policy_folder
+
+SCRIPT = Path(sys.executable).with_name("specstop")
+DEPTH = 4
+
+
+def parsed(answer: Answer) -> Any:
+    assert answer.code == 0, answer.err
+    assert answer.err == ""
+    assert answer.out.count("\n") == 1
+    return json.loads(answer.out)
+
+
+def write_prompts(path: Path, count: int, side: str, seed: int) -> Path:
+    lines = [{"id": p.id, "prompt": p.text, "group": side} for p in make_prompts(count, side, seed)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    write_prompts(folder / "fit.jsonl", 36, "fit", 21)
+    write_prompts(folder / "held.jsonl", 10, "held", 22)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(pair_folder: Path) -> list[str]:
+    return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float64"]
+
+
+@pytest.fixture(scope="module")
+def done(home: Path, models: list[str]) -> dict[str, Any]:
+    """Run every command once; return their JSON answers."""
+    sampled = [*models, "--temperature", "0.7", "--depth", str(DEPTH)]
+    out: dict[str, Any] = {}
+    for side in ("fit", "held"):
+        out[f"collect {side}"] = parsed(
+            cli("collect", "--out", home / side, "--prompts", home / f"{side}.jsonl", *sampled,
+                "--max-new-tokens", NEW, "--json")
+        )  # fmt: skip
+    out["profile"] = parsed(
+        cli("profile", "--out", home / "profile.json", "--prompts", home / "fit.jsonl", *sampled,
+            "--policy", "confidence:0.4", "--repeats", 1, "--json")
+    )  # fmt: skip
+    costs = Profile.load(home / "profile.json").with_decisions({"logistic": 5e-5})
+    costs.save(home / "costs.json")
+    out["train"] = parsed(
+        cli("train", "--traces", home / "fit", "--profile", home / "costs.json", "--out", home / "policy", "--json")
+    )
+    out["evaluate"] = parsed(
+        cli("evaluate", "--traces", home / "held", "--profile", home / "costs.json", "--out", home / "report",
+            "--train-traces", home / "fit", "--policy", home / "policy", "--policy", "fixed:2", "--json")
+    )  # fmt: skip
+    for policy in ("fixed:0", "fixed:3", home / "policy"):
+        out[f"decode {policy}"] = parsed(
+            cli("decode", "--prompts", home / "held.jsonl", "--policy", policy, *models, "--temperature", "0.7",
+                "--max-new-tokens", NEW, "--json")
+        )  # fmt: skip
+    for name in ("fit", "policy", "profile.json"):
+        out[f"info {name}"] = parsed(cli("info", home / name, "--json"))
+    out["policies"] = parsed(cli("policies", "--json"))
+    return out
+
+
+def test_collect_describes_what_it_wrote(done: dict[str, Any], home: Path) -> None:
+    trace = open_trace(home / "fit")
+    facts = done["collect fit"]
+    assert facts == done["info fit"]
+    assert (facts["prompts"], facts["depth"], facts["temperature"]) == (36, DEPTH, 0.7)
+    assert facts["anchors"] == len(trace.rows)
+    assert facts["shards"] == "2 of 2"
+    assert facts["verification"] == "match (lossless)"
+
+
+def test_profile_and_its_description(done: dict[str, Any], home: Path) -> None:
+    profile = Profile.load(home / "profile.json")
+    assert profile.max_depth == DEPTH
+    assert set(profile.decision_s) == {"confidence"}
+    assert done["profile"] == done["info profile.json"]
+    assert done["profile"]["kind"] == "profile"
+    assert (home / "profile.json.run.yaml").is_file()
+
+
+def test_train_answers_its_metrics(done: dict[str, Any], home: Path) -> None:
+    policy = load_policy_folder(home / "policy")
+    assert policy.facts.metrics == done["train"]
+    info = done["info policy"]
+    assert (info["kind"], info["name"], info["head"], info["rule"]) == ("policy", "logistic", "logistic", "derived")
+    assert info["accept_auc"] == done["train"]["accept_auc"]
+
+
+def test_evaluate_answers_its_report(done: dict[str, Any], home: Path) -> None:
+    report = done["evaluate"]
+    assert report == json.loads((home / "report" / "report.json").read_text())
+    names = [line["name"] for line in report["lines"]]
+    assert names[:2] == ["plain decoding", "best fixed"]
+    assert {"logistic", "fixed:2", "confidence, tuned"} <= set(names)
+    assert {p.name for p in (home / "report").iterdir()} == {"report.json", "report.md", "report.png", "run.yaml"}
+
+
+def test_decode_gives_the_targets_text_whatever_the_policy(done: dict[str, Any], home: Path, pair: Pair) -> None:
+    prompts = make_prompts(10, "held", 22)
+    ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
+    keys = [stream_key(0, p.id) for p in prompts]
+    plain = plain_texts(pair, ids, keys, NEW, 0.7).tokens
+    texts = [pair.tokenizer.decode(t, skip_special_tokens=True) for t in plain]
+    answers = [done[f"decode {policy}"] for policy in ("fixed:0", "fixed:3", home / "policy")]
+    for answer in answers:
+        assert answer["texts"] == texts
+        assert answer["tokens"] == sum(map(len, plain))
+    assert answers[0]["drafted"] == 0 < answers[1]["drafted"]
+    assert answers[0]["acceptance"] == []
+    assert [row[0] for row in answers[1]["acceptance"]] == [1, 2, 3]
+
+
+def test_policies_lists_the_built_in_ones(done: dict[str, Any]) -> None:
+    assert {row["name"] for row in done["policies"]} >= {"fixed", "confidence"}
+    assert all(set(row) == {"name", "where", "what"} for row in done["policies"])
+
+
+def test_tables_are_for_people(done: dict[str, Any], home: Path, models: list[str]) -> None:
+    for args, words in (
+        (("policies",), ("fixed", "confidence", "built in")),
+        (("info", home / "fit"), ("acceptance", "36", "match (lossless)")),
+        (("info", home / "policy"), ("logistic", "derived")),
+        (("info", home / "profile.json"), ("draft step, ms",)),
+        (("decode", "w7 w8 w9", *models, "--max-new-tokens", 8), ("w7 w8 w9", "tokens/s", "lossless")),
+        (("evaluate", "--traces", home / "held", "--profile", home / "costs.json", "--out", home / "table"),
+         ("plain decoding", "clairvoyant bound", "P(A >= k)", "Hugging Face default")),
+    ):  # fmt: skip
+        answer = cli(*args)
+        assert answer.code == 0, answer.err
+        for word in words:
+            assert word in answer.out
+
+
+def test_quiet_keeps_standard_error_empty_and_without_it_progress_goes_there(
+    home: Path, done: dict[str, Any], models: list[str], tmp_path: Path
+) -> None:
+    options = ["--prompts", home / "held.jsonl", *models, "--depth", 2, "--max-new-tokens", 4]
+    assert cli("collect", "--out", tmp_path / "a", *options, "--quiet").err == ""
+    assert cli("collect", "--out", tmp_path / "b", *options).err.startswith("collect: 10 of 10")
+
+
+def test_one_prompt_file_of_another_limit(home: Path, done: dict[str, Any], models: list[str], tmp_path: Path) -> None:
+    facts = parsed(
+        cli("collect", "--out", tmp_path / "a", "--prompts", home / "fit.jsonl", *models, "--limit", 3,
+            "--max-new-tokens", 6, "--depth", 2, "--json")
+    )  # fmt: skip
+    assert (facts["prompts"], facts["depth"]) == (3, 2)
+
+
+# The same again
+
+
+def test_a_saved_configuration_collects_the_same_rows(home: Path, done: dict[str, Any], tmp_path: Path) -> None:
+    config = home / "held" / "run.yaml"
+    saved = yaml.safe_load(config.read_text())
+    assert (saved["command"], saved["depth"], saved["temperature"]) == ("collect", DEPTH, 0.7)
+    assert cli("collect", "--config", config, "--out", tmp_path / "again", "--quiet").code == 0
+    first, second = (open_trace(f).rows.data.table for f in (home / "held", tmp_path / "again"))
+    assert first.equals(second)
+    again = yaml.safe_load((tmp_path / "again" / "run.yaml").read_text())
+    assert {**again, "out": ""} == {**saved, "out": "", "json": False, "quiet": True} or {
+        k: v for k, v in again.items() if k not in ("out", "json", "quiet")
+    } == {k: v for k, v in saved.items() if k not in ("out", "json", "quiet")}
+
+
+def test_a_saved_configuration_trains_the_same_policy(home: Path, done: dict[str, Any], tmp_path: Path) -> None:
+    answer = cli("train", "--config", home / "policy" / "run.yaml", "--out", tmp_path / "again")
+    assert answer.code == 0, answer.err
+    first, second = files(home / "policy"), files(tmp_path / "again")
+    del first["run.yaml"], second["run.yaml"]
+    assert first == second
+
+
+def test_a_saved_configuration_writes_the_same_report(home: Path, done: dict[str, Any], tmp_path: Path) -> None:
+    answer = cli("evaluate", "--config", home / "report" / "run.yaml", "--out", tmp_path / "again")
+    assert answer.code == 0, answer.err
+    for name in ("report.json", "report.md"):
+        assert (tmp_path / "again" / name).read_bytes() == (home / "report" / name).read_bytes()
+
+
+def test_the_command_line_wins_over_set_and_set_over_a_file(
+    home: Path, done: dict[str, Any], models: list[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"depth": 2, "max-new-tokens": 5, "limit": 2, "seed": 9, "json": True}))
+    facts = parsed(
+        cli("collect", "--config", config, "--set", "depth=3", "--set", "limit=4", "--limit", 1,
+            "--prompts", home / "held.jsonl", "--out", tmp_path / "t", *models)
+    )  # fmt: skip
+    assert (facts["depth"], facts["prompts"], facts["seed"]) == (3, 1, 9)
+    assert open_trace(tmp_path / "t").header.max_new_tokens == 5
+
+
+def test_resume_after_a_lost_shard_gives_the_same_rows(
+    home: Path, done: dict[str, Any], models: list[str], tmp_path: Path
+) -> None:
+    options = ["--prompts", home / "fit.jsonl", *models, "--temperature", "0.7", "--depth", 3, "--max-new-tokens", 8,
+               "--out", tmp_path / "t"]  # fmt: skip
+    assert cli("collect", *options).code == 0
+    whole = open_trace(tmp_path / "t").rows.data.table.to_pylist()
+    shard_path(tmp_path / "t", 1, 2).unlink()
+    assert len(open_trace(tmp_path / "t").rows) < len(whole)
+    refused = cli("evaluate", "--traces", tmp_path / "t", "--profile", home / "costs.json", "--out", tmp_path / "r")
+    assert (refused.code, "not complete" in refused.err) == (2, True)
+    answer = cli("collect", *options, "--resume")
+    assert answer.code == 0, answer.err
+    assert open_trace(tmp_path / "t").rows.data.table.to_pylist() == whole
+
+
+# The installed script
+
+
+def script(*args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(SCRIPT), *map(str, args)], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_installed_script_decodes(home: Path, done: dict[str, Any], models: list[str]) -> None:
+    run = script("decode", "w7 w8 w9", "--policy", home / "policy", *models, "--max-new-tokens", 9, "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert json.loads(run.stdout)["texts"] == parsed(cli("decode", "w7 w8 w9", *models, "--max-new-tokens", 9, "--json"))[
+        "texts"
+    ]
+
+
+def test_the_installed_script_trains_an_mlp_in_silence(home: Path, done: dict[str, Any], tmp_path: Path) -> None:
+    run = script("train", "--traces", home / "fit", "--profile", home / "costs.json", "--out", tmp_path / "p",
+                 "--head", "mlp", "--json")  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, "")
+    assert json.loads(run.stdout)["rows"] > 100
+    assert load_policy_folder(tmp_path / "p").head.kind == "mlp"
+
+
+def test_the_installed_script_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    run = script("info", tmp_path / "nowhere")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("specstop: expected a trace folder, a policy folder or a profile")
+    assert run.stderr.count("\n") == 1
+
+
+HELP = f"""
+import sys
+from specstop.cli.main import run
+for command in [[], *([name] for name in {COMMANDS!r})]:
+    sys.argv = ["specstop", *command, "--help"]
+    try:
+        run()
+    except SystemExit as end:
+        assert not end.code, (command, end.code)
+heavy = {{"torch", "transformers", "lightning", "datasets", "xgboost", "sklearn", "matplotlib"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_of_every_command_answers_without_heavy_imports() -> None:
+    run = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    for command in COMMANDS:
+        assert f"specstop {command}" in run.stdout

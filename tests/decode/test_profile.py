@@ -1,0 +1,195 @@
+"""The latency profile: known costs on a made-up clock come back exactly; a real clock gives positive numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCABULARY
+from specstop.decode.cache import CachedModel
+from specstop.decode.loop import Settings, Speculator, Stopwatch
+from specstop.decode.pair import Pair
+from specstop.decode.profile import Scripted, add_decisions, measure_decision, measure_profile
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import DraftStep, RoundOutcome
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.errors import InputError
+from zoo import ZOO
+
+DEPTH = 4
+PROMPTS = [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]
+EXACT = 1e-6  # sums and differences of a clock near 1 s
+STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5, 4e-3, 1e-4
+
+
+@pytest.fixture
+def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock that only known work moves; its second entry is the price of a token of context to the target."""
+    now = [0.0, 0.0]
+    read, scores, commit = CachedModel.read, Speculator._scores, Speculator._commit
+
+    def timed_read(self: CachedModel, tokens: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
+        count = tokens.shape[1]
+        if self.model is pair.target:
+            now[0] += TARGET + ROW * count + now[1] * self.length
+        else:
+            now[0] += DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
+        return read(self, tokens, *args, **more)
+
+    def timed_scores(self: Speculator, *args: object) -> torch.Tensor:
+        now[0] += STEP
+        return scores(self, *args)
+
+    def timed_commit(self: Speculator, *args: object) -> tuple[int, int]:
+        now[0] += ROUND
+        return commit(self, *args)
+
+    monkeypatch.setattr(Stopwatch, "now", lambda self: now[0])
+    monkeypatch.setattr(CachedModel, "read", timed_read)
+    monkeypatch.setattr(Speculator, "_scores", timed_scores)
+    monkeypatch.setattr(Speculator, "_commit", timed_commit)
+    return now
+
+
+def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3)
+    for table in (profile.low, profile.high):
+        assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
+        assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
+        assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
+    assert profile.step_s == pytest.approx(STEP, rel=1e-4)
+    assert profile.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
+    assert profile.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
+    assert profile.facts["spread"] == pytest.approx(0.0, abs=1e-9)
+    assert 12 < profile.low.context < profile.high.context < 128
+
+
+def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
+    """The profile's prices of the rounds of another run, whose prompt is longer, add up to its seconds."""
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3)
+    for policy in (FixedLength(3), ZOO["trimming"].limited(DEPTH)):
+        generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
+        for r in generation.rounds:
+            row = [torch.tensor([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
+            assert float(profile.round_seconds(*row, 0.0)) == pytest.approx(r.seconds, rel=1e-4)
+
+
+def test_longer_contexts_cost_more_where_they_do(pair: Pair, clock: list[float]) -> None:
+    clock[1] = 2e-5
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=4)
+    span = profile.high.context - profile.low.context
+    for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
+        assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
+    assert profile.low.draft_s == pytest.approx(profile.high.draft_s, rel=EXACT)
+
+
+def test_a_depth_of_one_and_of_none(pair: Pair, clock: list[float]) -> None:
+    one = measure_profile(pair, PROMPTS, depth=1, new_tokens=30, repeats=1)
+    assert len(one.low.verify_s) == 2
+    assert one.low.draft_s[0] == pytest.approx(DRAFT, rel=EXACT)
+    assert one.low.draft_s[1] == pytest.approx(DRAFT + SECOND, rel=EXACT)
+
+
+def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(
+    pair: Pair, clock: list[float]
+) -> None:
+    """At the short context no backlog is long enough to tell it."""
+    profile = measure_profile(pair, [p[:3] for p in PROMPTS], depth=DEPTH, new_tokens=60, repeats=2)
+    assert profile.high.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
+    assert profile.low.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
+
+
+def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    profile = measure_profile(
+        pair, PROMPTS, depth=DEPTH, temperature=0.7, policies=[Confidence(0.3, DEPTH), ZOO["trimming"]],
+        new_tokens=30, repeats=1, facts={"device": "here"}, progress=lambda *call: calls.append(call),
+    )  # fmt: skip
+    for table in (profile.low, profile.high):
+        numbers = (*table.draft_s, *table.verify_s, table.context)
+        assert len(table.verify_s) == DEPTH + 1
+        assert min(numbers) > 0
+        assert table.draft_token_s >= 0
+        assert table.draft_s[1] >= table.draft_s[0]
+    assert min(profile.step_s, profile.prefill_s[1]) >= 0 < profile.round_s
+    assert profile.prefill_seconds(torch.tensor([12])) > 0
+    assert set(profile.decision_s) == {"confidence", "trimming"}
+    assert min(profile.decision_s.values()) > 0
+    assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
+    assert profile.facts["rounds"] > 10
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    assert calls == [("profile", i, 6) for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4, 10])
+def test_the_script_deals_every_length_equally_often(depth: int) -> None:
+    """Streams have decks of their own, and a stream has another order in each deck."""
+    streams, decks = 4, 6
+    policy = Scripted(depth)
+    alive, parent = torch.ones(streams, 1, dtype=torch.bool), torch.zeros(streams, 1, dtype=torch.int64)
+    state = policy.start(streams, torch.arange(streams) * 7919)
+    dealt: list[list[int]] = []
+    for _ in range(decks * (depth + 1)):
+        length = torch.zeros(streams, dtype=torch.int64)
+        for j in range(depth):
+            keep, state = policy.keep(DraftStep(j, alive, parent, torch.zeros(streams, 1, 0)), state)
+            assert not (keep[:, 0] & (length < j)).any(), "a length is cut once"
+            length += keep[:, 0]
+        dealt.append(length.tolist())
+        zero = torch.zeros(streams, dtype=torch.int64)
+        state = policy.observe(RoundOutcome(alive[:, 0], length, length, zero, ~alive[:, 0], zero.double()), state)
+    for s in range(streams):
+        mine = [row[s] for row in dealt]
+        for at in range(0, len(mine), depth + 1):
+            assert sorted(mine[at : at + depth + 1]) == list(range(depth + 1))
+    if depth >= 4:
+        assert len({tuple(row[0] for row in dealt[at : at + depth + 1]) for at in range(0, len(dealt), depth + 1)}) > 3
+        assert len({tuple(row[s] for row in dealt) for s in range(streams)}) == streams
+
+
+def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
+    run = Speculator(pair, Scripted(3), Settings(0.7, 90, ignore_eos=True)).generate(PROMPTS[0], 1)
+    counts = Counter(r.drafted for r in run.rounds if not r.cut)
+    assert set(counts) == {0, 1, 2, 3}
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_a_decision_is_timed_without_a_model() -> None:
+    for policy in (Confidence(0.4), ZOO["from-anchor"], ZOO["trimming"], ZOO["reads-history"], ZOO["adaptive"]):
+        assert 0 < measure_decision(policy, VOCABULARY, 0.7) < 0.1
+
+
+def test_only_missing_decisions_are_measured(profile: Profile) -> None:
+    fixed = [FixedLength(k) for k in (0, 1, 9)]
+    assert add_decisions(profile, [Confidence(0.9), *fixed], VOCABULARY) == profile
+    more = add_decisions(profile, [*fixed, ZOO["from-anchor"], Confidence(0.1)], VOCABULARY)
+    assert set(more.decision_s) - set(profile.decision_s) == {"from-anchor"}
+    assert more.decision_s["confidence"] == profile.decision_s["confidence"]
+    assert more.same_costs(profile.to_dict())
+    for policy in fixed:
+        assert policy.first == policy.max_depth, "a fixed length is never asked"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [([], "at least one prompt"), ([[6, 7], []], "none empty"), ([[6] * 60], "no room for 80 new tokens")],
+    ids=["no prompt", "an empty prompt", "long prompts"],
+)
+def test_prompts_that_give_no_two_contexts_are_refused(
+    pair: Pair, prompts: list[list[int]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        measure_profile(pair, prompts, depth=2, new_tokens=80, repeats=1)
+
+
+def test_the_record_is_plain_json(profile: Profile) -> None:
+    raw = json.loads(json.dumps(profile.to_dict(), allow_nan=False))
+    assert Profile.from_dict(raw, "here") == profile
+    assert CostTable(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw["low"].items()}) == profile.low
+    assert dataclasses.replace(profile, facts={}) != profile

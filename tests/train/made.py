@@ -1,0 +1,75 @@
+"""Traces and training rows made by hand, whose truth is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from specstop.collect.schema import Header, chain
+from specstop.train.data import TraceArrays
+from specstop.train.rows import FitRows
+from torch import Tensor
+
+PROMPT_TOKENS = 7
+
+
+def made_trace(
+    accepted: Sequence[Sequence[int]], depth: int, names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+) -> TraceArrays:
+    """Return a trace with these accepted lengths by anchor of each text, and random columns.
+
+    A text of n anchors has n + 1 tokens, so its last `depth` anchors are cut.
+
+    Args:
+        accepted: by text, by anchor.
+        depth: K.
+        names: ANCHOR and node features to make up.
+    """
+    header = Header("", "", {}, 8, (), 0.0, chain(depth), names[1], names[0], 99, 0, 1, len(accepted), "")
+    counts = torch.tensor([len(lengths) for lengths in accepted])
+    flat = torch.tensor([a for lengths in accepted for a in lengths])
+    left = torch.tensor([len(lengths) - t for lengths in accepted for t in range(len(lengths))])
+    generator = torch.Generator().manual_seed(0)
+    columns = {name: torch.rand(len(flat), generator=generator) for name in names[0]}
+    columns |= {name: torch.rand(len(flat), depth, generator=generator) for name in names[1]}
+    return TraceArrays(
+        header=header,
+        prompt_ids=[str(i) for i in range(len(accepted))],
+        groups=[""] * len(accepted),
+        keys=torch.zeros(len(accepted), dtype=torch.int64),
+        offset=counts.cumsum(0) - counts,
+        rows=counts,
+        first_anchor=torch.ones_like(counts),
+        prompt_tokens=torch.full_like(counts, PROMPT_TOKENS),
+        text_tokens=counts + 1,
+        accepted=flat,
+        tokens=torch.zeros(len(flat), depth, dtype=torch.int64),
+        ends=torch.zeros(len(flat), depth, dtype=torch.bool),
+        cut=left <= depth,
+        columns=columns,
+    )
+
+
+NAMES = ("entropy", "anchor_entropy", "noisy_score")
+"""Features without log-odds columns: one known at depth 0, two that are not."""
+
+TRUE_WEIGHT = torch.tensor([[-1.2, 0.4, 0.8], [-0.6, 0.9, 0.3], [0.0, 1.1, 0.0]])
+TRUE_BIAS = torch.tensor([0.5, -0.3, 0.2])
+
+
+def true_logits(features: Tensor, first: Tensor) -> Tensor:
+    """Return [M, 2], the logits that `made_rows` draws its labels with; at depth 0 the second is the third output."""
+    scores = features @ TRUE_WEIGHT.T + TRUE_BIAS
+    return torch.stack([scores[:, 0], torch.where(first, scores[:, 2], scores[:, 1])], 1)
+
+
+def made_rows(count: int, seed: int = 0) -> FitRows:
+    """Return rows at depths 0 to 3 of 3, their labels drawn from logistic models that are linear in the features."""
+    generator = torch.Generator().manual_seed(seed)
+    depth = torch.randint(0, 4, (count,), generator=generator)
+    first = depth == 0
+    features = 1.5 * torch.randn(count, len(NAMES), generator=generator) + 0.7
+    features[first[:, None] & torch.tensor([True, False, True])] = 0.0
+    drawn = torch.rand(count, 2, generator=generator) < torch.sigmoid(true_logits(features, first))
+    accepted = drawn[:, 0] | first
+    return FitRows(features, depth, accepted, drawn[:, 1] & accepted, accepted & (depth < 3))

@@ -1,0 +1,302 @@
+"""`evaluate`: ratios and intervals that mean what they say, and three files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from specstop.collect.store import Trace
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Threshold
+from specstop.train.bounds import clairvoyant_seconds
+from specstop.train.data import trace_arrays
+from specstop.train.evaluate import evaluate, load_traces
+from specstop.train.live import compare_live
+from specstop.train.records import Line, Ratio, Report
+from specstop.train.replay import replay
+from specstop.train.report import to_markdown, write_report
+from specstop.train.run import train
+from zoo import DEPTH
+
+EXACT = 1e-12  # the same sums, in another order
+
+
+@pytest.fixture(scope="module")
+def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
+    return train(sides[0], full_profile).policy
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report") / "out"
+
+
+@pytest.fixture(scope="module")
+def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
+    policies = [learned, FixedLength(2), Confidence(0.7, DEPTH)]
+    return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written)
+
+
+def other(profile: Profile) -> Profile:
+    return dataclasses.replace(profile, step_s=5 * profile.step_s)
+
+
+def test_the_lines_are_those_promised(report: Report) -> None:
+    assert [(line.name, line.kind) for line in report.lines] == [
+        ("plain decoding", "fixed"),
+        ("best fixed", "fixed"),
+        ("Hugging Face default", "rule"),
+        ("confidence, tuned", "rule"),
+        ("logistic", "learned"),
+        ("fixed:2", "rule"),
+        ("confidence:0.7", "rule"),
+        ("clairvoyant bound", "bound"),
+    ]
+
+
+def test_plain_is_1_and_so_is_the_best_fixed_length(report: Report) -> None:
+    one = Ratio(1.0, 1.0, 1.0)
+    assert report.line("plain decoding").to_plain == one
+    assert report.line("best fixed").to_best_fixed == one
+    assert report.line("best fixed").tokens_per_s == max(report.fixed)
+    assert report.line("plain decoding").tokens_per_s == pytest.approx(report.fixed[0], rel=EXACT)
+    assert len(report.fixed) == DEPTH + 1
+    assert report.line("best fixed").gap_closed.value == 0.0
+    assert report.line("clairvoyant bound").gap_closed == one
+    assert report.line("clairvoyant bound").tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+
+
+def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
+    report: Report, sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    arrays = trace_arrays(sides[1])
+    rate = replay(arrays, learned, full_profile).rate
+    line = report.line("logistic")
+    assert line.tokens_per_s == pytest.approx(rate, rel=EXACT)
+    assert line.to_plain.value == pytest.approx(rate / report.fixed[0], rel=EXACT)
+    assert line.to_best_fixed.value == pytest.approx(rate / max(report.fixed), rel=EXACT)
+    bound = float(arrays.text_tokens.sum() / clairvoyant_seconds(arrays, full_profile).sum())
+    best = max(report.fixed)
+    assert line.gap_closed.value == pytest.approx((rate - best) / (bound - best), rel=1e-9)
+    for line in report.lines:
+        for ratio in (line.to_plain, line.gap_closed):
+            assert ratio.low <= ratio.value <= ratio.high
+        # The best length is chosen again in each replicate, so the ratio to it leans down.
+        assert line.to_best_fixed.low <= line.to_best_fixed.high
+        assert line.to_best_fixed.low <= line.to_best_fixed.value
+    spread = report.line("logistic").to_plain
+    assert 0.001 < spread.high - spread.low < 1
+
+
+def test_counts_are_those_of_the_replay(
+    report: Report, sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    played = replay(trace_arrays(sides[1]), FixedLength(2), full_profile)
+    line = report.line("fixed:2")
+    rounds = len(played.log)
+    assert line.drafted == pytest.approx(float(played.log[:, 2].sum()) / rounds)
+    assert line.verified == pytest.approx(float(played.log[:, 3].sum()) / rounds)
+    assert line.accepted == pytest.approx(float(played.log[:, 4].sum()) / rounds)
+    assert line.block_efficiency == pytest.approx(played.block_efficiency)
+
+
+def test_acceptance_is_over_uncut_anchors(report: Report, sides: tuple[Trace, Trace]) -> None:
+    rows = sides[1].rows.with_format("numpy")
+    length, cut = np.asarray(rows["accepted_length"][:]), np.asarray(rows["cut"][:])
+    expected = [float((length[~cut] >= k).mean()) for k in range(1, DEPTH + 1)]
+    assert report.acceptance == pytest.approx(expected)
+
+
+def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    """The replicates are paired: a fixed length that is best in all of them has no spread against itself."""
+    table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
+    dear = dataclasses.replace(full_profile, low=table, high=table)
+    report = evaluate(sides[1], dear, [FixedLength(0)])
+    for ratio in (report.line("fixed:0").to_plain, report.line("fixed:0").to_best_fixed):
+        assert ratio == Ratio(1.0, 1.0, 1.0)
+    line, best = report.line("fixed:0"), report.line("best fixed")
+    assert (line.tokens_per_s, line.to_plain) == (best.tokens_per_s, best.to_plain)
+
+
+def test_no_fixed_length_is_above_the_best_one(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    report = evaluate(sides[1], full_profile, [FixedLength(k) for k in range(DEPTH + 1)])
+    for k in range(DEPTH + 1):
+        line = report.line(f"fixed:{k}")
+        assert line.tokens_per_s == pytest.approx(report.fixed[k], rel=EXACT)
+        assert line.to_best_fixed.high <= 1.0
+    assert max(report.line(f"fixed:{k}").to_best_fixed.value for k in range(DEPTH + 1)) == 1.0
+
+
+def test_the_bootstrap_is_seeded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    lines = [evaluate(sides[1], full_profile, seed=seed).line("Hugging Face default") for seed in (0, 0, 1)]
+    assert lines[0] == lines[1]
+    assert lines[0].to_plain != lines[2].to_plain
+    assert lines[0].to_plain.value == lines[2].to_plain.value
+
+
+def test_an_interval_is_as_wide_as_prompts_vary(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    """Against the delta method on the ratio of sums; 12 prompts and 2,000 replicates agree within a third."""
+    arrays = trace_arrays(sides[1])
+    tokens = arrays.text_tokens.double().numpy()
+    seconds = [replay(arrays, policy, full_profile).seconds.numpy() for policy in (Confidence(0.4, DEPTH), FixedLength(0))]
+    value = seconds[1].sum() / seconds[0].sum()
+    residual = (seconds[1] - value * seconds[0]) / seconds[0].mean()
+    width = 2 * 1.96 * residual.std() / len(tokens) ** 0.5
+    found = evaluate(sides[1], full_profile).line("Hugging Face default").to_plain
+    assert found.value == pytest.approx(value)
+    assert found.high - found.low == pytest.approx(width, rel=0.34)
+
+
+def test_shared_prompts_are_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    with pytest.raises(TraceError, match=r"--train-traces: \d+ prompts are in the evaluated traces too"):
+        evaluate(sides[1], full_profile, train_traces=sides[1])
+
+
+def test_one_policy_twice_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    with pytest.raises(InputError, match="two policies are called 'fixed:2'"):
+        evaluate(sides[1], full_profile, [FixedLength(2), FixedLength(2)])
+
+
+def test_the_report_on_disk(report: Report, written: Path) -> None:
+    raw = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
+    assert raw == json.loads(json.dumps(report.to_dict()))
+    assert Line(**{**raw["lines"][4], **{k: Ratio(**raw["lines"][4][k]) for k in
+                   ("to_plain", "to_best_fixed", "gap_closed")}}) == report.lines[4]  # fmt: skip
+    text = (written / "report.md").read_text()
+    assert text == to_markdown(report)
+    for line in report.lines:
+        assert sum(row.startswith(f"| {line.name} | {line.tokens_per_s:.1f} |") for row in text.splitlines()) == 1
+    for fact in ("12 prompts" if report.facts["prompts"] == 12 else f"{report.facts['prompts']} prompts",
+                 "temperature 0.7", "match verification (lossless)", "95% bootstrap"):  # fmt: skip
+        assert fact in text
+    picture = (written / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(picture) > 10_000
+    assert sorted(p.name for p in written.iterdir()) == ["report.json", "report.md", "report.png"]
+
+
+def test_the_picture_shows_something(written: Path, report: Report) -> None:
+    from matplotlib.image import imread
+
+    pixels = imread(written / "report.png")
+    assert min(pixels.shape[:2]) > 300
+    assert 0.02 < float((pixels[..., :3].min(-1) < 0.9).mean()) < 0.5
+    assert len(np.unique((255 * pixels[..., :3]).astype(int).reshape(-1, 3), axis=0)) > 20
+
+
+def test_a_folder_in_use_is_refused_or_replaced(
+    report: Report, tmp_path: Path, sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    (tmp_path / "x").write_text("")
+    with pytest.raises(InputError, match="not empty"):
+        evaluate(sides[1], full_profile, out=tmp_path)
+    write_report(report, tmp_path, overwrite=True)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"temperature": 0.3}, "another temperature"),
+        ({"verification": "rejection"}, "another verification"),
+        ({"pair": {"target": "0"}}, "another pair"),
+    ],
+)
+def test_a_policy_trained_for_something_else_is_warned_of(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, changes: dict[str, object], what: str
+) -> None:
+    policy = learned.with_rule(learned.rule)
+    policy.facts = dataclasses.replace(learned.facts, **changes)
+    with pytest.warns(SpecstopWarning, match=f"logistic was trained for {what}") as caught:
+        evaluate(sides[1], full_profile, [policy])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_a_policy_trained_greedily_is_warned_of_on_sampled_traces(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    policy = learned.with_rule(learned.rule)
+    policy.facts = dataclasses.replace(learned.facts, temperature=0.0)
+    with pytest.warns(SpecstopWarning, match="another temperature"):
+        evaluate(sides[1], full_profile, [policy])
+
+
+def test_a_fitting_policy_is_not_warned_of(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(sides[1], full_profile, [learned, Confidence(0.3, DEPTH)])
+
+
+def test_the_rate_is_solved_again_for_another_profile_only(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    arrays = trace_arrays(sides[1])
+    costs = other(full_profile)
+    saved = replay(arrays, learned, costs).rate
+    here = evaluate(sides[1], full_profile, [learned], train_traces=sides[0]).line("logistic")
+    assert here.note == ""
+    blind = evaluate(sides[1], costs, [learned]).line("logistic")
+    assert "as saved" in blind.note
+    assert blind.tokens_per_s == pytest.approx(saved, rel=EXACT)
+    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0]).line("logistic")
+    assert "solved for this profile" in solved.note
+    assert solved.tokens_per_s != pytest.approx(saved, rel=1e-6)
+    threshold = learned.with_rule(Threshold("survival", 0.4))
+    line = evaluate(sides[1], costs, [threshold], train_traces=sides[0]).line("logistic")
+    assert line.note == ""
+    assert line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
+
+
+def test_policies_are_limited_to_the_trace(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    report = evaluate(sides[1], full_profile, [FixedLength(9), Confidence(0.1)])
+    assert report.line("fixed:9").tokens_per_s == pytest.approx(report.fixed[DEPTH], rel=EXACT)
+
+
+def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    trace = sides[1]
+    rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
+    evaluate(Trace(trace.folder, trace.header, rows), full_profile, out=tmp_path / "out")
+    json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_an_incomplete_trace_is_refused(sides: tuple[Trace, Trace], tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "trace"
+    shutil.copytree(sides[1].folder, copy)
+    assert load_traces(copy).complete
+    next((copy / "data").iterdir()).unlink()
+    with pytest.raises(TraceError, match="not complete; run collect with --resume"):
+        load_traces(copy)
+
+
+def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    from specstop.decode.records import Generation
+
+    arrays = trace_arrays(sides[1])
+    policies: list[StopPolicy] = [FixedLength(0), FixedLength(2)]
+    count = arrays.sequences
+    slow, fast = ([Generation((1, 2, 3), (), 2, 0.0, s * (1 + i)) for i in range(count)] for s in (2.0, 1.0))
+    fast[0] = dataclasses.replace(fast[0], tokens=(1, 2, 4))
+    lines = compare_live([slow, fast], policies, arrays, full_profile)
+    assert [line.measured for line in lines] == pytest.approx([1.0, 2.0])
+    assert lines[1].spread == pytest.approx((2.0, 2.0))
+    assert [line.same_text for line in lines] == [count, count - 1]
+    rates = [replay(arrays, policy, full_profile).rate for policy in policies]
+    assert lines[1].predicted == pytest.approx(rates[1] / rates[0])
+    assert lines[1].miss == pytest.approx(2.0 / lines[1].predicted - 1)
+    assert torch.tensor(lines[0].spread).tolist() == [1.0, 1.0]

@@ -1,0 +1,291 @@
+"""Fitting: the rows are what a slow loop collects, each head is what its library fitted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import lightning
+import numpy as np
+import pytest
+import torch
+import xgboost as xgb
+from made import NAMES, TRUE_BIAS, TRUE_WEIGHT, made_rows, made_trace, true_logits
+from specstop.policies.baselines import FixedLength
+from specstop.policies.costs import Profile
+from specstop.policies.errors import TraceError
+from specstop.policies.features import FEATURES, Kind
+from specstop.policies.heads import Basis
+from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
+from specstop.train.boosted import fit_boosted
+from specstop.train.calibrate import log_loss
+from specstop.train.data import TraceArrays
+from specstop.train.linear import fit_basis, fit_linear
+from specstop.train.mlp import StopHeadModule, TraceDataModule, fit_mlp
+from specstop.train.replay import replay
+from specstop.train.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
+
+DEPTH = 3
+MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order
+COEFFICIENT = 0.08  # over 3 standard errors of a coefficient fitted on the fewest rows, about 0.025
+LOSS = 0.02  # nats; a head that learned nothing is over 0.1 behind
+MIXED = ("top1", "mean_full", "anchor_top1", "depth", "last_accepted")
+
+
+@pytest.fixture(scope="module")
+def trace() -> TraceArrays:
+    chance = random.Random(1)
+    lengths = [[min(chance.choice((0, 1, 1, 2, 3)), n - t) for t in range(n)] for n in (12, 3, 20, 1)]
+    return made_trace(lengths, DEPTH, (("anchor_top1",), ("top1", "depth")))
+
+
+# Rows
+
+
+Slow = tuple[list[float], int, bool, bool, bool]
+
+
+def slow_rows(trace: TraceArrays, length: int) -> Iterator[Slow]:
+    """Play a fixed length by hand; yield (features, depth, accepted, followed, followed known) of each row."""
+    for s in range(trace.sequences):
+        anchor, past = 1, []
+        while anchor < int(trace.text_tokens[s]):
+            row = int(trace.offset[s]) + anchor - 1
+            accepted = int(trace.accepted[row])
+            weights = [PAST_WEIGHT**i for i in range(len(past))][::-1]
+            total = sum(weights) or 1.0
+            known = {
+                "mean_accepted": sum(w * a for w, a in zip(weights, past, strict=True)) / total,
+                "mean_full": sum(w * (a == length) for w, a in zip(weights, past, strict=True)) / total,
+                "last_accepted": float(past[-1]) if past else 0.0,
+                "last_verified": float(length) if past else 0.0,
+                "anchor_top1": float(trace.columns["anchor_top1"][row]),
+            }
+            for depth in range(DEPTH + 1):
+                if accepted < depth - 1 or bool(trace.cut[row]):
+                    break
+                here = {n: float(trace.columns[n][row, depth - 1]) if depth else 0.0 for n in ("top1", "depth")}
+                features = [{**known, **here}[name] for name in MIXED]
+                yield features, depth, accepted >= depth, accepted > depth, accepted >= depth and depth < DEPTH
+            past.append(min(accepted, length))
+            anchor += min(accepted, length) + 1
+
+
+def test_rows_are_those_of_a_slow_loop(trace: TraceArrays, profile: Profile) -> None:
+    lengths = (1, 2, 3)
+    rows = fit_rows(trace, MIXED, visits(trace, [replay(trace, FixedLength(k), profile) for k in lengths]))
+    slow = [row for k in lengths for row in slow_rows(trace, k)]
+    assert len(rows) == len(slow) > 40
+    np.testing.assert_allclose(rows.features.numpy(), [row[0] for row in slow], rtol=1e-5, atol=1e-6)
+    assert rows.depth.tolist() == [row[1] for row in slow]
+    drawn = rows.drawn.tolist()
+    assert drawn == [row[1] > 0 for row in slow]
+    assert rows.followed_known.tolist() == [row[4] for row in slow]
+    assert rows.accepted[rows.drawn].tolist() == [row[2] for row, use in zip(slow, drawn, strict=True) if use]
+    assert rows.followed[rows.followed_known].tolist() == [row[3] for row in slow if row[4]]
+    for label in (rows.accepted[rows.drawn], rows.followed[rows.followed_known]):
+        assert 0 < int(label.sum()) < len(label)
+
+
+def test_cut_rounds_are_left_out(trace: TraceArrays, profile: Profile) -> None:
+    replayed = replay(trace, FixedLength(2), profile)
+    visited = visits(trace, [replayed])
+    assert not trace.cut[visited.row].any()
+    row = trace.offset[replayed.log[:, 0]] + replayed.log[:, 1] - trace.first_anchor[replayed.log[:, 0]]
+    assert visited.row.tolist() == [int(r) for r in row if not trace.cut[r]]
+    assert 0 < len(visited.row) < len(replayed.log)
+    assert visited.history.shape == (len(visited.row), len(HISTORY_FEATURES))
+
+
+def test_conditional_acceptance_counts_the_rounds_that_came_so_far(
+    trace: TraceArrays, profile: Profile
+) -> None:
+    visited = visits(trace, [replay(trace, FixedLength(2), profile)])
+    lengths = trace.accepted[visited.row].tolist()
+    expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, DEPTH + 1)]
+    assert conditional_acceptance(trace, visited) == pytest.approx(expected)
+    never = made_trace([[1] * 9], DEPTH)
+    assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_is_always_on_one_side(seed: int) -> None:
+    trace = made_trace([[0, 0]] * 20, DEPTH)
+    fit, held = split_prompts(trace, 0.25, seed)
+    assert sorted(fit + held) == list(range(20))
+    assert len(held) == 5
+    twice = made_trace([[0, 0]] * 20, DEPTH)
+    twice.prompt_ids[:] = [str(i // 2) for i in range(20)]
+    sides = [{twice.prompt_ids[s] for s in side} for side in split_prompts(twice, 0.25, seed)]
+    assert not sides[0] & sides[1]
+    assert split_prompts(trace, 0.25, seed) == (fit, held)
+    assert split_prompts(trace, 0.25, seed + 10)[1] != held
+
+
+def test_too_few_prompts_to_split_are_refused() -> None:
+    with pytest.raises(TraceError, match="at least 4 prompts to split, got 3"):
+        split_prompts(made_trace([[0]] * 3, DEPTH), 0.25, 0)
+
+
+# Heads
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[FitRows, FitRows]:
+    return made_rows(24_000, 1), made_rows(8_000, 2)
+
+
+def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float, float]]:
+    """Return (loss of the head, of the truth, of the constant) for both outputs."""
+    truth = true_logits(rows.features, rows.depth == 0)
+    found = []
+    for column, label, use in ((0, rows.accepted, rows.drawn), (1, rows.followed, rows.followed_known)):
+        constant = label[use].double().mean().expand(int(use.sum()))
+        logits = (head_logits[use, column], truth[use, column])
+        found.append((*(log_loss(torch.sigmoid(x), label[use]) for x in logits), log_loss(constant, label[use])))
+    return found
+
+
+def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitRows]) -> None:
+    rows = parts[0]
+    columns = Basis(NAMES, *fit_basis(rows, NAMES))(rows.features[rows.drawn], 1)
+    torch.testing.assert_close(columns.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(columns.std(0), torch.ones(3), atol=1e-4, rtol=0)
+    same = FitRows(torch.ones_like(rows.features), *(getattr(rows, n) for n in
+                   ("depth", "accepted", "followed", "followed_known")))  # fmt: skip
+    assert fit_basis(same, NAMES)[1].tolist() == [1.0] * 3
+
+
+def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
+    head = fit_linear(parts[0], NAMES)
+    tensors = head.tensors()
+    weight = tensors["weight"] / tensors["scale"]
+    bias = tensors["bias"] - weight @ (tensors["mean"])
+    torch.testing.assert_close(weight[:2], TRUE_WEIGHT[:2], atol=COEFFICIENT, rtol=0)
+    torch.testing.assert_close(bias[:2], TRUE_BIAS[:2], atol=COEFFICIENT, rtol=0)
+    known = torch.tensor([FEATURES[n].kind is Kind.ANCHOR for n in NAMES])
+    opening = weight[2] * known
+    torch.testing.assert_close(opening, TRUE_WEIGHT[2], atol=COEFFICIENT, rtol=0)
+    truth = true_logits(parts[1].features, parts[1].depth == 0)
+    first = parts[1].depth == 0
+    found = head.logits(parts[1].features[first], 0)[:, 1]
+    torch.testing.assert_close(found, truth[first, 1], atol=4 * COEFFICIENT, rtol=0)
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
+    rows = made_rows(50)
+    flat = torch.full_like(rows.accepted, label)
+    head = fit_linear(FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3), NAMES)
+    for depth in (0, 1):
+        chance = torch.sigmoid(head.logits(rows.features, depth))
+        assert float(chance.std(0).max()) < 1e-6
+        assert bool(((chance > 0.9) if label else (chance < 0.1)).all())
+
+
+def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
+    head, files = fit_boosted(*parts, NAMES)
+    tensors = head.tensors()
+    x = parts[1].features[:3000].clone()
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.2] = float("nan")
+    split, threshold = tensors["feature"].flatten(), tensors["threshold"].flatten()
+    real = (threshold < np.finfo(np.float32).max).nonzero()[:, 0]
+    on = parts[1].features[: len(real)].clone()[torch.arange(len(real)) % 3000]
+    on[torch.arange(len(real)), split[real]] = threshold[real]
+    x = torch.cat([x, on])
+    assert len(on) > 500
+    found = head.logits(x, 1)
+    for column, name in enumerate(("accept.ubj", "next.ubj")):
+        booster = xgb.Booster()
+        booster.load_model(bytearray(files[name]))
+        margin = booster.predict(xgb.DMatrix(x.numpy(), feature_names=list(NAMES)), output_margin=True)
+        np.testing.assert_allclose(found[:, column].numpy(), margin, atol=MARGIN, rtol=MARGIN)
+    assert found.std() > 0.5
+    assert torch.equal(head.logits(x, 0), found), "trees do not know the depth but by its feature"
+
+
+def test_the_boosted_head_learns(parts: tuple[FitRows, FitRows]) -> None:
+    head, _ = fit_boosted(*parts, NAMES)
+    for loss, truth, constant in losses(head.logits(parts[1].features, 1), parts[1]):
+        assert loss < truth + LOSS < constant - LOSS
+
+
+def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
+    parts: tuple[FitRows, FitRows],
+) -> None:
+    torch.manual_seed(11)
+    random.seed(12)
+    np.random.seed(13)  # noqa: NPY002 - the global state is what this is about
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    calls: list[tuple[str, int, int]] = []
+    head = fit_mlp(*parts, NAMES, epochs=4, progress=lambda task, done, total: calls.append((task, done, total)))
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert calls == [("train mlp", i, 4) for i in range(1, 5)]
+    torch.manual_seed(99)
+    again, other = fit_mlp(*parts, NAMES, epochs=4), fit_mlp(*parts, NAMES, epochs=4, seed=1)
+    for name, value in head.tensors().items():
+        assert torch.equal(value, again.tensors()[name])
+    assert not torch.equal(head.tensors()["weight.0"], other.tensors()["weight.0"])
+    rows = parts[1]
+    first = (rows.depth == 0)[:, None]
+    logits = torch.where(first, head.logits(rows.features, 0), head.logits(rows.features, 1))
+    for loss, truth, constant in losses(logits, rows):
+        assert loss < truth + LOSS < constant - LOSS
+
+
+def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) -> None:
+    """Folded weights and the flag for depth 0 against the network on the data module's own columns."""
+    rows = made_rows(500, 7)
+    head = fit_mlp(rows, rows, NAMES, epochs=1)
+    tensors = head.tensors()
+    module = StopHeadModule(len(NAMES) + 1)
+    module.load_state_dict({f"layers.{i}.{part}": tensors[f"{part}.{i}"] for i in range(3)
+                            for part in ("weight", "bias")})  # fmt: skip
+    data = TraceDataModule(rows, rows, Basis(NAMES, tensors["mean"], tensors["scale"]))
+    (columns, labels, known), *rest = data.val_dataloader()
+    assert not rest
+    first = (rows.depth == 0)[:, None]
+    expected = torch.where(first, head.logits(rows.features, 0), head.logits(rows.features, 1))
+    with torch.no_grad():
+        torch.testing.assert_close(module(columns), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(known.bool(), torch.stack([rows.drawn, rows.followed_known], 1))
+    assert torch.equal(labels.bool(), torch.stack([rows.accepted, rows.followed], 1))
+
+
+def test_a_batch_without_labels_weighs_nothing() -> None:
+    module = StopHeadModule(4)
+    loss = module.training_step([torch.randn(5, 4), torch.ones(5, 2), torch.zeros(5, 2)], 0)
+    assert loss.item() == 0.0
+    known = torch.tensor([[1.0, 0.0]])
+    columns = torch.randn(1, 4)
+    expected = torch.nn.functional.softplus(-module(columns)[0, 0])
+    torch.testing.assert_close(module.training_step([columns, torch.ones(1, 2), known], 0), expected)
+
+
+def test_the_training_batches_are_shuffled_whole_and_seeded() -> None:
+    rows = made_rows(2_500)
+    basis = Basis(NAMES, *fit_basis(rows, NAMES))
+    orders = []
+    for seed in (0, 0, 1):
+        batches = [columns for columns, _, _ in TraceDataModule(rows, rows, basis, 1000, seed).train_dataloader()]
+        assert [len(b) for b in batches] == [1000, 1000, 500]
+        orders.append(torch.cat(batches))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    assert torch.equal(orders[0].sort(0).values, orders[2].sort(0).values)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_module_and_data_serve_a_trainer_of_your_own() -> None:
+    rows = made_rows(300)
+    basis = Basis(NAMES, *fit_basis(rows, NAMES))
+    module = StopHeadModule(basis.width + 1, hidden=(8,))
+    before = [p.clone() for p in module.parameters()]
+    trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
+    trainer.fit(module, datamodule=TraceDataModule(rows, rows, basis, batch=64))
+    assert trainer.state.finished
+    assert float(trainer.callback_metrics["held_out_loss"]) > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert dict(module.hparams) == {"width": basis.width + 1, "hidden": (8,), "rate": 2e-3}

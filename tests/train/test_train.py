@@ -1,0 +1,175 @@
+"""`train`: traces in, a policy folder out, the same one for the same seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_prompts
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair, join
+from specstop.decode.plain import plain_texts
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError, PolicyError, TraceError
+from specstop.policies.folder import load_policy_folder
+from specstop.train.data import trace_arrays
+from specstop.train.replay import replay
+from specstop.train.run import FEATURES, HEAD_KINDS, train
+from zoo import DEPTH
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("rule", ["derived", "survival", "step"])
+@pytest.mark.parametrize("head", HEAD_KINDS)
+def test_a_trained_folder_replays_as_the_returned_policy(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str, rule: str
+) -> None:
+    trained = train(sides[0], full_profile, head=head, rule=rule, threshold=0.45, out=tmp_path / "p")
+    assert trained.path == tmp_path / "p"
+    again = load_policy_folder(tmp_path / "p")
+    arrays = trace_arrays(sides[1])
+    mine, theirs = (replay(arrays, policy, full_profile) for policy in (trained.policy, again))
+    for name in ("log", "seconds", "tokens", "history"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name))
+    assert again.facts == trained.policy.facts
+    assert (again.name, again.head.kind, again.rule.kind, again.max_depth) == (head, head, rule, DEPTH)
+    assert again.features == FEATURES
+    facts = again.facts
+    assert (facts.temperature, facts.verification, facts.label) == (0.7, "match", "match")
+    assert facts.pair == dict(sides[0].header.pair)
+    assert len(facts.acceptance) == DEPTH
+    assert full_profile.same_costs(facts.profile)
+    assert (facts.rho > 0) == (rule == "derived")
+    assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
+    extra = {"accept.ubj", "next.ubj"} if head == "xgboost" else set()
+    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md"} | extra
+
+
+@pytest.mark.parametrize("head", HEAD_KINDS)
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
+) -> None:
+    for number, seed in enumerate((3, 3, 4)):
+        train(sides[0], full_profile, head=head, out=tmp_path / str(number), seed=seed)
+    first, second, third = (files(tmp_path / str(n)) for n in range(3))
+    assert first == second
+    assert first["weights.safetensors"] != third["weights.safetensors"]
+
+
+def test_metrics_say_what_was_learned(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    metrics = train(sides[0], full_profile).metrics
+    assert metrics["prompts"] == trace_arrays(sides[0]).sequences > 20
+    assert metrics["rows"] > 100
+    assert 0.5 < metrics["accept_auc"] <= 1
+    assert metrics["accept_log_loss"] < metrics["accept_log_loss_constant"]
+    assert metrics["held_out_ratio_to_best_fixed"] == pytest.approx(
+        metrics["held_out_tokens_per_s"] / metrics["held_out_best_fixed_tokens_per_s"]
+    )
+
+
+def test_a_trained_policy_decodes_the_targets_text_as_replayed(
+    pair: Pair, sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    policy = train(sides[0], full_profile, features=[*FEATURES, "mean_accepted", "last_verified"]).policy
+    prompts = make_prompts(12, "held", 22)
+    ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
+    keys = [stream_key(0, p.id) for p in prompts]
+    new = sides[1].header.max_new_tokens
+    speculator = Speculator(pair, policy, Settings(0.7, new))
+    generations = [speculator.generate(i, k) for i, k in zip(ids, keys, strict=True)]
+    assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, new, 0.7).tokens
+    arrays = trace_arrays(sides[1])
+    log = replay(arrays, policy, full_profile).log.tolist()
+    played = dict(zip([p.id for p in prompts], generations, strict=True))
+    live = [
+        [s, r.anchor, r.drafted, r.verified, r.accepted]
+        for s, name in enumerate(arrays.prompt_ids)
+        for r in played[name].rounds
+    ]
+    assert log == live
+    assert len(log) == sum(len(g.rounds) for g in generations) > 40
+
+
+def test_fewer_features_and_a_name_of_its_own(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    chosen = ("drawn_prob", "mean_full", "anchor_top1")
+    policy = train(sides[0], full_profile, features=chosen, name="mine", out=tmp_path / "p").policy
+    assert policy.features == chosen
+    assert load_policy_folder(tmp_path / "p").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"head": "xgbost"}, InputError, r"xgbost.*did you mean 'xgboost'"),
+        ({"features": ["drawn_porb"]}, PolicyError, "did you mean 'drawn_prob'"),
+        ({"rule": "surviva"}, InputError, "surviva.*did you mean 'survival'"),
+        ({"rule": "step", "threshold": 1.5}, PolicyError, "between 0 and 1"),
+    ],
+    ids=["head", "feature", "rule", "threshold"],
+)
+def test_a_wrong_option_is_refused_with_a_hint_before_anything_is_written(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, options: dict[str, object],
+    error: type[Exception], message: str,
+) -> None:  # fmt: skip
+    with pytest.raises(error, match=message):
+        train(sides[0], full_profile, out=tmp_path / "p", **options)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_folder_in_use_is_refused_or_replaced(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    out = tmp_path / "p"
+    out.mkdir()
+    (out / "mine.txt").write_text("keep")
+    with pytest.raises(InputError, match="not empty.*--overwrite"):
+        train(sides[0], full_profile, out=out)
+    assert (out / "mine.txt").read_text() == "keep"
+    train(sides[0], full_profile, out=out, overwrite=True)
+    assert not (out / "mine.txt").exists()
+    assert load_policy_folder(out).max_depth == DEPTH
+
+
+def test_a_failed_run_keeps_the_policy_it_was_to_replace(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    train(sides[0], full_profile, out=tmp_path / "p")
+    before = files(tmp_path / "p")
+    few = Trace(sides[0].folder, sides[0].header, sides[0].rows.select(range(20)))
+    with pytest.raises(TraceError):
+        train(few, full_profile, out=tmp_path / "p", overwrite=True)
+    assert files(tmp_path / "p") == before
+
+
+def test_too_few_prompts_are_refused(pair: Pair, full_profile: Profile, tmp_path: Path) -> None:
+    trace = collect(pair, make_prompts(3, "few", 5), tmp_path / "t", depth=3, max_new_tokens=12)
+    with pytest.raises(TraceError, match="at least 4 prompts"):
+        train(trace, full_profile)
+
+
+def test_traces_of_cut_rounds_only_have_no_row(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    trace = sides[1]
+    rows = trace.rows.remove_columns("cut").add_column("cut", [True] * len(trace.rows))
+    with pytest.raises(TraceError, match="collect more prompts or longer texts"):
+        train(Trace(trace.folder, trace.header, rows), full_profile)
+
+
+def test_a_draft_that_is_never_wrong_can_be_trained_on(
+    pair: Pair, endless_pair: Pair, full_profile: Profile, tmp_path: Path
+) -> None:
+    """All labels are of one kind: heads are constants, and what cannot be measured is not NaN in the file."""
+    twin = join(endless_pair.target, endless_pair.target, pair.tokenizer)
+    trace = collect(twin, make_prompts(6, "twin", 5), tmp_path / "t", depth=3, max_new_tokens=20)
+    policy = train(trace, full_profile, out=tmp_path / "p").policy
+    assert replay(trace_arrays(trace), policy, full_profile).log[:, 2].max() == 3
+    json.loads((tmp_path / "p" / "policy.json").read_text(), parse_constant=pytest.fail)

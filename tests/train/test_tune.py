@@ -1,0 +1,113 @@
+"""Tuning: what is chosen replays fastest of all that was to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from specstop.collect.store import Trace
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.costs import Profile
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, derived_thresholds
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.replay import replay
+from specstop.train.run import train
+from specstop.train.tune import LOOK_AHEAD, THRESHOLDS, best_of, fixed_grid, solve_rate, tune_confidence, typical_context
+from zoo import DEPTH
+
+
+@pytest.fixture(scope="module")
+def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+    return trace_arrays(sides[0])
+
+
+@pytest.fixture(scope="module")
+def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
+    return train(sides[0], full_profile).policy
+
+
+def dear(profile: Profile, factor: float) -> Profile:
+    """Return the profile with draft steps `factor` times as dear."""
+    low, high = (
+        dataclasses.replace(t, draft_s=(t.draft_s[0] * factor, t.draft_s[1] * factor))
+        for t in (profile.low, profile.high)
+    )
+    return dataclasses.replace(profile, low=low, high=high)
+
+
+@pytest.mark.parametrize("factor", [0.01, 1.0, 3.0])
+def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
+    costs = dear(profile, factor)
+    rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
+    grid = fixed_grid(arrays, costs)
+    assert [r.rate for r in grid] == rates
+    assert [r.name for r in grid] == [f"fixed:{k}" for k in range(DEPTH + 1)]
+    assert best_of(grid) is grid[rates.index(max(rates))]
+
+
+def test_dear_drafts_shorten_the_best_fixed_length(arrays: TraceArrays, profile: Profile) -> None:
+    best = [int(best_of(fixed_grid(arrays, dear(profile, f))).name.split(":")[1]) for f in (0.01, 1.0, 8.0)]
+    assert best == sorted(best, reverse=True)
+    assert best[0] > best[2]
+
+
+def test_a_profile_that_ends_above_the_trace_limits_the_grid(arrays: TraceArrays, profile: Profile) -> None:
+    low, high = (
+        dataclasses.replace(t, verify_s=t.verify_s[:3]) for t in (profile.low, profile.high)
+    )
+    short = dataclasses.replace(profile, low=low, high=high)
+    assert [r.name for r in fixed_grid(arrays, short)] == ["fixed:0", "fixed:1", "fixed:2"]
+    assert tune_confidence(arrays, short).max_depth == 2
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0])
+def test_the_tuned_confidence_is_the_fastest_threshold(
+    arrays: TraceArrays, profile: Profile, factor: float
+) -> None:
+    costs = dear(profile, factor)
+    rates = {t: replay(arrays, Confidence(t, DEPTH), costs).rate for t in THRESHOLDS}
+    tuned = tune_confidence(arrays, costs)
+    assert rates[tuned.threshold] == max(rates.values()) > min(rates.values())
+    assert tuned.max_depth == DEPTH
+    assert tune_confidence(arrays, costs, (0.9, 0.1)).threshold == max((0.9, 0.1), key=rates.__getitem__)
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 3.0])
+def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
+    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
+) -> None:
+    costs = dear(full_profile, factor)
+    acceptance = learned.facts.acceptance
+    solved, rate = solve_rate(learned, arrays, costs, acceptance)
+    assert rate == replay(arrays, solved, costs).rate
+    rho = max(r.rate for r in fixed_grid(arrays, costs))
+    context, decision_s = typical_context(arrays), costs.decision("logistic")
+    for share in LOOK_AHEAD:
+        for first in (0, 1):
+            table = costs.chain_costs(context, decision_s, first, DEPTH)
+            rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
+            assert rate >= replay(arrays, learned.with_rule(rule), costs).rate
+    assert (solved.head, solved.accept, solved.following) == (learned.head, learned.accept, learned.following)
+    assert isinstance(solved.rule, Derived)
+    assert len(solved.rule.thresholds) == DEPTH
+
+
+def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
+    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
+) -> None:
+    """Where verification has one price and drafting none, stopping gains nothing; at the other end, drafting does not."""
+    low = dataclasses.replace(full_profile.low, draft_s=(0.0, 0.0), draft_token_s=0.0, verify_s=(1.0,) * (DEPTH + 1))
+    free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
+    solved, rate = solve_rate(learned, arrays, free, learned.facts.acceptance)
+    assert rate == pytest.approx(replay(arrays, FixedLength(DEPTH), free).rate)
+    costly = dear(full_profile, 1000.0)
+    solved, rate = solve_rate(learned, arrays, costly, learned.facts.acceptance)
+    assert solved.first == 0
+    assert int(replay(arrays, solved, costly).drafted.sum()) == 0
+
+
+def test_the_typical_context_is_the_middle_of_the_texts(arrays: TraceArrays) -> None:
+    middles = sorted((arrays.prompt_tokens + arrays.text_tokens / 2).tolist())
+    assert middles[0] < typical_context(arrays) < middles[-1]
+    assert sum(m <= typical_context(arrays) for m in middles) >= len(middles) / 2
