@@ -28,9 +28,7 @@ QUICK_STEPS = 20
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="JSON Lines file or folder; default: the standard library")
     parser.add_argument("--size", choices=("small", "15m"), default="small", help="recipe")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the pair to")
@@ -89,9 +87,7 @@ def acceptance(pair: Path, prompts: int, tokens: int) -> dict[str, Any]:
     for line in lines[:prompts]:
         ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids  # [1, prompt]
         with torch.inference_mode():
-            text = target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
-            )
+            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
             guess = draft(text[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
         same = (guess == text[0, ids.shape[1] :]).tolist()
         for start in range(len(same) - DEPTHS + 1):

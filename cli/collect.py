@@ -8,9 +8,24 @@ from .common import find_pair, find_prompts, open_pair
 from .config import save_config
 from .console import print_json, progress_bars, table
 from .options import (
-    Config, Depth, Device, Draft, Dtype, Json, Limit, MaxNewTokens, Out, Overwrite, Prompts, Quiet, Resume, Seed, Set,
-    Target, Temperature,
-)  # fmt: skip
+    Config,
+    Depth,
+    Device,
+    Draft,
+    Dtype,
+    Json,
+    Limit,
+    MaxNewTokens,
+    Out,
+    Overwrite,
+    Prompts,
+    Quiet,
+    Resume,
+    Seed,
+    Set,
+    Target,
+    Temperature,
+)
 
 
 def collect(
@@ -30,7 +45,7 @@ def collect(
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
-    set: Set = [],  # noqa: A002, B006
+    set: Set = [],  # noqa: B006
 ) -> None:
     """Record what the draft proposes at every position of the target's text, and what the target accepts."""
     from ..collect.run import collect as run
@@ -40,9 +55,19 @@ def collect(
         chosen = find_prompts(prompts, names[2], "train", limit)
         pair = open_pair(*names[:2], device, dtype)
         trace = run(
-            pair, chosen, out, target=names[0], draft=names[1], depth=depth, temperature=temperature,
-            max_new_tokens=max_new_tokens, seed=seed, resume=resume, overwrite=overwrite, progress=progress,
-        )  # fmt: skip
+            pair,
+            chosen,
+            out,
+            target=names[0],
+            draft=names[1],
+            depth=depth,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+        )
         save_config(Path(out))
     from .info import describe_trace
 
@@ -50,4 +75,8 @@ def collect(
     if json:
         print_json(facts)
         return
-    table(f"{out}: {facts['anchors']} anchors of {facts['prompts']} prompts", ("depth", "P(A >= depth)", "anchors"), rows)
+    table(
+        f"{out}: {facts['anchors']} anchors of {facts['prompts']} prompts",
+        ("depth", "P(A >= depth)", "anchors"),
+        rows,
+    )

@@ -52,7 +52,9 @@ def _merge(context: click.Context, values: Mapping[str, Any], where: str) -> Non
     resolved = {str(key).replace("-", "_"): value for key, value in values.items()}
     for key in resolved:
         if key not in known:
-            raise InputError(f"{where}: unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}")
+            raise InputError(
+                f"{where}: unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}"
+            )
     context.default_map = {**(context.default_map or {}), **resolved}
 
 

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
 from rich.table import Table
 
@@ -35,8 +42,14 @@ def progress_bars(quiet: bool = False) -> Iterator[Progress]:
     if not console.is_terminal:
         yield _PlainProgress()
         return
-    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
     with Bars(*columns, console=console, transient=False) as bars:
         tasks: dict[str, TaskID] = {}
 
@@ -94,9 +107,13 @@ def one_line_warnings() -> None:
     """Show warnings as one line each on standard error."""
 
     def show(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
         line: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         say(f"warning: {message}")
 
     warnings.showwarning = show

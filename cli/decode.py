@@ -11,8 +11,21 @@ from ..policies.errors import InputError
 from .common import find_pair, find_prompts, open_pair, percent
 from .console import print_json, progress_bars, table
 from .options import (
-    Config, Depth, Device, Draft, Dtype, Json, Limit, MaxNewTokens, Prompts, Quiet, Seed, Set, Target, Temperature,
-)  # fmt: skip
+    Config,
+    Depth,
+    Device,
+    Draft,
+    Dtype,
+    Json,
+    Limit,
+    MaxNewTokens,
+    Prompts,
+    Quiet,
+    Seed,
+    Set,
+    Target,
+    Temperature,
+)
 
 if TYPE_CHECKING:
     from ..decode.records import Tally
@@ -23,7 +36,9 @@ def decode(
     prompts: Prompts = None,
     target: Target = None,
     draft: Draft = None,
-    policy: Annotated[str, typer.Option(help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value.")] = "fixed:4",
+    policy: Annotated[
+        str, typer.Option(help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value.")
+    ] = "fixed:4",
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     depth: Depth = 20,
@@ -34,13 +49,13 @@ def decode(
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
-    set: Set = [],  # noqa: A002, B006
+    set: Set = [],  # noqa: B006
 ) -> None:
     """Generate with a policy; the text is the target's own, whatever the policy (match verification, lossless)."""
     from ..collect.prompts import Prompt
-    from ..decode.loop import Settings
     from ..decode.records import Tally
     from ..decode.run import decode as run
+    from ..decode.settings import Settings
     from ..policies.specs import load_policy
 
     settings = Settings(temperature, max_new_tokens, depth)
@@ -65,13 +80,18 @@ def decode(
         sys.stdout.flush()
 
     generations = run(
-        pair, [p.text for p in chosen], rule, settings=settings, ids=[p.id for p in chosen], seed=seed,
+        pair,
+        [p.text for p in chosen],
+        rule,
+        settings=settings,
+        ids=[p.id for p in chosen],
+        seed=seed,
         on_text=None if json or quiet else stream,
-    )  # fmt: skip
+    )
     tally = Tally.of(generations)
     if json:
         assert pair.tokenizer is not None
-        texts = [str(pair.tokenizer.decode(g.tokens, skip_special_tokens=True)) for g in generations]
+        texts = [str(pair.tokenizer.decode(list(g.tokens), skip_special_tokens=True)) for g in generations]
         print_json({**tally.summary(), "acceptance": tally.acceptance(), "texts": texts})
         return
     sys.stdout.write("\n\n" if shown >= 0 else "")
@@ -87,9 +107,16 @@ def show_tally(tally: Tally, name: str) -> None:
         ("target calls", str(facts["target_calls"])),
         ("block efficiency (tokens per call)", f"{tally.block_efficiency:.2f}"),
         ("drafted, verified, wasted", f"{facts['drafted']}, {facts['verified']}, {facts['wasted']}"),
-        *((f"time: {phase}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}") for phase, seconds in phases.items()),
+        *(
+            (f"time: {phase}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}")
+            for phase, seconds in phases.items()
+        ),
     ]
     table(f"{name}, match verification (lossless)", ("what", "value"), rows)
     depths = [(str(k), f"{p:.3f}", str(n)) for k, p, n in tally.acceptance()]
     if depths:
-        table("acceptance by depth, of the rounds that verified so far", ("depth", "P(A >= depth)", "rounds"), depths)
+        table(
+            "acceptance by depth, of the rounds that verified so far",
+            ("depth", "P(A >= depth)", "rounds"),
+            depths,
+        )

@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; default: specstop-demo, numbered if taken.")] = None,
-    pair: Annotated[Path | None, typer.Option(help="A pair made by benchmarks/make_pair.py; default: the embedded one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results; default: specstop-demo, numbered if taken.")
+    ] = None,
+    pair: Annotated[
+        Path | None, typer.Option(help="A pair made by benchmarks/make_pair.py; default: the embedded one.")
+    ] = None,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
-    set: Set = [],  # noqa: A002, B006
+    set: Set = [],  # noqa: B006
 ) -> None:
     """Run the whole pipeline on the embedded pair: collect, train, evaluate, decode live."""
     from ..train.demo import demo as run
@@ -36,7 +40,13 @@ def demo(
         result = run(folder, pair=pair, temperature=temperature, seed=seed, overwrite=overwrite, progress=progress)
     save_config(folder)
     if json:
-        print_json({"report": result.report.to_dict(), "live": [_record(line) for line in result.live], "out": str(folder)})
+        print_json(
+            {
+                "report": result.report.to_dict(),
+                "live": [_record(line) for line in result.live],
+                "out": str(folder),
+            }
+        )
         return
     show(result)
 
@@ -51,8 +61,14 @@ def _record(line: object) -> dict[str, object]:
     from ..train.live import LiveLine
 
     assert isinstance(line, LiveLine)
-    return {"policy": line.name, "tokens_per_s": line.tally.tokens_per_s, "measured": line.measured,
-            "predicted": line.predicted, "miss": line.miss, "same_text": line.same_text}  # fmt: skip
+    return {
+        "policy": line.name,
+        "tokens_per_s": line.tally.tokens_per_s,
+        "measured": line.measured,
+        "predicted": line.predicted,
+        "miss": line.miss,
+        "same_text": line.same_text,
+    }
 
 
 def show(result: Demo) -> None:
@@ -62,11 +78,26 @@ def show(result: Demo) -> None:
     show_report(result.report)
     texts = result.live[0].tally.texts
     rows = [
-        (line.name, f"{line.tally.tokens_per_s:.1f}", f"{line.predicted:.3f}", f"{line.measured:.3f}", f"{100 * line.miss:+.1f}%",
-         f"{line.spread[0]:.2f} to {line.spread[1]:.2f}", f"{line.same_text} of {texts}")
+        (
+            line.name,
+            f"{line.tally.tokens_per_s:.1f}",
+            f"{line.predicted:.3f}",
+            f"{line.measured:.3f}",
+            f"{100 * line.miss:+.1f}%",
+            f"{line.spread[0]:.2f} to {line.spread[1]:.2f}",
+            f"{line.same_text} of {texts}",
+        )
         for line in result.live
-    ]  # fmt: skip
-    columns = ("policy, live", "tokens/s", "predicted", "measured", "miss", "quartiles over prompts", "same text as plain")
+    ]
+    columns = (
+        "policy, live",
+        "tokens/s",
+        "predicted",
+        "measured",
+        "miss",
+        "quartiles over prompts",
+        "same text as plain",
+    )
     table(f"Live on {texts} held-out prompts, as ratio to plain decoding", columns, rows)
     folder = result.folder
     output().print(

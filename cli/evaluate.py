@@ -21,14 +21,15 @@ def evaluate(
     out: Out,
     policy: Policies = [],  # noqa: B006
     train_traces: Annotated[
-        Path | None, typer.Option(help="Training traces: thresholds and rates are tuned there for this profile.")
+        Path | None,
+        typer.Option(help="Training traces: thresholds and rates are tuned there for this profile."),
     ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
-    set: Set = [],  # noqa: A002, B006
+    set: Set = [],  # noqa: B006
 ) -> None:
     """Say offline, exactly, what each policy would gain on held-out prompts with this latency."""
     from ..policies.costs import Profile
@@ -40,10 +41,15 @@ def evaluate(
 
     with progress_bars(quiet or json) as progress:
         report = run(
-            load_traces(traces), costs, [load_policy(spec) for spec in policy],
-            train_traces=load_traces(train_traces) if train_traces else None, out=out, seed=seed, overwrite=overwrite,
+            load_traces(traces),
+            costs,
+            [load_policy(spec) for spec in policy],
+            train_traces=load_traces(train_traces) if train_traces else None,
+            out=out,
+            seed=seed,
+            overwrite=overwrite,
             progress=progress,
-        )  # fmt: skip
+        )
     save_config(out)
     if json:
         print_json(report.to_dict())
@@ -59,7 +65,9 @@ def show_report(report: Report) -> None:
     facts = report.facts
     title = f"{facts['prompts']} held-out prompts, temperature {facts['temperature']:g}, {facts['intervals']}"
     table(title, COLUMNS, [cells(line) for line in report.lines])
-    rows = [("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),
-            ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance))]  # fmt: skip
+    rows = [
+        ("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),
+        ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance)),
+    ]
     table("By length", ("k", *map(str, range(len(report.fixed)))), rows)
     output().print(headline(report))

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from ..collect.store import Trace
 
 
-def info(path: Annotated[Path, typer.Argument(help="A trace folder, a policy folder, or a profile.")], json: Json = False) -> None:
+def info(
+    path: Annotated[Path, typer.Argument(help="A trace folder, a policy folder, or a profile.")],
+    json: Json = False,
+) -> None:
     """Describe a trace, a policy folder or a latency profile."""
     if (path / "header.json").is_file():
         from ..collect.store import open_trace
@@ -46,8 +49,14 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     rows = trace.rows.with_format("numpy")
     length, cut = np.asarray(rows["accepted_length"][:]), np.asarray(rows["cut"][:])
     uncut = length[~cut.astype(bool)]
-    table_rows = [(str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum())))
-                  for k in range(1, header.depth + 1)] if len(uncut) else []  # fmt: skip
+    table_rows = (
+        [
+            (str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum())))
+            for k in range(1, header.depth + 1)
+        ]
+        if len(uncut)
+        else []
+    )
     facts = {
         "kind": "trace",
         "collector": header.collector,
@@ -73,10 +82,17 @@ def _policy(path: Path) -> dict[str, Any]:
     policy = load_policy_folder(path)
     facts = policy.facts
     return {
-        "kind": "policy", "name": policy.name, "head": policy.head.kind, "rule": policy.rule.kind,
-        "features": ", ".join(policy.features), "max depth": policy.max_depth, "temperature": facts.temperature,
-        "verification": facts.verification, "rho (tokens/s)": facts.rho, **facts.metrics,
-    }  # fmt: skip
+        "kind": "policy",
+        "name": policy.name,
+        "head": policy.head.kind,
+        "rule": policy.rule.kind,
+        "features": ", ".join(policy.features),
+        "max depth": policy.max_depth,
+        "temperature": facts.temperature,
+        "verification": facts.verification,
+        "rho (tokens/s)": facts.rho,
+        **facts.metrics,
+    }
 
 
 def _profile(path: Path) -> dict[str, Any]:

@@ -15,7 +15,8 @@ Prompts = Annotated[Path | None, typer.Option(help='Prompts as JSON Lines with "
 Traces = Annotated[Path, typer.Option(help="Trace folder of `specstop collect`.")]
 ProfileFile = Annotated[Path, typer.Option("--profile", help="Latency profile of `specstop profile`.")]
 Policies = Annotated[
-    list[str], typer.Option("--policy", help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value; repeatable.")
+    list[str],
+    typer.Option("--policy", help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value; repeatable."),
 ]
 Out = Annotated[Path, typer.Option(help="Where the result goes.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -34,5 +35,6 @@ Config = Annotated[
     typer.Option("--config", callback=load_config, is_eager=True, help="Options from a YAML file, such as a run.yaml."),
 ]
 Set = Annotated[
-    list[str], typer.Option("--set", callback=apply_settings, is_eager=True, help="An option as key=value; repeatable.")
+    list[str],
+    typer.Option("--set", callback=apply_settings, is_eager=True, help="An option as key=value; repeatable."),
 ]

@@ -12,8 +12,20 @@ from .common import find_pair, find_prompts, flat, open_pair
 from .config import save_config
 from .console import print_json, progress_bars, table
 from .options import (
-    Config, Depth, Device, Draft, Dtype, Json, Overwrite, Policies, Prompts, Quiet, Set, Target, Temperature,
-)  # fmt: skip
+    Config,
+    Depth,
+    Device,
+    Draft,
+    Dtype,
+    Json,
+    Overwrite,
+    Policies,
+    Prompts,
+    Quiet,
+    Set,
+    Target,
+    Temperature,
+)
 
 
 def profile(
@@ -31,7 +43,7 @@ def profile(
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
-    set: Set = [],  # noqa: A002, B006
+    set: Set = [],  # noqa: B006
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
     from ..collect.prompts import encode
@@ -49,9 +61,15 @@ def profile(
         chosen = find_prompts(prompts, names[2], "train", 32)
         pair = open_pair(*names[:2], device, dtype)
         measured = measure_profile(
-            pair, encode(chosen, pair.tokenizer, reading_room(pair, 1)), depth=depth, temperature=temperature,
-            policies=rules, repeats=repeats, facts=facts(pair), progress=progress,
-        )  # fmt: skip
+            pair,
+            encode(chosen, pair.tokenizer, reading_room(pair, 1)),
+            depth=depth,
+            temperature=temperature,
+            policies=rules,
+            repeats=repeats,
+            facts=facts(pair),
+            progress=progress,
+        )
     measured.save(out)
     save_config(out.parent, out.name + ".run.yaml")
     from .info import _profile

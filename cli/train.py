@@ -26,7 +26,7 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
-    set: Set = [],  # noqa: A002, B006
+    set: Set = [],  # noqa: B006
 ) -> None:
     """Fit a stop head on traces and save it as a policy folder."""
     from ..policies.costs import Profile
@@ -37,9 +37,18 @@ def train(
 
     with progress_bars(quiet or json) as progress:
         trained = run(
-            load_traces(traces), costs, head=head, out=out, rule=rule, threshold=threshold, features=feature or None,
-            name=name, seed=seed, overwrite=overwrite, progress=progress,
-        )  # fmt: skip
+            load_traces(traces),
+            costs,
+            head=head,
+            out=out,
+            rule=rule,
+            threshold=threshold,
+            features=feature or None,
+            name=name,
+            seed=seed,
+            overwrite=overwrite,
+            progress=progress,
+        )
     save_config(out)
     if json:
         print_json(trained.metrics)

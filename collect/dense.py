@@ -124,8 +124,13 @@ class Unroller:
                     token[None], 0, backend_mask(mask[None, None], self.pair.draft), (position + depth)[None]
                 )[0]
         tokens, features, q, p, overlap = zip(*out, strict=True)
-        return (torch.stack(tokens, 1), torch.stack(features, 1), torch.stack(q, 1), torch.stack(overlap, 1),
-                torch.stack(p, 1))  # fmt: skip
+        return (
+            torch.stack(tokens, 1),
+            torch.stack(features, 1),
+            torch.stack(q, 1),
+            torch.stack(overlap, 1),
+            torch.stack(p, 1),
+        )
 
     def _compare(self, rows: Rows, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q(x), p(x) and sum min(p, q), each [n], in the sampled distributions (T = 0: at temperature 1)."""
@@ -150,21 +155,45 @@ def dense_rows(
         max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
     """
     texts = plain_texts(
-        pair, [b[3] for b in batch], [b[4] for b in batch], max_new_tokens + unroller.depth, unroller.temperature
+        pair,
+        [b[3] for b in batch],
+        [b[4] for b in batch],
+        max_new_tokens + unroller.depth,
+        unroller.temperature,
     )
     chunks = []
     for (sequence, name, group, prompt, key), text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
         last = min(len(text), max_new_tokens)
         if last > 1:
-            chunks.append(_text_rows(unroller, sequence, name, group, prompt, key, text, rows[: len(text)], last,
-                                     ended=text[-1] in pair.eos))  # fmt: skip
+            chunks.append(
+                _text_rows(
+                    unroller,
+                    sequence,
+                    name,
+                    group,
+                    prompt,
+                    key,
+                    text,
+                    rows[: len(text)],
+                    last,
+                    ended=text[-1] in pair.eos,
+                )
+            )
     return chunks
 
 
 def _text_rows(
-    unroller: Unroller, sequence: int, name: str, group: str, prompt: list[int], key: int, text: list[int],
-    target_rows: Tensor, last: int, ended: bool,
-) -> Mapping[str, Any]:  # fmt: skip
+    unroller: Unroller,
+    sequence: int,
+    name: str,
+    group: str,
+    prompt: list[int],
+    key: int,
+    text: list[int],
+    target_rows: Tensor,
+    last: int,
+    ended: bool,
+) -> Mapping[str, Any]:
     """Return the columns of one text: anchors 1 .. last - 1."""
     device = target_rows.device
     anchor = torch.arange(1, last, device=device)

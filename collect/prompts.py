@@ -52,7 +52,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         if len(prompts) == limit:
             break
     if not prompts:
-        raise InputError(f"--prompts: {file} is empty; expected one JSON object with a \"prompt\" a line")
+        raise InputError(f'--prompts: {file} is empty; expected one JSON object with a "prompt" a line')
     return prompts
 
 
@@ -62,7 +62,7 @@ def _prompt(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise InputError(f"--prompts: {where}: invalid JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str) or not record["prompt"]:
-        raise InputError(f"--prompts: {where}: expected an object with a non-empty string \"prompt\"")
+        raise InputError(f'--prompts: {where}: expected an object with a non-empty string "prompt"')
     text = record["prompt"]
     if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise InputError(f"--prompts: {where}: the prompt has half a surrogate pair, which is no text")
@@ -72,9 +72,7 @@ def _prompt(line: str, where: str) -> Prompt:
     return Prompt(name, text, "" if group is None else str(group))
 
 
-def encode(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, room: int
-) -> list[list[int]]:
+def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, room: int) -> list[list[int]]:
     """Return the token ids of each prompt.
 
     Raises:

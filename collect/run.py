@@ -76,11 +76,22 @@ def collect(
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + depth))
     count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
     header = Header(
-        target=target, draft=draft, pair=pair.fingerprint, vocabulary=pair.vocabulary, eos=pair.eos,
-        temperature=temperature, topology=chain(depth), features=CHAIN_FEATURES, anchor_features=ANCHOR_FEATURES,
-        max_new_tokens=max_new_tokens, seed=seed, shards=count, prompts=len(prompts),
-        prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]), facts=facts(pair),
-    )  # fmt: skip
+        target=target,
+        draft=draft,
+        pair=pair.fingerprint,
+        vocabulary=pair.vocabulary,
+        eos=pair.eos,
+        temperature=temperature,
+        topology=chain(depth),
+        features=CHAIN_FEATURES,
+        anchor_features=ANCHOR_FEATURES,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        shards=count,
+        prompts=len(prompts),
+        prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
+        facts=facts(pair),
+    )
     folder = open_for_writing(Path(out), header, resume=resume, overwrite=overwrite)
     unroller = Unroller(pair, depth, temperature)
     dealt: list[list[int]] = [[] for _ in range(count)]
@@ -92,8 +103,10 @@ def collect(
     for index in sorted(set(range(count)) - have):
         chunks: list[Any] = []
         for start in range(0, len(dealt[index]), BATCH):
-            batch = [(s, prompts[s].id, prompts[s].group, ids[s], stream_key(seed, prompts[s].id))
-                     for s in dealt[index][start : start + BATCH]]  # fmt: skip
+            batch = [
+                (s, prompts[s].id, prompts[s].group, ids[s], stream_key(seed, prompts[s].id))
+                for s in dealt[index][start : start + BATCH]
+            ]
             chunks += dense_rows(pair, unroller, batch, max_new_tokens)
             done += len(batch)
             progress("collect", done, len(prompts))
@@ -103,7 +116,9 @@ def collect(
 
 def reading_room(pair: Pair, new_tokens: int) -> int:
     """Return the longest prompt that both models can read with `new_tokens` behind it."""
-    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in (pair.target, pair.draft)]
+    limits = [
+        getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in (pair.target, pair.draft)
+    ]
     return min([limit for limit in limits if limit], default=1 << 30) - new_tokens
 
 

@@ -105,7 +105,10 @@ class Header:
         for name, value in raw.items():
             if not _fits(value, kinds[name]):
                 raise TraceError(f"{where}: the header has {value!r} as {name}")
-        return Header(**{name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()})
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
+        }
+        return Header(**fields)
 
 
 def _fits(value: Any, kind: Any) -> bool:

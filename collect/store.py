@@ -81,8 +81,10 @@ def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping
         rows: column chunks: each maps every column name to equally many values.
     """
     schema = arrow_schema(header)
-    tables = [pa.table({name: _column(chunk[name], schema.field(name).type) for name in schema.names}, schema=schema)
-              for chunk in rows]  # fmt: skip
+    tables = [
+        pa.table({name: _column(chunk[name], schema.field(name).type) for name in schema.names}, schema=schema)
+        for chunk in rows
+    ]
     path = shard_path(folder, index, header.shards)
     path.parent.mkdir(exist_ok=True)
     stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{os.getpid()}")

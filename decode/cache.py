@@ -20,7 +20,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity = capacity
         self.length = 0
 
@@ -113,7 +113,7 @@ class CachedModel:
             mask = self._causal[:, :, start:end, :end]
         if positions is None:
             positions = self._positions[:, start:end]
-        logits = self.model(
+        logits: Tensor = self.model(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,

@@ -8,17 +8,22 @@ tokens that equal the target's own are committed, with one more of the target's.
 from __future__ import annotations
 
 import functools
-import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..policies.baselines import FixedLength
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
+from ..policies.contract import (
+    DraftStep,
+    DraftTree,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    checked_keep,
+    checked_select,
+)
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError, SpecstopWarning
 from ..policies.features import Layout, Rows, compute
@@ -27,83 +32,7 @@ from .cache import CachedModel
 from .noise import KeyedSource, Source, match_scores
 from .pair import Pair
 from .records import Generation, Round
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is told, beside its pair and its policy.
-
-    Attributes:
-        temperature: 0 = greedy.
-        max_new_tokens: length limit of each text.
-        max_depth: no round drafts deeper, whatever the policy says.
-        fallback: drafts this many tokens once a policy has failed.
-        ignore_eos: go on after the end-of-text token.
-    """
-
-    temperature: float = 0.0
-    max_new_tokens: int = 128
-    max_depth: int = 20
-    fallback: int = 4
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise InputError(f"--temperature: expected 0 or more, not {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise InputError(f"--max-new-tokens: expected 1 or more, not {self.max_new_tokens}")
-        if self.max_depth < 0 or self.fallback < 0:
-            raise InputError("depth and fallback: expected 0 or more")
-
-
-@dataclass
-class Stopwatch:
-    """Seconds by phase of one round; waits for the device before each reading."""
-
-    device: torch.device
-    laps: dict[str, float] = field(default_factory=lambda: {"first": 0.0, "draft": 0.0, "verify": 0.0, "policy": 0.0})
-    mark: float = 0.0
-
-    def now(self) -> float:
-        """Return the clock, once the device has finished."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def start(self) -> None:
-        """Begin a lap."""
-        self.mark = self.now()
-
-    def lap(self, phase: str) -> None:
-        """Add the time since `start` to a phase."""
-        self.laps[phase] += self.now() - self.mark
-
-
-@dataclass
-class _Text:
-    """One sequence while it is decoded."""
-
-    tokens: list[int]  # committed, prompt included
-    prompt: int
-    source: Source
-    anchor_row: Tensor  # [1, V] the target's row that the anchor was drawn from
-    policy_state: State
-    history: History
-    ended: bool = False
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt
-
-
-@dataclass
-class _Chain:
-    """What the draft phase leaves behind: the tokens drawn and how often the policy was asked."""
-
-    tokens: list[int]
-    decisions: int = 0
-    dropped: int = 0  # trailing tokens that a trimming policy does not send
-    capped: bool = False  # the length limit or EOS ended drafting, not the policy
+from .settings import Chain, Settings, Stopwatch, Text
 
 
 def draft_step(depth: int, features: Tensor) -> DraftStep:
@@ -185,7 +114,7 @@ class Speculator:
             self._carried = text.policy_state
         return Generation(tuple(text.tokens[text.prompt :]), tuple(rounds), text.prompt, prefill_s, watch.now() - begin)
 
-    def _prefill(self, prompt: list[int], key: int) -> _Text:
+    def _prefill(self, prompt: list[int], key: int) -> Text:
         """Read the prompt with the target and commit its first token; the draft reads when it is first asked."""
         if not prompt:
             raise InputError("the prompt is empty: expected at least one token")
@@ -193,7 +122,7 @@ class Speculator:
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
         source = self._source(key, self._depth + 1)
         token = int(self._scores(logits, source, len(prompt), 1).argmax())
-        text = _Text([*prompt, token], len(prompt), source, logits, self._carried, History.start(1, self.pair.device))
+        text = Text([*prompt, token], len(prompt), source, logits, self._carried, History.start(1, self.pair.device))
         text.ended = token in self._eos or self.settings.max_new_tokens == 1
         if self._carried is None:
             try:
@@ -224,7 +153,7 @@ class Speculator:
             return logits
         return match_scores(logits, self.settings.temperature, source.gumbel(position, count))
 
-    def _round(self, text: _Text) -> Round:
+    def _round(self, text: Text) -> Round:
         watch = Stopwatch(self.pair.device)
         begin = watch.now()
         context, anchor = len(text.tokens), text.generated
@@ -244,13 +173,25 @@ class Speculator:
         watch.lap("policy")
         laps = watch.laps
         return Round(
-            anchor, context, len(chain.tokens), len(verified), accepted, committed, chain.decisions, backlog, cut,
-            laps["first"], laps["draft"], laps["verify"], laps["policy"], watch.now() - begin,
-        )  # fmt: skip
+            anchor,
+            context,
+            len(chain.tokens),
+            len(verified),
+            accepted,
+            committed,
+            chain.decisions,
+            backlog,
+            cut,
+            laps["first"],
+            laps["draft"],
+            laps["verify"],
+            laps["policy"],
+            watch.now() - begin,
+        )
 
-    def _draft_chain(self, text: _Text, watch: Stopwatch) -> _Chain:
+    def _draft_chain(self, text: Text, watch: Stopwatch) -> Chain:
         """Draw x_1, x_2, ... until the policy stops, EOS is drawn, or no more tokens are allowed."""
-        chain = _Chain([])
+        chain = Chain([])
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
         base: Tensor | None = None
         logprob = text.anchor_row.new_zeros(1)
@@ -285,7 +226,7 @@ class Speculator:
                 return chain
         return chain
 
-    def _base(self, text: _Text) -> Tensor:
+    def _base(self, text: Text) -> Tensor:
         """Return [1, F], the columns that are known before drafting."""
         layout = self._layout
         history = text.history.values(layout.history)
@@ -294,7 +235,7 @@ class Speculator:
         anchor = Rows(text.anchor_row, tokens=torch.tensor([text.tokens[-1]], device=text.anchor_row.device))
         return layout.base(compute(layout.anchor, anchor), history)
 
-    def _decide(self, text: _Text, depth: int, base: Tensor, rows: Rows | None) -> bool:
+    def _decide(self, text: Text, depth: int, base: Tensor, rows: Rows | None) -> bool:
         """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
         nodes = None if rows is None else compute(self._layout.node, rows)
         features = self._layout.step(base, nodes)
@@ -305,7 +246,7 @@ class Speculator:
             return depth < self.settings.fallback
         return bool(keep)
 
-    def _fail(self, text: _Text, error: Exception) -> None:
+    def _fail(self, text: Text, error: Exception) -> None:
         """Warn once and go on with the fixed fallback length."""
         if not self._warned:
             warnings.warn(
@@ -320,7 +261,7 @@ class Speculator:
         text.policy_state = None
         self._carried = None
 
-    def _choose(self, text: _Text, chain: _Chain) -> list[int]:
+    def _choose(self, text: Text, chain: Chain) -> list[int]:
         """Return the drawn tokens that are sent to the target: all but those that the policy trims."""
         kept = chain.tokens[: len(chain.tokens) - chain.dropped]
         if type(self.policy).select is StopPolicy.select or not kept:
@@ -334,7 +275,7 @@ class Speculator:
             return kept
         return kept if mask is None else kept[: int(mask[0].long().cumprod(0).sum())]
 
-    def _verify(self, text: _Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
+    def _verify(self, text: Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
         """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""
         read = [text.tokens[-1], *proposed]
         padding = self._padded[len(proposed)] - len(proposed) if len(proposed) < len(self._padded) else 0
@@ -344,7 +285,7 @@ class Speculator:
         own = self._scores(logits, text.source, len(text.tokens), len(proposed) + 1).argmax(-1).tolist()
         return own, logits
 
-    def _commit(self, text: _Text, proposed: list[int], own: list[int], logits: Tensor) -> tuple[int, int]:
+    def _commit(self, text: Text, proposed: list[int], own: list[int], logits: Tensor) -> tuple[int, int]:
         """Append the accepted tokens and the target's next one, cut at EOS or the limit; roll both caches back.
 
         Returns:
@@ -368,7 +309,14 @@ class Speculator:
         return accepted, len(new)
 
     def _outcome(
-        self, context: int, chain: _Chain, verified: int, accepted: int, backlog: int, cut: bool, elapsed: float
+        self,
+        context: int,
+        chain: Chain,
+        verified: int,
+        accepted: int,
+        backlog: int,
+        cut: bool,
+        elapsed: float,
     ) -> RoundOutcome:
         one = torch.ones(1, dtype=torch.int64, device=self.pair.device)
         drafted, sent = one * len(chain.tokens), one * verified
@@ -381,7 +329,7 @@ class Speculator:
             )
         return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))
 
-    def _observe(self, text: _Text, outcome: RoundOutcome) -> None:
+    def _observe(self, text: Text, outcome: RoundOutcome) -> None:
         """Tell the policy how the round went."""
         try:
             text.policy_state = self.policy.observe(outcome, text.policy_state)

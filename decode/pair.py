@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..policies.errors import InputError, PairError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 _SAMPLES = 64
 
 
@@ -93,7 +98,12 @@ def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedT
 
 
 def load_pair(
-    target: str | Path, draft: str | Path, *, device: str = "cpu", dtype: str = "float32", attention: str = "sdpa"
+    target: str | Path,
+    draft: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    attention: str = "sdpa",
 ) -> Pair:
     """Load a pair from two folders or hub names.
 
@@ -163,7 +173,8 @@ def _model(name: str | Path, option: str, device: torch.device, dtype: torch.dty
         if isinstance(error, PairError):
             raise
         raise PairError(f"{option}: cannot load a model from {name}: {_line(error)}") from None
-    return model.to(device)  # type: ignore[arg-type]
+    moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
+    return moved
 
 
 def _line(error: Exception) -> str:

@@ -61,9 +61,7 @@ def plain_texts(
     eos = torch.tensor(() if ignore_eos else pair.eos, dtype=torch.int64, device=device)
 
     out = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
-    rows = torch.zeros(
-        len(prompts), max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device
-    )
+    rows = torch.zeros(len(prompts), max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     logits = model.read(tokens, 1, backend_mask(mask[:, None], pair.target), positions[:, :longest])[:, 0]
     later = backend_mask(real[:, None, None, :], pair.target)
@@ -78,9 +76,7 @@ def plain_texts(
         end = longest + step
         if step + 1 == max_new_tokens or bool(ended.all()):
             break
-        logits = model.read(
-            out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1]
-        )[:, 0]
+        logits = model.read(out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1])[:, 0]
     return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
 from ..policies.features import Layout, Rows, compute
 from ..policies.progress import Progress, silent
-from .loop import Settings, Speculator, Stopwatch, draft_step
+from .loop import Speculator, draft_step
 from .noise import mix
 from .pair import Pair
 from .records import Generation, Round
+from .settings import Settings, Stopwatch
 
 DECISIONS = 200
 
@@ -105,8 +106,16 @@ def measure_profile(
     every = rounds[0] + rounds[1]
     step_s, round_s = _overhead(every)
     low, high = (_table(side, depth, every) for side in rounds)
-    return Profile(low, high, step_s, round_s, _prefill(runs), decisions, temperature,
-                   {**(facts or {}), "spread": _spread(every), "rounds": len(every)})  # fmt: skip
+    return Profile(
+        low,
+        high,
+        step_s,
+        round_s,
+        _prefill(runs),
+        decisions,
+        temperature,
+        {**(facts or {}), "spread": _spread(every), "rounds": len(every)},
+    )
 
 
 def _contexts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
@@ -183,16 +192,21 @@ def _overhead(rounds: Sequence[Round]) -> tuple[float, float]:
 def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round]) -> CostTable:
     """Return the medians at one context; what was never seen there is taken from both contexts together."""
 
-    def median(value: Callable[[Round], float], where: Callable[[Round], bool]) -> float:
-        return _median([value(r) for r in rounds if where(r)] or [value(r) for r in every if where(r)])
+    def first_steps(backlog: int) -> float:
+        times = [[r.first_draft_s for r in some if r.drafted and r.backlog == backlog] for some in (rounds, every)]
+        return _median(times[0] or times[1])
 
-    first = [median(lambda r: r.first_draft_s, lambda r, n=n: r.drafted > 0 and r.backlog == n) for n in (1, 2)]
-    one = median(lambda r: r.draft_s / (r.drafted - 1), lambda r: r.drafted > 1) if depth > 1 else first[0]
+    def verifications(count: int) -> float:
+        times = [[r.verify_s for r in some if r.verified == count] for some in (rounds, every)]
+        return _median(times[0] or times[1])
+
+    one = _median([r.draft_s / (r.drafted - 1) for r in rounds if r.drafted > 1]) or first_steps(1)
+    two = first_steps(2) or one
     long = [(r.backlog, r.first_draft_s) for r in rounds if r.drafted and r.backlog > 8]
-    slope = _median([(s - first[1]) / (n - 2) for n, s in long]) if long else 0.0
-    verify = tuple(median(lambda r: r.verify_s, lambda r, n=n: r.verified == n) for n in range(depth + 1))
+    slope = _median([(seconds - two) / (backlog - 2) for backlog, seconds in long])
     context = _median([float(r.context) for r in rounds])
-    return CostTable(context, (one, max(first[1] or one, one)), max(slope, 0.0), verify)
+    verify = tuple(verifications(n) for n in range(depth + 1))
+    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify)
 
 
 def _prefill(runs: Sequence[Sequence[Generation]]) -> tuple[float, float]:

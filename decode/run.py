@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
-from .loop import Settings, Speculator
+from .loop import Speculator
 from .noise import stream_key
 from .pair import Pair
 from .records import Generation
+from .settings import Settings
 
 
 def decode(

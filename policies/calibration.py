@@ -30,9 +30,13 @@ class Calibrator:
             ok = self.knots.dim() == 2 and self.knots.shape[0] == 2 and self.knots.shape[1] >= 2
             ok = ok and bool(self.knots.isfinite().all()) and not bool((self.knots.diff(dim=1) < 0).any())
             if not ok or bool((self.knots[1] < 0).any()) or bool((self.knots[1] > 1).any()):
-                raise PolicyError("calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]")
+                raise PolicyError(
+                    "calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]"
+                )
 
-        self._bounds, self._start, self._level, self._slope = _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
+        self._bounds, self._start, self._level, self._slope = (
+            _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
+        )
 
     @property
     def scale(self) -> float | None:

@@ -85,7 +85,13 @@ class Profile:
         return tuple(min(range(n, len(cost)), key=cost.__getitem__) for n in range(len(cost)))
 
     def round_seconds(
-        self, context: Tensor, drafted: Tensor, verified: Tensor, backlog: Tensor, decisions: Tensor, decision_s: float
+        self,
+        context: Tensor,
+        drafted: Tensor,
+        verified: Tensor,
+        backlog: Tensor,
+        decisions: Tensor,
+        decision_s: float,
     ) -> Tensor:
         """Return [S] float64 seconds of rounds.
 

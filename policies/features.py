@@ -100,7 +100,8 @@ class Rows:
     @cached_property
     def entropy(self) -> Tensor:
         """[R] entropy in nats."""
-        return torch.special.entr(self.probs).sum(-1)
+        entropy: Tensor = torch.special.entr(self.probs).sum(-1)
+        return entropy
 
     @cached_property
     def best_scores(self) -> Tensor:

@@ -40,18 +40,21 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
         safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE)
         for name, raw in (extra or {}).items():
             write_atomic(folder / name, raw)
-        write_json(folder / POLICY_FILE, {
-            "schema": POLICY_SCHEMA,
-            "kind": "learned",
-            "name": policy.name,
-            "features": list(policy.features),
-            "max_depth": policy.max_depth,
-            "head": policy.head.kind,
-            "calibration": [{"kind": c.kind, "temperature": c.temperature} for c in maps],
-            "rule": policy.rule.to_dict(),
-            "weights_sha256": sha256(folder / WEIGHTS_FILE),
-            **dataclasses.asdict(policy.facts),
-        })  # fmt: skip
+        write_json(
+            folder / POLICY_FILE,
+            {
+                "schema": POLICY_SCHEMA,
+                "kind": "learned",
+                "name": policy.name,
+                "features": list(policy.features),
+                "max_depth": policy.max_depth,
+                "head": policy.head.kind,
+                "calibration": [{"kind": c.kind, "temperature": c.temperature} for c in maps],
+                "rule": policy.rule.to_dict(),
+                "weights_sha256": sha256(folder / WEIGHTS_FILE),
+                **dataclasses.asdict(policy.facts),
+            },
+        )
         write_atomic(folder / CARD_FILE, card(policy))
     return path
 
@@ -99,8 +102,16 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
     )
     names = {f.name for f in dataclasses.fields(Facts)}
     facts = Facts(**{name: raw[name] for name in names if name != "acceptance"}, acceptance=tuple(raw["acceptance"]))
-    for name, kind in (("temperature", (int, float)), ("rho", (int, float)), ("verification", str), ("label", str),
-                       ("pair", dict), ("profile", dict), ("provenance", dict), ("metrics", dict)):  # fmt: skip
+    for name, kind in (
+        ("temperature", (int, float)),
+        ("rho", (int, float)),
+        ("verification", str),
+        ("label", str),
+        ("pair", dict),
+        ("profile", dict),
+        ("provenance", dict),
+        ("metrics", dict),
+    ):
         if not isinstance(raw[name], kind):
             raise PolicyError(f"{name}: {raw[name]!r} is not what is expected there")
     depth = raw["max_depth"]

@@ -56,7 +56,7 @@ def load_policy(spec: str | Path) -> StopPolicy:
         return load_policy_folder(path)
     name, _, query = text.partition("?")
     name, colon, value = name.partition(":")
-    known = {**{key: builtin.build for key, builtin in BUILTINS.items()}, **plugins()}
+    known: dict[str, Any] = {**{key: builtin.build for key, builtin in BUILTINS.items()}, **plugins()}
     if name not in known:
         if "/" in text or text.startswith("."):
             raise PolicyError(f"--policy: the folder {text} does not exist")

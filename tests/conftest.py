@@ -104,10 +104,7 @@ def prompts() -> list[Prompt]:
     """Prompts of 1 to 8 words in two groups."""
     generator = torch.Generator().manual_seed(3)
     lengths = range(1, PROMPTS + 1)
-    texts = [
-        " ".join(f"w{int(w)}" for w in torch.randint(6, VOCABULARY, (n,), generator=generator))
-        for n in lengths
-    ]
+    texts = [" ".join(f"w{int(w)}" for w in torch.randint(6, VOCABULARY, (n,), generator=generator)) for n in lengths]
     return [Prompt(f"p{i}", text, f"g{i % 2}") for i, text in enumerate(texts)]
 
 

@@ -71,9 +71,7 @@ def test_imports_run_one_way_and_are_relative(path: Path) -> None:
 
 def test_no_two_modules_import_each_other() -> None:
     names = {
-        ".".join(["specstop", *p.relative_to(ROOT).with_suffix("").parts])
-        for p in FILES
-        if p.name != "__init__.py"
+        ".".join(["specstop", *p.relative_to(ROOT).with_suffix("").parts]) for p in FILES if p.name != "__init__.py"
     }
     graph = {}
     for path in FILES:
@@ -97,9 +95,7 @@ def test_no_module_is_imported_under_a_second_name() -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.relative_to(ROOT).parts[0] != "cli"], ids=relative)
 def test_library_rooms_do_not_print(path: Path) -> None:
     calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
-    assert not [
-        c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("print", "breakpoint")
-    ]
+    assert not [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id in ("print", "breakpoint")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -42,15 +42,33 @@ def _boost(rows: FitRows, held_out: FitRows, label: str, names: Sequence[str], s
     for part in (rows, held_out):
         use = part.drawn if label == "accepted" else part.followed_known
         matrices.append(
-            xgb.DMatrix(part.features[use].numpy(), getattr(part, label)[use].float().numpy(), feature_names=list(names))
+            xgb.DMatrix(
+                part.features[use].numpy(),
+                getattr(part, label)[use].float().numpy(),
+                feature_names=list(names),
+            )
         )
     options = {
-        "objective": "binary:logistic", "max_depth": DEPTH, "eta": RATE, "min_child_weight": 20, "subsample": 0.8,
-        "colsample_bytree": 0.8, "lambda": 1.0, "seed": seed, "tree_method": "hist", "eval_metric": "logloss",
-        "nthread": torch.get_num_threads(), "base_score": float(np.clip(matrices[0].get_label().mean(), 0.01, 0.99)),
-    }  # fmt: skip
+        "objective": "binary:logistic",
+        "max_depth": DEPTH,
+        "eta": RATE,
+        "min_child_weight": 20,
+        "subsample": 0.8,
+        "colsample_bytree": 0.8,
+        "lambda": 1.0,
+        "seed": seed,
+        "tree_method": "hist",
+        "eval_metric": "logloss",
+        "nthread": torch.get_num_threads(),
+        "base_score": float(np.clip(matrices[0].get_label().mean(), 0.01, 0.99)),
+    }
     booster = xgb.train(
-        options, matrices[0], TREES, evals=[(matrices[1], "held_out")], early_stopping_rounds=15, verbose_eval=False
+        options,
+        matrices[0],
+        TREES,
+        evals=[(matrices[1], "held_out")],
+        early_stopping_rounds=15,
+        verbose_eval=False,
     )
     return booster[: booster.best_iteration + 1]
 

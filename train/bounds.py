@@ -43,6 +43,7 @@ def clairvoyant_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
 def _cheapest_steps(profile: Profile) -> Profile:
     """Return the profile with no first step dearer than one that reads two tokens: noise can turn them round."""
     low, high = (
-        dataclasses.replace(table, draft_s=(min(table.draft_s), table.draft_s[1])) for table in (profile.low, profile.high)
+        dataclasses.replace(table, draft_s=(min(table.draft_s), table.draft_s[1]))
+        for table in (profile.low, profile.high)
     )
     return dataclasses.replace(profile, low=low, high=high)

@@ -50,8 +50,12 @@ def _fit(kind: str, logits: Tensor, labels: Tensor) -> Calibrator:
 
 def _isotonic(logits: Tensor, labels: Tensor) -> Tensor:
     """Return at most 64 knots [2, n] of the isotonic fit, at quantiles of the logits."""
-    fit = IsotonicRegression(y_min=_EDGE, y_max=1 - _EDGE, out_of_bounds="clip").fit(logits.double().numpy(), labels.double().numpy())
-    x = torch.quantile(logits.double()[:: max(1, len(logits) // 100_000)], torch.linspace(0, 1, _MOST_KNOTS).double()).unique()
+    fit = IsotonicRegression(y_min=_EDGE, y_max=1 - _EDGE, out_of_bounds="clip").fit(
+        logits.double().numpy(), labels.double().numpy()
+    )
+    x = torch.quantile(
+        logits.double()[:: max(1, len(logits) // 100_000)], torch.linspace(0, 1, _MOST_KNOTS).double()
+    ).unique()
     if len(x) < 2:
         x = torch.stack([x[0], x[0] + 1])
     return torch.stack([x, torch.from_numpy(fit.predict(x.numpy())).cummax(0).values]).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,11 +86,21 @@ class TraceArrays:
         counts = self.rows[at]
         index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
         return TraceArrays(
-            self.header, [self.prompt_ids[i] for i in keep], [self.groups[i] for i in keep], self.keys[at],
-            counts.cumsum(0) - counts, counts, self.first_anchor[at], self.prompt_tokens[at], self.text_tokens[at],
-            self.accepted[index], self.tokens[index], self.ends[index], self.cut[index],
+            self.header,
+            [self.prompt_ids[i] for i in keep],
+            [self.groups[i] for i in keep],
+            self.keys[at],
+            counts.cumsum(0) - counts,
+            counts,
+            self.first_anchor[at],
+            self.prompt_tokens[at],
+            self.text_tokens[at],
+            self.accepted[index],
+            self.tokens[index],
+            self.ends[index],
+            self.cut[index],
             {name: values[index] for name, values in self.columns.items()},
-        )  # fmt: skip
+        )
 
 
 def trace_arrays(trace: Trace, features: Sequence[str] | None = None) -> TraceArrays:
@@ -115,7 +126,7 @@ def trace_arrays(trace: Trace, features: Sequence[str] | None = None) -> TraceAr
     if not np.array_equal(anchor - np.repeat(anchor[start], count), inside):
         raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
 
-    def read(name: str) -> np.ndarray:  # type: ignore[type-arg]
+    def read(name: str) -> np.ndarray[Any, Any]:
         return np.asarray(rows[name][:])[order]
 
     ids, groups = np.asarray(rows["prompt_id"][:])[order][start], np.asarray(rows["group"][:])[order][start]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ..collect.prompts import encode, read_prompts
 from ..collect.run import collect, facts, reading_room
-from ..decode.loop import Settings
 from ..decode.pair import load_pair
 from ..decode.profile import add_decisions, measure_profile
+from ..decode.settings import Settings
 from ..policies.baselines import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.files import claim_folder
@@ -72,19 +72,33 @@ def demo(
     folder = claim_folder(Path(out), overwrite=overwrite)
     where = Path(pair) if pair is not None else demo_pair(progress=progress)
     models = load_pair(where / "target", where / "draft")
-    prompts = {side: read_prompts(where / f"prompts-{side}.jsonl", count)
-               for side, count in (("train", sizes.train), ("test", sizes.test))}  # fmt: skip
+    prompts = {
+        side: read_prompts(where / f"prompts-{side}.jsonl", count)
+        for side, count in (("train", sizes.train), ("test", sizes.test))
+    }
     traces = {
         side: collect(
-            models, chosen, folder / f"traces-{side}", target=str(where / "target"), draft=str(where / "draft"),
-            depth=sizes.depth, temperature=temperature, max_new_tokens=sizes.tokens, seed=seed, progress=_named(progress, side),
+            models,
+            chosen,
+            folder / f"traces-{side}",
+            target=str(where / "target"),
+            draft=str(where / "draft"),
+            depth=sizes.depth,
+            temperature=temperature,
+            max_new_tokens=sizes.tokens,
+            seed=seed,
+            progress=_named(progress, side),
         )
         for side, chosen in prompts.items()
-    }  # fmt: skip
+    }
     profile = measure_profile(
-        models, encode(prompts["train"][:PROFILE_PROMPTS], models.tokenizer, reading_room(models, 1)), depth=sizes.depth,
-        temperature=temperature, facts=facts(models), progress=progress,
-    )  # fmt: skip
+        models,
+        encode(prompts["train"][:PROFILE_PROMPTS], models.tokenizer, reading_room(models, 1)),
+        depth=sizes.depth,
+        temperature=temperature,
+        facts=facts(models),
+        progress=progress,
+    )
     profile.save(folder / "profile.json")
     learned: list[StopPolicy] = []
     for kind in HEAD_KINDS:
@@ -93,7 +107,13 @@ def demo(
         learned.append(load_policy_folder(path))
     profile = add_decisions(profile, learned, models.vocabulary)
     report = evaluate(
-        traces["test"], profile, learned, train_traces=traces["train"], out=folder / "report", seed=seed, progress=progress
+        traces["test"],
+        profile,
+        learned,
+        train_traces=traces["train"],
+        out=folder / "report",
+        seed=seed,
+        progress=progress,
     )
     arrays = trace_arrays(traces["test"])
     chosen = list(range(min(sizes.live, arrays.sequences)))
@@ -103,9 +123,14 @@ def demo(
     named = {p.id: tokens for p, tokens in zip(prompts["test"], ids, strict=True)}
     subset = arrays.subset(chosen)
     generations = run_alternating(
-        models, [(name, named[name]) for name in subset.prompt_ids], policies, Settings(temperature, sizes.tokens, sizes.depth),
-        profile=profile, seed=seed, progress=progress,
-    )  # fmt: skip
+        models,
+        [(name, named[name]) for name in subset.prompt_ids],
+        policies,
+        Settings(temperature, sizes.tokens, sizes.depth),
+        profile=profile,
+        seed=seed,
+        progress=progress,
+    )
     return Demo(folder, report, compare_live(generations, policies, subset, profile), where)
 
 

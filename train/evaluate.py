@@ -103,27 +103,33 @@ def check_fit(policy: StopPolicy, traces: Trace) -> None:
     ):
         if mine and mine != theirs:
             warnings.warn(
-                f"{policy.name} was trained for another {what} ({mine}) than these traces ({theirs})", SpecstopWarning,
+                f"{policy.name} was trained for another {what} ({mine}) than these traces ({theirs})",
+                SpecstopWarning,
                 stacklevel=3,
-            )  # fmt: skip
+            )
 
 
 _Job = tuple[str, str, StopPolicy, str]
 
 
-def _policies(
-    policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int
-) -> list[_Job]:
+def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int) -> list[_Job]:
     """Return (name, kind, policy, note) of everything but the fixed lengths; learned rates are solved for the profile."""
     hugging_face = Confidence(HUGGING_FACE, depth)
     jobs: list[_Job] = [("Hugging Face default", "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
     if tuning is not None:
         tuned = tune_confidence(tuning, profile)
-        jobs.append(("confidence, tuned", "rule", tuned, f"threshold {tuned.threshold:g}, tuned on the training traces"))
+        jobs.append(
+            (
+                "confidence, tuned",
+                "rule",
+                tuned,
+                f"threshold {tuned.threshold:g}, tuned on the training traces",
+            )
+        )
     for policy in policies:
         note = ""
-        derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
-        if derived and not profile.same_costs(policy.facts.profile):
+        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
+        if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
             note = "rho as saved, of another profile; give the training traces to solve it for this one"
             if tuning is not None:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
@@ -138,9 +144,13 @@ def _policies(
 
 
 def _lines(
-    arrays: TraceArrays, jobs: Sequence[_Job], replays: Sequence[Replayed], fixed: Sequence[Replayed],
-    bound: torch.Tensor, seed: int,
-) -> list[Line]:  # fmt: skip
+    arrays: TraceArrays,
+    jobs: Sequence[_Job],
+    replays: Sequence[Replayed],
+    fixed: Sequence[Replayed],
+    bound: torch.Tensor,
+    seed: int,
+) -> list[Line]:
     """Return the report's lines, all intervals from the same replicates, paired over prompts."""
     weights = _replicates(arrays.prompt_ids, seed)  # [R + 1, S]; the first is the sample itself
     tokens = weights @ arrays.text_tokens.double().numpy()
@@ -153,13 +163,15 @@ def _lines(
     def line(name: str, kind: str, rate: np.ndarray[Any, Any], played: Replayed | None, note: str = "") -> Line:
         with np.errstate(invalid="ignore", divide="ignore"):
             gap = np.where(ceiling > best, (rate - best) / (ceiling - best), 0.0)
-        rounds = max(1, int(played.rounds.sum())) if played else 1
-        per = (lambda t: float(t.sum()) / rounds) if played else (lambda t: 0.0)
-        return Line(
-            name, kind, float(rate[0]), _ratio(rate / plain), _ratio(rate / best), _ratio(gap),
-            played.block_efficiency if played else 0.0, per(played.drafted) if played else 0.0,
-            per(played.verified) if played else 0.0, per(played.accepted) if played else 0.0, note,
-        )  # fmt: skip
+        ratios = (_ratio(rate / plain), _ratio(rate / best), _ratio(gap))
+        if played is None:
+            return Line(name, kind, float(rate[0]), *ratios, note=note)
+        rounds = max(1, int(played.rounds.sum()))
+        drafted, verified, accepted = (
+            float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
+        )
+        efficiency = played.block_efficiency
+        return Line(name, kind, float(rate[0]), *ratios, efficiency, drafted, verified, accepted, note)
 
     lines = [line("plain decoding", "fixed", plain, fixed[0], "fixed:0")]
     lines.append(line("best fixed", "fixed", best, winner, f"{winner.name}, chosen on these prompts"))

@@ -33,7 +33,9 @@ def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0) -> LinearHead
         (basis(rows.features[~drawn & known], 0), rows.followed[~drawn & known]),
     )
     weights, biases = zip(*(_regress(x, y, seed) for x, y in parts), strict=True)
-    return LinearHead(names, {"mean": mean, "scale": scale, "weight": torch.stack(weights), "bias": torch.stack(biases)})
+    return LinearHead(
+        names, {"mean": mean, "scale": scale, "weight": torch.stack(weights), "bias": torch.stack(biases)}
+    )
 
 
 def _regress(x: Tensor, y: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..decode.loop import Settings, Speculator
+from ..decode.loop import Speculator
 from ..decode.noise import stream_key
 from ..decode.pair import Pair
 from ..decode.records import Generation, Tally
+from ..decode.settings import Settings
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.progress import Progress, silent
@@ -82,7 +83,10 @@ def run_alternating(
 
 
 def compare_live(
-    generations: Sequence[Sequence[Generation]], policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profile
+    generations: Sequence[Sequence[Generation]],
+    policies: Sequence[StopPolicy],
+    arrays: TraceArrays,
+    profile: Profile,
 ) -> list[LiveLine]:
     """Set measured beside predicted, both as ratios to the first policy.
 
@@ -100,6 +104,15 @@ def compare_live(
     for index, (policy, row) in enumerate(zip(policies, generations, strict=True)):
         low, high = np.quantile(each[index] / each[0], [0.25, 0.75])
         same = sum(a.tokens == b.tokens for a, b in zip(row, generations[0], strict=True))
-        lines.append(LiveLine(policy.name, Tally.of(row), tuple(row), float(rate[index] / rate[0]),
-                              predicted[index] / predicted[0], (float(low), float(high)), same))  # fmt: skip
+        lines.append(
+            LiveLine(
+                policy.name,
+                Tally.of(row),
+                tuple(row),
+                float(rate[index] / rate[0]),
+                predicted[index] / predicted[0],
+                (float(low), float(high)),
+                same,
+            )
+        )
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import tempfile
 import warnings
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,7 +35,7 @@ class StopHeadModule(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         sizes = [width, *hidden, 2]
-        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in zip(sizes, sizes[1:], strict=False)])
+        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ class StopHeadModule(lightning.LightningModule):
         """Log the held-out loss."""
         self.log("held_out_loss", self._loss(batch), batch_size=int(batch[2].sum()))
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW under a one-cycle schedule."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=1e-3)
         steps = int(self.trainer.estimated_stepping_batches)
@@ -138,13 +140,20 @@ def fit_mlp(
         best = ModelCheckpoint(folder, monitor="held_out_loss", save_weights_only=True)
         callbacks = [best, EarlyStopping("held_out_loss", patience=5), _Report(progress, epochs)]
         trainer = lightning.Trainer(
-            max_epochs=epochs, accelerator="cpu", logger=False, callbacks=callbacks, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=folder, num_sanity_val_steps=0,
-        )  # fmt: skip
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            callbacks=callbacks,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            num_sanity_val_steps=0,
+        )
         trainer.fit(module, datamodule=TraceDataModule(rows, held_out, basis, seed=seed))
         state = torch.load(best.best_model_path, weights_only=True)["state_dict"]
-    tensors = {f"{part}.{i}": state[f"layers.{i}.{part}"]
-               for i in range(len(module.layers)) for part in ("weight", "bias")}  # fmt: skip
+    tensors = {
+        f"{part}.{i}": state[f"layers.{i}.{part}"] for i in range(len(module.layers)) for part in ("weight", "bias")
+    }
     return MLPHead(names, {"mean": mean, "scale": scale, **tensors})
 
 

@@ -37,9 +37,7 @@ __all__ = ["RECIPES", "Document", "ModelShape", "PairRecipe", "demo_pair", "make
 SCHEMA_VERSION = 1
 
 
-def make_pair(
-    documents: Sequence[Document], recipe: PairRecipe, out: Path, progress: Progress = silent
-) -> Path:
+def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, progress: Progress = silent) -> Path:
     """Train tokenizer, target and draft on `documents` and write the pair's folder, whole or not at all.
 
     The same documents, recipe and versions give the same weights. The global random state is left as it was.
@@ -61,12 +59,8 @@ def make_pair(
     tokenizer = train_tokenizer((document.text for document in split.learn), recipe.vocabulary)
     stream = encode(tokenizer, split.learn)
     prompts = {
-        "train": cut_prompts(
-            tokenizer, split.prompts_train, recipe.prompts_train, recipe.prompt_tokens, recipe.seed
-        ),
-        "test": cut_prompts(
-            tokenizer, split.prompts_test, recipe.prompts_test, recipe.prompt_tokens, recipe.seed
-        ),
+        "train": cut_prompts(tokenizer, split.prompts_train, recipe.prompts_train, recipe.prompt_tokens, recipe.seed),
+        "test": cut_prompts(tokenizer, split.prompts_test, recipe.prompts_test, recipe.prompt_tokens, recipe.seed),
     }
     _check(stream, prompts, recipe)
     starts = encode(tokenizer, split.spare)
@@ -157,9 +151,9 @@ def _describe(recipe: PairRecipe, text_tokens: int, losses: dict[str, float]) ->
 def _no_bars() -> Iterator[None]:
     """Keep transformers from drawing its own progress bars: the console belongs to the caller."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()

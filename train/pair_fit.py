@@ -39,8 +39,7 @@ def fit_pair(
     """
     with _clean_slate(recipe.seed):
         target, draft = (
-            shape.build(recipe.vocabulary, recipe.positions, end).train()
-            for shape in (recipe.target, recipe.draft)
+            shape.build(recipe.vocabulary, recipe.positions, end).train() for shape in (recipe.target, recipe.draft)
         )
         total = recipe.steps + recipe.own_steps
         progress(_TASK, 0, total)
@@ -75,9 +74,7 @@ def _learn(
     return {"target_cross_entropy": _tail(target_losses), "draft_divergence": _tail(draft_losses)}
 
 
-def _own_text(
-    target: LlamaForCausalLM, starts: torch.Tensor, recipe: PairRecipe
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_text(target: LlamaForCausalLM, starts: torch.Tensor, recipe: PairRecipe) -> tuple[torch.Tensor, torch.Tensor]:
     """Let the target continue beginnings cut from `starts`; return the texts and its logits over them.
 
     Returns:

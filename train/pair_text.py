@@ -115,7 +115,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, bos_token=END_OF_TEXT
     )
 
@@ -146,9 +146,7 @@ def cut_prompts(
     for turn in range(max(map(len, pieces), default=0)):
         for document, found in zip(documents, pieces, strict=True):
             if turn < len(found) and len(prompts) < count:
-                prompts.append(
-                    {"id": f"{document.name}#{turn}", "prompt": found[turn], "group": document.group}
-                )
+                prompts.append({"id": f"{document.name}#{turn}", "prompt": found[turn], "group": document.group})
     return prompts
 
 

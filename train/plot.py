@@ -30,13 +30,24 @@ def save_speed_plot(report: Report, path: Path) -> None:
 def fixed_panel(axes: Any, report: Report) -> Any:
     """Draw speed by fixed length, with the best policy and the bound as levels; return the axes."""
     plain = report.fixed[0]
-    axes.plot(range(len(report.fixed)), [r / plain for r in report.fixed], "o-", color=_COLOURS["fixed"], label="fixed length")
+    axes.plot(
+        range(len(report.fixed)),
+        [r / plain for r in report.fixed],
+        "o-",
+        color=_COLOURS["fixed"],
+        label="fixed length",
+    )
     others = [line for line in report.lines if line.kind in ("rule", "learned")]
     top = max(others, key=lambda line: line.tokens_per_s)
     bound = report.lines[-1]
     axes.axhline(top.to_plain.value, color=_COLOURS[top.kind], label=top.name)
     axes.axhline(bound.to_plain.value, color=_COLOURS["bound"], linestyle=":", label=bound.name)
-    axes.set(xlabel="tokens drafted per round", ylabel="speed, plain decoding = 1", title="Fixed lengths", ylim=(0, None))
+    axes.set(
+        xlabel="tokens drafted per round",
+        ylabel="speed, plain decoding = 1",
+        title="Fixed lengths",
+        ylim=(0, None),
+    )
     axes.legend(frameon=False, loc="lower left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
@@ -49,9 +60,20 @@ def policy_panel(axes: Any, report: Report) -> Any:
         ratio = line.to_best_fixed
         axes.plot([ratio.low, ratio.high], [place, place], color=_COLOURS[line.kind], linewidth=2)
         axes.plot(ratio.value, place, "o", color=_COLOURS[line.kind])
-        axes.annotate(f"{ratio.value:.3f}", (ratio.value, place), (0, 7), textcoords="offset points", ha="center", fontsize=9)
+        axes.annotate(
+            f"{ratio.value:.3f}",
+            (ratio.value, place),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
     axes.axvline(1.0, color=_COLOURS["fixed"], linewidth=1, linestyle="--")
     axes.set_yticks(range(len(lines)), [line.name for line in lines])
-    axes.set(xlabel="speed, best fixed length = 1 (95% interval over prompts)", title="Policies", ylim=(-0.6, len(lines) - 0.3))
+    axes.set(
+        xlabel="speed, best fixed length = 1 (95% interval over prompts)",
+        title="Policies",
+        ylim=(-0.6, len(lines) - 0.3),
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     return axes

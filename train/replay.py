@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
+from ..policies.contract import (
+    DraftStep,
+    DraftTree,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    checked_keep,
+    checked_select,
+)
 from ..policies.costs import Profile
 from ..policies.errors import TraceError
 from ..policies.features import Layout
@@ -127,7 +135,9 @@ class _Run:
         accepted = torch.minimum(arrays.accepted[row], verified) * active
         committed = torch.minimum(accepted + 1, arrays.text_tokens - self.anchor) * active
         context = arrays.prompt_tokens + self.anchor
-        seconds = self.profile.round_seconds(context, drafted, verified, self.backlog, decisions, self.decision_s) * active
+        seconds = (
+            self.profile.round_seconds(context, drafted, verified, self.backlog, decisions, self.decision_s) * active
+        )
         ends = self.anchor + committed >= arrays.text_tokens
         outcome = RoundOutcome(active, drafted, verified, accepted, (capped | ends) & active, seconds)
         before = self.history.values()[active]
@@ -159,7 +169,9 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replaye
             f"limit the policy (max_depth={arrays.depth}) or collect with --depth {policy.max_depth}"
         )
     if profile.max_depth < policy.max_depth:
-        raise TraceError(f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}")
+        raise TraceError(
+            f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}"
+        )
     if policy.vectors or policy.reads_clock:
         raise TraceError(f"{policy.name} reads hidden states or the clock, which this trace does not hold")
     if policy.carries:
@@ -178,5 +190,15 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replaye
     rounds, drafted, verified, accepted, committed = sums
     log = torch.cat(logs)
     order = torch.argsort(log[:, 0], stable=True)
-    return Replayed(policy.name, arrays.first_anchor + committed, seconds, rounds, drafted, verified, accepted,
-                    committed, log[order], torch.cat(histories)[order])  # fmt: skip
+    return Replayed(
+        policy.name,
+        arrays.first_anchor + committed,
+        seconds,
+        rounds,
+        drafted,
+        verified,
+        accepted,
+        committed,
+        log[order],
+        torch.cat(histories)[order],
+    )

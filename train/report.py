@@ -8,7 +8,17 @@ from ..policies.files import claim_folder, write_atomic, write_json
 from .plot import save_speed_plot
 from .records import Line, Ratio, Report
 
-COLUMNS = ("policy", "tokens/s", "vs plain", "vs best fixed", "gap closed", "block eff.", "drafted", "accepted", "note")
+COLUMNS = (
+    "policy",
+    "tokens/s",
+    "vs plain",
+    "vs best fixed",
+    "gap closed",
+    "block eff.",
+    "drafted",
+    "accepted",
+    "note",
+)
 
 
 def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
@@ -26,12 +36,21 @@ def interval(ratio: Ratio, digits: int = 3) -> str:
 
 def cells(line: Line) -> tuple[str, ...]:
     """Return a line as the texts of `COLUMNS`."""
-    rounds = ("", "", "") if line.kind == "bound" else (
-        f"{line.block_efficiency:.2f}", f"{line.drafted:.2f}", f"{line.accepted:.2f}"
-    )  # fmt: skip
+    rounds = (
+        ("", "", "")
+        if line.kind == "bound"
+        else (f"{line.block_efficiency:.2f}", f"{line.drafted:.2f}", f"{line.accepted:.2f}")
+    )
     gap = "" if line.name in ("plain decoding", "best fixed", "clairvoyant bound") else interval(line.gap_closed, 2)
-    return (line.name, f"{line.tokens_per_s:.1f}", interval(line.to_plain), interval(line.to_best_fixed), gap, *rounds,
-            line.note)  # fmt: skip
+    return (
+        line.name,
+        f"{line.tokens_per_s:.1f}",
+        interval(line.to_plain),
+        interval(line.to_best_fixed),
+        gap,
+        *rounds,
+        line.note,
+    )
 
 
 def headline(report: Report) -> str:

@@ -85,7 +85,9 @@ def train(
         TraceError: the traces lack a feature or have too few prompts.
     """
     if head not in HEAD_KINDS:
-        raise InputError(f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {', '.join(HEAD_KINDS)}")
+        raise InputError(
+            f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {', '.join(HEAD_KINDS)}"
+        )
     if rule not in ("derived", "survival", "step"):
         raise InputError(f"--rule: expected derived, survival or step, not {rule!r}")
     names = tuple(features or FEATURES)
@@ -94,7 +96,9 @@ def train(
     folder = claim_folder(Path(out), overwrite=overwrite) if out is not None else None
     arrays = trace_arrays(traces, names)
     if profile.max_depth < arrays.depth:
-        raise TraceError(f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper")
+        raise TraceError(
+            f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper"
+        )
     fit_side, held_side = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
     seen, seen_held = (visits(side, _reference(side, profile)) for side in (fit_side, held_side))
     rows, held = fit_rows(fit_side, names, seen), fit_rows(held_side, names, seen_held)
@@ -111,10 +115,16 @@ def train(
     metrics |= {"prompts": arrays.sequences, "rows": len(rows)}
     metrics |= _held_out_speed(policy, held_side, profile)
     policy.facts = Facts(
-        temperature=traces.header.temperature, verification=traces.header.verification, label=traces.header.label,
-        pair=dict(traces.header.pair), rho=rate, acceptance=acceptance, profile=profile.to_dict(),
-        provenance={"traces": str(traces.folder), "seed": seed, "specstop": version("specstop")}, metrics=metrics,
-    )  # fmt: skip
+        temperature=traces.header.temperature,
+        verification=traces.header.verification,
+        label=traces.header.label,
+        pair=dict(traces.header.pair),
+        rho=rate,
+        acceptance=acceptance,
+        profile=profile.to_dict(),
+        provenance={"traces": str(traces.folder), "seed": seed, "specstop": version("specstop")},
+        metrics=metrics,
+    )
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
 
 
@@ -180,5 +190,8 @@ def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) 
     """Return the replayed rate on held-out prompts and that of the best fixed length there."""
     best = best_of(fixed_grid(held, profile))
     rate = replay(held, policy, profile).rate
-    return {"held_out_tokens_per_s": rate, "held_out_best_fixed_tokens_per_s": best.rate,
-            "held_out_ratio_to_best_fixed": rate / best.rate}  # fmt: skip
+    return {
+        "held_out_tokens_per_s": rate,
+        "held_out_best_fixed_tokens_per_s": best.rate,
+        "held_out_ratio_to_best_fixed": rate / best.rate,
+    }

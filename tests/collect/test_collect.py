@@ -70,9 +70,7 @@ def test_a_run_killed_three_times_and_resumed_has_the_rows_of_an_undisturbed_one
     chance = random.Random(2)
     out = tmp_path / "out"
     command = [sys.executable, "-c", CHILD, str(pair_folder), str(prompt_file), str(out)]
-    children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     try:
         for kill, child in enumerate(children):
             assert child.stdin is not None
@@ -87,9 +85,7 @@ def test_a_run_killed_three_times_and_resumed_has_the_rows_of_an_undisturbed_one
             child.kill()
             assert child.wait() == -9, "the run had finished, or failed, before it was killed"
             for index in finished(out, undisturbed.header):
-                shards = [
-                    pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)
-                ]
+                shards = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
                 assert shards[0].equals(shards[1])
     finally:
         for child in children:
@@ -145,9 +141,7 @@ def test_the_header_tells_the_run(pair: Pair, undisturbed: Trace) -> None:
     assert header.facts["dtype"] == "float64"
 
 
-def test_group_and_prompt_length_are_those_of_the_prompt(
-    pair: Pair, many: list[Prompt], undisturbed: Trace
-) -> None:
+def test_group_and_prompt_length_are_those_of_the_prompt(pair: Pair, many: list[Prompt], undisturbed: Trace) -> None:
     known = {p.id: p for p in many}
     for row in undisturbed.rows.select_columns(["prompt_id", "group", "sequence", "prompt_tokens"]):
         prompt = known[row["prompt_id"]]
@@ -156,16 +150,12 @@ def test_group_and_prompt_length_are_those_of_the_prompt(
         assert row["prompt_tokens"] == len(prompt.text.split())
 
 
-def test_another_seed_samples_other_texts(
-    pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path
-) -> None:
+def test_another_seed_samples_other_texts(pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path) -> None:
     other = collect(pair, many, tmp_path / "out", **{**OPTIONS, "seed": 6})
     assert not other.rows.data.table.equals(undisturbed.rows.data.table)
 
 
-def test_a_folder_in_use_is_refused_resumed_or_replaced(
-    pair: Pair, many: list[Prompt], tmp_path: Path
-) -> None:
+def test_a_folder_in_use_is_refused_resumed_or_replaced(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:
     few, out = many[:4], tmp_path / "out"
     options = {**OPTIONS, "shards": 1}
     collect(pair, few, out, **options)
@@ -176,14 +166,10 @@ def test_a_folder_in_use_is_refused_resumed_or_replaced(
     with pytest.raises(TraceError, match="another prompts, prompts_hash"):
         collect(pair, few[:3], out, resume=True, **options)
     assert open_trace(out).header.temperature == 0.7
-    assert (
-        collect(pair, few, out, overwrite=True, **{**options, "temperature": 1.0}).header.temperature == 1.0
-    )
+    assert collect(pair, few, out, overwrite=True, **{**options, "temperature": 1.0}).header.temperature == 1.0
 
 
-def test_one_shard_for_every_thirty_two_prompts_by_default(
-    pair: Pair, many: list[Prompt], tmp_path: Path
-) -> None:
+def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:
     options = {k: v for k, v in OPTIONS.items() if k != "shards"}
     assert collect(pair, many[:33], tmp_path / "out", **{**options, "max_new_tokens": 2}).header.shards == 2
 

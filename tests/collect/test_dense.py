@@ -145,9 +145,7 @@ def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
             rows = Rows(q_row, temperature, scores, token, logprob, node + 1)
             assert int(token) == row["tokens"][node]
             expected = compute(CHAIN_FEATURES, rows)[0].numpy()
-            np.testing.assert_allclose(
-                [row[n][node] for n in CHAIN_FEATURES], expected, rtol=FLOAT32, atol=FLOAT32
-            )
+            np.testing.assert_allclose([row[n][node] for n in CHAIN_FEATURES], expected, rtol=FLOAT32, atol=FLOAT32)
             q, p = torch.softmax(q_row / scale, -1)[0], torch.softmax(p_row / scale, -1)[0]
             assert row["draft_prob"][node] == pytest.approx(float(q[token]), abs=FLOAT32)
             if row["labelled"][node]:
@@ -178,15 +176,11 @@ def test_rows_do_not_depend_on_the_chunk_size(
     work = batch(prompts, prompt_ids)
     whole = dense_rows(pair, Unroller(pair, DEPTH, temperature), work, NEW)
     pieces = dense_rows(pair, Unroller(pair, DEPTH, temperature, memory_bytes=1), work, NEW)
-    assert max(len(chunk["anchor"]) for chunk in whole) > 16, (
-        "no text is longer than two of the smallest chunks"
-    )
+    assert max(len(chunk["anchor"]) for chunk in whole) > 16, "no text is longer than two of the smallest chunks"
     assert_same(whole, pieces)
 
 
-def test_rows_do_not_depend_on_the_batch(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]
-) -> None:
+def test_rows_do_not_depend_on_the_batch(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> None:
     work = batch(prompts, prompt_ids)
     together = dense_rows(pair, Unroller(pair, DEPTH, 0.7), work, NEW)
     unroller = Unroller(pair, DEPTH, 0.7)
@@ -208,6 +202,4 @@ def test_rows_are_the_same_under_eager_attention(
 def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]]) -> None:
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
-    assert (
-        dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [(0, "a", "", prompt_ids[0], 0)], NEW) == []
-    )
+    assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [(0, "a", "", prompt_ids[0], 0)], NEW) == []

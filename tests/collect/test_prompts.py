@@ -94,8 +94,6 @@ def test_encode_gives_the_tokenizers_ids(tokenizer: PreTrainedTokenizerFast) -> 
 
 
 @pytest.mark.parametrize(("text", "count"), [("w7 w8 w9 w10", 4), (" ", 0)])
-def test_a_prompt_that_does_not_fit_is_named(
-    tokenizer: PreTrainedTokenizerFast, text: str, count: int
-) -> None:
+def test_a_prompt_that_does_not_fit_is_named(tokenizer: PreTrainedTokenizerFast, text: str, count: int) -> None:
     with pytest.raises(InputError, match=f"prompt 'me' has {count} tokens; expected 1 to 3"):
         encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, 3)

@@ -85,9 +85,7 @@ def test_the_depth_of_a_topology_is_that_of_its_deepest_node() -> None:
 
 def test_another_schema_version_is_refused() -> None:
     text = json.dumps({**json.loads(HEADER.to_json()), "schema": SCHEMA_VERSION + 1})
-    with pytest.raises(
-        TraceError, match=f"here: the trace has schema {SCHEMA_VERSION + 1}, but this specstop reads"
-    ):
+    with pytest.raises(TraceError, match=f"here: the trace has schema {SCHEMA_VERSION + 1}, but this specstop reads"):
         Header.from_json(text, "here")
 
 

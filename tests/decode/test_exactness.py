@@ -36,9 +36,7 @@ class Bigram(torch.nn.Module):
         text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None)
         self.config = SimpleNamespace(get_text_config=lambda: text, _attn_implementation="sdpa")
 
-    def forward(
-        self, input_ids: Tensor, past_key_values: Any, logits_to_keep: int, **rest: Any
-    ) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, past_key_values: Any, logits_to_keep: int, **rest: Any) -> SimpleNamespace:
         states = torch.zeros(1, 1, input_ids.shape[1], 1)
         past_key_values.update(states, states, 0)
         return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
@@ -77,13 +75,9 @@ def test_any_noise_gives_the_text_of_plain_sampling_with_it(
         noise = -(-torch.rand(40, vocabulary, generator=generator, dtype=torch.float64).log()).log()
         expected, last = [], trial % vocabulary
         while len(expected) < new and not (expected and last in eos):
-            last = int(
-                (torch.log_softmax(table_of(pair)[last] / 0.9, -1) + noise[2 + len(expected)]).argmax()
-            )
+            last = int((torch.log_softmax(table_of(pair)[last] / 0.9, -1) + noise[2 + len(expected)]).argmax())
             expected.append(last)
-        speculator = Speculator(
-            pair, policy, Settings(0.9, new), source=lambda key, window, noise=noise: Table(noise)
-        )
+        speculator = Speculator(pair, policy, Settings(0.9, new), source=lambda key, window, noise=noise: Table(noise))
         assert list(speculator.generate([0, trial % vocabulary]).tokens) == expected
         lengths.append(len(expected))
     assert not eos or len(set(lengths)) > 3

@@ -33,9 +33,7 @@ def generate(
     return [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]
 
 
-def plain(
-    pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0, new: int = NEW
-) -> list[list[int]]:
+def plain(pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0, new: int = NEW) -> list[list[int]]:
     keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
     return plain_texts(pair, prompts, keys, new, temperature).tokens
 
@@ -44,16 +42,12 @@ def texts(generations: list[Generation]) -> list[list[int]]:
     return [list(g.tokens) for g in generations]
 
 
-@pytest.mark.parametrize(
-    "policy", [*(FixedLength(k) for k in (0, 1, 4, 8)), Confidence()], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("policy", [*(FixedLength(k) for k in (0, 1, 4, 8)), Confidence()], ids=lambda p: p.name)
 def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy) -> None:
     expected = []
     for prompt in prompt_ids:
         ids = torch.tensor([prompt])
-        out = pair.target.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW
-        )
+        out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
         expected.append(out[0, len(prompt) :].tolist())
     assert texts(generate(pair, policy, prompt_ids)) == expected
     assert sum(len(set(text)) > 5 for text in expected) > 4
@@ -76,9 +70,7 @@ def test_many_sampled_texts_are_those_of_plain_decoding(pair: Pair, policy: Stop
     assert texts(generate(pair, policy, prompts, 1.0, 9)) == plain(pair, prompts, 1.0, 9)
 
 
-def test_the_policies_above_differ_in_their_rounds(
-    pair: Pair, prompt_ids: list[list[int]], profile: Profile
-) -> None:
+def test_the_policies_above_differ_in_their_rounds(pair: Pair, prompt_ids: list[list[int]], profile: Profile) -> None:
     """Otherwise the equalities of texts and of replay would say little."""
     seen = set()
     for policy in ZOO.values():
@@ -132,9 +124,7 @@ def test_ignore_eos_goes_on_to_the_limit(pair: Pair, endless_pair: Pair, prompt_
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_records_add_up(pair: Pair, prompt_ids: list[list[int]], temperature: float) -> None:
-    for prompt, generation in zip(
-        prompt_ids, generate(pair, FixedLength(4), prompt_ids, temperature), strict=True
-    ):
+    for prompt, generation in zip(prompt_ids, generate(pair, FixedLength(4), prompt_ids, temperature), strict=True):
         at, unread = 1, len(prompt) + 1
         for r in generation.rounds:
             assert (r.anchor, r.context, r.backlog) == (at, len(prompt) + at, unread)
@@ -142,17 +132,13 @@ def test_the_records_add_up(pair: Pair, prompt_ids: list[list[int]], temperature
             assert r.committed == r.accepted + 1 or r is generation.rounds[-1]
             at += r.committed
             unread = (
-                len(prompt)
-                + at
-                - (r.context + min(r.accepted, r.drafted - 1) if r.drafted else r.context - r.backlog)
+                len(prompt) + at - (r.context + min(r.accepted, r.drafted - 1) if r.drafted else r.context - r.backlog)
             )
         assert at == len(generation.tokens)
         assert [r.cut for r in generation.rounds[-1:]] in ([True], [])
 
 
-def test_decisions_are_counted_from_the_first_depth_asked(
-    endless_pair: Pair, prompt_ids: list[list[int]]
-) -> None:
+def test_decisions_are_counted_from_the_first_depth_asked(endless_pair: Pair, prompt_ids: list[list[int]]) -> None:
     for policy, expected in (
         (FixedLength(3), 0),
         (ZOO["selecting"], DEPTH - 1),
@@ -178,9 +164,7 @@ def test_a_speculator_keeps_nothing_from_the_text_before(
     speculator = Speculator(pair, ZOO["adaptive"], Settings(0.7, NEW), profile)
     first = [speculator.generate(p, 3) for p in prompt_ids]
     again = [speculator.generate(p, 3) for p in reversed(prompt_ids)][::-1]
-    counts = [
-        [[(r.drafted, r.verified, r.accepted) for r in g.rounds] for g in run] for run in (first, again)
-    ]
+    counts = [[[(r.drafted, r.verified, r.accepted) for r in g.rounds] for g in run] for run in (first, again)]
     assert texts(first) == texts(again)
     assert counts[0] == counts[1]
 
@@ -209,9 +193,7 @@ def test_a_pair_with_a_wider_target_knows_the_common_tokens_only(tokenizer: obje
     assert max(max(g.tokens) for g in generations) < VOCABULARY
 
 
-def test_the_text_under_eager_attention_is_the_same(
-    eager_pair: Pair, pair: Pair, prompt_ids: list[list[int]]
-) -> None:
+def test_the_text_under_eager_attention_is_the_same(eager_pair: Pair, pair: Pair, prompt_ids: list[list[int]]) -> None:
     assert texts(generate(eager_pair, FixedLength(4), prompt_ids, 0.7)) == plain(pair, prompt_ids, 0.7)
 
 

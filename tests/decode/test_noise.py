@@ -87,9 +87,7 @@ def test_no_number_repeats() -> None:
 
 @pytest.mark.parametrize("bits", [0, -1, 1, -(2**63), 2**11, 2**11 - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_bits_give_finite_noise(
-    monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype
-) -> None:
+def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype) -> None:
     monkeypatch.setattr("specstop.decode.noise.mix", lambda value: torch.full_like(value, bits))
     noise = gumbel(0, at(0), 3, dtype)
     assert bool(noise.isfinite().all())

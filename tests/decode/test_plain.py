@@ -11,9 +11,7 @@ from specstop.decode.plain import plain_texts
 
 
 @torch.no_grad()
-def slow_text(
-    pair: Pair, prompt: list[int], key: int, new: int, temperature: float
-) -> tuple[list[int], torch.Tensor]:
+def slow_text(pair: Pair, prompt: list[int], key: int, new: int, temperature: float) -> tuple[list[int], torch.Tensor]:
     text, rows = list(prompt), []
     while len(text) < len(prompt) + new and text[len(prompt) :][-1:] != [EOS]:
         row = pair.target(torch.tensor([text])).logits[0, -1]

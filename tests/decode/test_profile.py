@@ -95,9 +95,7 @@ def test_a_depth_of_one_and_of_none(pair: Pair, clock: list[float]) -> None:
     assert one.low.draft_s[1] == pytest.approx(DRAFT + SECOND, rel=EXACT)
 
 
-def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(
-    pair: Pair, clock: list[float]
-) -> None:
+def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: Pair, clock: list[float]) -> None:
     """At the short context no backlog is long enough to tell it."""
     profile = measure_profile(pair, [p[:3] for p in PROMPTS], depth=DEPTH, new_tokens=60, repeats=2)
     assert profile.high.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
@@ -161,7 +159,13 @@ def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
 
 
 def test_a_decision_is_timed_without_a_model() -> None:
-    for policy in (Confidence(0.4), ZOO["from-anchor"], ZOO["trimming"], ZOO["reads-history"], ZOO["adaptive"]):
+    for policy in (
+        Confidence(0.4),
+        ZOO["from-anchor"],
+        ZOO["trimming"],
+        ZOO["reads-history"],
+        ZOO["adaptive"],
+    ):
         assert 0 < measure_decision(policy, VOCABULARY, 0.7) < 0.1
 
 
@@ -181,9 +185,7 @@ def test_only_missing_decisions_are_measured(profile: Profile) -> None:
     [([], "at least one prompt"), ([[6, 7], []], "none empty"), ([[6] * 60], "no room for 80 new tokens")],
     ids=["no prompt", "an empty prompt", "long prompts"],
 )
-def test_prompts_that_give_no_two_contexts_are_refused(
-    pair: Pair, prompts: list[list[int]], message: str
-) -> None:
+def test_prompts_that_give_no_two_contexts_are_refused(pair: Pair, prompts: list[list[int]], message: str) -> None:
     with pytest.raises(InputError, match=message):
         measure_profile(pair, prompts, depth=2, new_tokens=80, repeats=1)
 

@@ -16,9 +16,7 @@ def make_round(drafted: int, verified: int, accepted: int, cut: bool = False, co
 
 
 GENERATIONS = [
-    Generation(
-        tuple(range(9)), (make_round(4, 4, 2), make_round(3, 2, 2), make_round(2, 2, 1)), 5, 3.0, 10.0
-    ),
+    Generation(tuple(range(9)), (make_round(4, 4, 2), make_round(3, 2, 2), make_round(2, 2, 1)), 5, 3.0, 10.0),
     Generation((1, 2), (make_round(4, 3, 3, cut=True, committed=1),), 5, 4.0, 7.0),
     Generation((1,), (), 5, 1.0, 1.0),
 ]

@@ -11,9 +11,7 @@ from torch import Tensor
 
 def step(depth: int, *probabilities: float) -> DraftStep:
     x = torch.tensor(probabilities).view(-1, 1, 1)
-    return DraftStep(
-        depth, torch.ones(len(x), 1, dtype=torch.bool), torch.zeros(len(x), 1, dtype=torch.int64), x
-    )
+    return DraftStep(depth, torch.ones(len(x), 1, dtype=torch.bool), torch.zeros(len(x), 1, dtype=torch.int64), x)
 
 
 class Answers(StopPolicy):
@@ -42,9 +40,7 @@ def test_an_answer_out_of_contract_is_told_what_was_expected(
 
 
 def test_a_dead_branch_is_never_kept() -> None:
-    dead = DraftStep(
-        1, torch.tensor([[True], [False]]), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1)
-    )
+    dead = DraftStep(1, torch.tensor([[True], [False]]), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1, 1))
     mask, state = checked_keep(Answers((torch.ones(2, 1, dtype=torch.bool), 7)), dead, None)
     assert mask.tolist() == [[True], [False]]
     assert state == 7

@@ -25,9 +25,7 @@ def seconds(profile: Profile, context: float, *counts: int, decision_s: float = 
     return float(out)
 
 
-def slow_seconds(
-    p: Profile, context: float, drafted: int, verified: int, backlog: int, decisions: int
-) -> float:
+def slow_seconds(p: Profile, context: float, drafted: int, verified: int, backlog: int, decisions: int) -> float:
     calls = []
     for table in (p.low, p.high):
         total = table.verify_s[verified]
@@ -45,12 +43,8 @@ def slow_seconds(
     "counts",
     [(0, 0, 1, 0), (0, 0, 9, 1), (1, 1, 1, 1), (1, 0, 2, 1), (4, 4, 1, 4), (5, 2, 2, 5), (6, 6, 31, 6)],
 )
-def test_a_round_costs_the_sum_of_its_parts(
-    profile: Profile, context: float, counts: tuple[int, ...]
-) -> None:
-    assert seconds(profile, context, *counts) == pytest.approx(
-        slow_seconds(profile, context, *counts), rel=EXACT
-    )
+def test_a_round_costs_the_sum_of_its_parts(profile: Profile, context: float, counts: tuple[int, ...]) -> None:
+    assert seconds(profile, context, *counts) == pytest.approx(slow_seconds(profile, context, *counts), rel=EXACT)
 
 
 def test_rounds_of_many_streams_are_those_of_each(profile: Profile) -> None:
@@ -79,9 +73,7 @@ def test_one_context_length_serves_all(profile: Profile) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("depth", [None, 1, 4])
-def test_chain_costs_are_round_seconds_of_each_length(
-    profile: Profile, first: int, depth: int | None
-) -> None:
+def test_chain_costs_are_round_seconds_of_each_length(profile: Profile, first: int, depth: int | None) -> None:
     costs = profile.chain_costs(27.5, 6e-5, first, depth)
     deepest = profile.max_depth if depth is None else depth
     expected = []

@@ -68,9 +68,7 @@ def test_a_feature_is_what_its_definition_says_and_within_its_range(name: str, t
     rows = example(temperature)
     (column,) = compute([name], rows).unbind(-1)
     assert column.dtype == torch.float32
-    assert column.tolist() == pytest.approx(
-        [reference(name, rows, i) for i in range(ROWS)], abs=FLOAT32, rel=FLOAT32
-    )
+    assert column.tolist() == pytest.approx([reference(name, rows, i) for i in range(ROWS)], abs=FLOAT32, rel=FLOAT32)
     assert FEATURES[name].low <= float(column.min()) <= float(column.max()) <= FEATURES[name].high
 
 

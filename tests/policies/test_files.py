@@ -112,9 +112,7 @@ def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_is_kept_emptied_or_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("1")
-    with pytest.raises(
-        InputError, match=r"--out: the folder .* is not empty; choose another, or pass --overwrite"
-    ):
+    with pytest.raises(InputError, match=r"--out: the folder .* is not empty; choose another, or pass --overwrite"):
         claim_folder(tmp_path)
     claim_folder(tmp_path, resume=True)
     assert names(tmp_path) == ["x"]

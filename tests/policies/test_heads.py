@@ -254,9 +254,7 @@ def test_calibration_is_monotone_and_between_0_and_1(calibrate: Calibrator) -> N
 
 def test_temperature_divides_the_logit() -> None:
     x = torch.tensor([-3.0, 0.0, 2.0])
-    assert Calibrator("temperature", 2.0)(x).tolist() == pytest.approx(
-        [1 / (1 + math.exp(-v / 2)) for v in x.tolist()]
-    )
+    assert Calibrator("temperature", 2.0)(x).tolist() == pytest.approx([1 / (1 + math.exp(-v / 2)) for v in x.tolist()])
     assert Calibrator()(x).tolist() == pytest.approx([1 / (1 + math.exp(-v)) for v in x.tolist()])
 
 

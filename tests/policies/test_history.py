@@ -12,9 +12,7 @@ NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
 
 def outcome(active: list[bool], verified: list[int], accepted: list[int], cut: list[bool]) -> RoundOutcome:
     counts = [torch.tensor(x) for x in (verified, verified, accepted)]
-    return RoundOutcome(
-        torch.tensor(active), *counts, torch.tensor(cut), torch.zeros(len(active), dtype=torch.float64)
-    )
+    return RoundOutcome(torch.tensor(active), *counts, torch.tensor(cut), torch.zeros(len(active), dtype=torch.float64))
 
 
 def test_running_means_are_those_of_a_slow_loop() -> None:
@@ -37,9 +35,7 @@ def test_running_means_are_those_of_a_slow_loop() -> None:
             weights = [PAST_WEIGHT ** (len(seen) - 1 - i) for i in range(len(seen))]
             mean = sum(w * a for w, (a, _) in zip(weights, seen, strict=True)) / sum(weights)
             full = sum(w * (a == k) for w, (a, k) in zip(weights, seen, strict=True)) / sum(weights)
-            assert history.values(NAMES)[s].tolist() == pytest.approx(
-                [mean, full, *seen[-1]], rel=1e-5, abs=1e-6
-            )
+            assert history.values(NAMES)[s].tolist() == pytest.approx([mean, full, *seen[-1]], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("active", "cut"), [(False, False), (True, True), (False, True)])
@@ -52,7 +48,5 @@ def test_a_cut_round_or_none_changes_nothing(active: bool, cut: bool) -> None:
 
 def test_values_come_in_the_order_asked_for() -> None:
     history = History.start(2).after(outcome([True, True], [4, 2], [1, 2], [False, False]))
-    assert history.values(("last_verified", "mean_full")).flatten().tolist() == pytest.approx(
-        [4.0, 0.0, 2.0, 1.0]
-    )
+    assert history.values(("last_verified", "mean_full")).flatten().tolist() == pytest.approx([4.0, 0.0, 2.0, 1.0])
     assert history.values(()).shape == (2, 0)

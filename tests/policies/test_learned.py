@@ -132,7 +132,9 @@ def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
     )
 
 
-@pytest.mark.parametrize("rule", [Derived([0.1, 0.2]), Derived([0.1], 1), Threshold("step", 0.4), Threshold("survival", 0.2)])
+@pytest.mark.parametrize(
+    "rule", [Derived([0.1, 0.2]), Derived([0.1], 1), Threshold("step", 0.4), Threshold("survival", 0.2)]
+)
 @pytest.mark.parametrize("kind", list(HEADS))
 def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
     policy = learned(kind, rule)

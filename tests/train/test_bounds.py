@@ -17,9 +17,7 @@ from zoo import ZOO
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_no_replayed_policy_is_faster(
-    traces: dict[float, Trace], profile: Profile, temperature: float
-) -> None:
+def test_no_replayed_policy_is_faster(traces: dict[float, Trace], profile: Profile, temperature: float) -> None:
     arrays = trace_arrays(traces[temperature])
     bound = clairvoyant_seconds(arrays, profile)
     for policy in [*ZOO.values(), FixedLength(2), FixedLength(3)]:
@@ -32,13 +30,10 @@ def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     depth = 3
     costs = torch.rand(2, depth + 1, generator=generator, dtype=torch.float64) + 0.5
-    low, high = (
-        CostTable(c, (0.1, 0.2), 0.0, tuple(v.tolist())) for c, v in zip((8.0, 20.0), costs, strict=True)
-    )
+    low, high = (CostTable(c, (0.1, 0.2), 0.0, tuple(v.tolist())) for c, v in zip((8.0, 20.0), costs, strict=True))
     profile = Profile(low, high, 0.01, 0.05, (0.5, 0.01))
     accepted = [
-        [min(int(torch.randint(0, depth + 1, (), generator=generator)), n - t) for t in range(n)]
-        for n in (1, 4, 6)
+        [min(int(torch.randint(0, depth + 1, (), generator=generator)), n - t) for t in range(n)] for n in (1, 4, 6)
     ]
 
     @functools.cache
@@ -53,9 +48,7 @@ def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
         return min(cost(8 + t, k) + best(lengths, t + min(lengths[t], k) + 1) for k in range(depth + 1))
 
     expected = [best(lengths, 0) + 0.5 + 7 * 0.01 for lengths in accepted]
-    assert clairvoyant_seconds(made_trace(accepted, depth), profile).tolist() == pytest.approx(
-        expected, abs=1e-9
-    )
+    assert clairvoyant_seconds(made_trace(accepted, depth), profile).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_perfect_draft_makes_the_bound_that_of_the_best_fixed_length() -> None:
@@ -73,9 +66,7 @@ def test_no_policy_is_faster_where_a_step_reads_two_tokens_cheaper_than_one() ->
     assert replay(arrays, FixedLength(3), profile).seconds >= clairvoyant_seconds(arrays, profile) - 1e-9
 
 
-def test_the_bound_of_a_text_does_not_depend_on_the_others(
-    traces: dict[float, Trace], profile: Profile
-) -> None:
+def test_the_bound_of_a_text_does_not_depend_on_the_others(traces: dict[float, Trace], profile: Profile) -> None:
     arrays = trace_arrays(traces[0.7], [])
     whole = clairvoyant_seconds(arrays, profile)
     assert torch.allclose(clairvoyant_seconds(arrays.subset([4, 1]), profile), whole[[4, 1]], rtol=1e-12)

@@ -97,9 +97,7 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
     assert 0.001 < spread.high - spread.low < 1
 
 
-def test_counts_are_those_of_the_replay(
-    report: Report, sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
+def test_counts_are_those_of_the_replay(report: Report, sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     played = replay(trace_arrays(sides[1]), FixedLength(2), full_profile)
     line = report.line("fixed:2")
     rounds = len(played.log)
@@ -147,7 +145,9 @@ def test_an_interval_is_as_wide_as_prompts_vary(sides: tuple[Trace, Trace], full
     """Against the delta method on the ratio of sums; 12 prompts and 2,000 replicates agree within a third."""
     arrays = trace_arrays(sides[1])
     tokens = arrays.text_tokens.double().numpy()
-    seconds = [replay(arrays, policy, full_profile).seconds.numpy() for policy in (Confidence(0.4, DEPTH), FixedLength(0))]
+    seconds = [
+        replay(arrays, policy, full_profile).seconds.numpy() for policy in (Confidence(0.4, DEPTH), FixedLength(0))
+    ]
     value = seconds[1].sum() / seconds[0].sum()
     residual = (seconds[1] - value * seconds[0]) / seconds[0].mean()
     width = 2 * 1.96 * residual.std() / len(tokens) ** 0.5
@@ -212,7 +212,11 @@ def test_a_folder_in_use_is_refused_or_replaced(
     ],
 )
 def test_a_policy_trained_for_something_else_is_warned_of(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, changes: dict[str, object], what: str
+    sides: tuple[Trace, Trace],
+    full_profile: Profile,
+    learned: LearnedPolicy,
+    changes: dict[str, object],
+    what: str,
 ) -> None:
     policy = learned.with_rule(learned.rule)
     policy.facts = dataclasses.replace(learned.facts, **changes)

@@ -66,7 +66,13 @@ def slow_rows(trace: TraceArrays, length: int) -> Iterator[Slow]:
                     break
                 here = {n: float(trace.columns[n][row, depth - 1]) if depth else 0.0 for n in ("top1", "depth")}
                 features = [{**known, **here}[name] for name in MIXED]
-                yield features, depth, accepted >= depth, accepted > depth, accepted >= depth and depth < DEPTH
+                yield (
+                    features,
+                    depth,
+                    accepted >= depth,
+                    accepted > depth,
+                    accepted >= depth and depth < DEPTH,
+                )
             past.append(min(accepted, length))
             anchor += min(accepted, length) + 1
 
@@ -97,15 +103,17 @@ def test_cut_rounds_are_left_out(trace: TraceArrays, profile: Profile) -> None:
     assert visited.history.shape == (len(visited.row), len(HISTORY_FEATURES))
 
 
-def test_conditional_acceptance_counts_the_rounds_that_came_so_far(
-    trace: TraceArrays, profile: Profile
-) -> None:
+def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceArrays, profile: Profile) -> None:
     visited = visits(trace, [replay(trace, FixedLength(2), profile)])
     lengths = trace.accepted[visited.row].tolist()
     expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, DEPTH + 1)]
     assert conditional_acceptance(trace, visited) == pytest.approx(expected)
     never = made_trace([[1] * 9], DEPTH)
-    assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (1.0, 0.0, 0.0)
+    assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (
+        1.0,
+        0.0,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

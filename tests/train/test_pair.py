@@ -109,16 +109,12 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_progress_counts_every_step(tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
-    make_pair(
-        documents(), TINY, tmp_path / "pair", lambda task, done, total: calls.append((task, done, total))
-    )
+    make_pair(documents(), TINY, tmp_path / "pair", lambda task, done, total: calls.append((task, done, total)))
     assert [done for _, done, _ in calls] == list(range(TINY.steps + TINY.own_steps + 1))
     assert {(task, total) for task, _, total in calls} == {("demo pair", TINY.steps + TINY.own_steps)}
 
 
-def test_a_build_leaves_torch_as_it_was_and_prints_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_leaves_torch_as_it_was_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(3)
     before = (torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype())
     make_pair(documents(), TINY, tmp_path / "pair")
@@ -141,9 +137,7 @@ def test_parameters_counts_what_is_saved(built: Path) -> None:
         assert sum(value.numel() for value in weights.values()) == count
 
 
-def test_the_demo_pair_is_built_once_and_again_when_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_pair_is_built_once_and_again_when_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(RECIPES, "small", TINY)
     monkeypatch.setattr(module, "stdlib_documents", documents)
@@ -190,8 +184,7 @@ def test_records_and_folders_are_read(tmp_path: Path) -> None:
 
 def test_held_out_records_give_their_whole_prompt(tmp_path: Path) -> None:
     found = [
-        Document(document.name, document.text, document.group, f"prompt of {document.name}")
-        for document in documents()
+        Document(document.name, document.text, document.group, f"prompt of {document.name}") for document in documents()
     ]
     make_pair(found, TINY, tmp_path / "pair")
     for record in records(tmp_path / "pair" / "prompts-test.jsonl"):

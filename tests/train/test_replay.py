@@ -39,8 +39,7 @@ def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile
         if (policy.name, temperature) not in done:
             speculator = Speculator(pair, policy, Settings(temperature, NEW), profile)
             done[policy.name, temperature] = [
-                speculator.generate(ids, stream_key(0, p.id))
-                for p, ids in zip(prompts, prompt_ids, strict=True)
+                speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)
             ]
         return done[policy.name, temperature]
 
@@ -66,9 +65,7 @@ def test_rounds_are_those_of_the_live_loop(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize(
-    "name", ["fixed:0", "fixed:4", "confidence:0.4", "trimming", "from-anchor", "adaptive"]
-)
+@pytest.mark.parametrize("name", ["fixed:0", "fixed:4", "confidence:0.4", "trimming", "from-anchor", "adaptive"])
 def test_seconds_are_those_of_the_live_rounds_under_the_profile(
     arrays: dict[float, TraceArrays], live: Live, profile: Profile, name: str, temperature: float
 ) -> None:
@@ -92,9 +89,7 @@ def test_sums_are_those_of_the_log(arrays: dict[float, TraceArrays], profile: Pr
     assert replayed.block_efficiency == pytest.approx(float(replayed.committed.sum()) / len(replayed.log))
 
 
-def test_a_sequence_is_replayed_alike_in_any_company(
-    arrays: dict[float, TraceArrays], profile: Profile
-) -> None:
+def test_a_sequence_is_replayed_alike_in_any_company(arrays: dict[float, TraceArrays], profile: Profile) -> None:
     for name in ("reads-history", "adaptive", "trimming", "randomised"):
         whole = replay(arrays[0.7], ZOO[name], profile)
         part = replay(arrays[0.7].subset([5, 2]), ZOO[name], profile)
@@ -176,25 +171,18 @@ def test_a_policy_the_trace_cannot_answer_is_refused(
         replay(arrays[0.0], policy, profile)
 
 
-def test_a_profile_that_ends_above_the_policy_is_refused(
-    arrays: dict[float, TraceArrays], profile: Profile
-) -> None:
+def test_a_profile_that_ends_above_the_policy_is_refused(arrays: dict[float, TraceArrays], profile: Profile) -> None:
     import dataclasses
 
     short = dataclasses.replace(
         profile,
-        **{
-            side: dataclasses.replace(getattr(profile, side), verify_s=(1.0, 2.0, 3.0))
-            for side in ("low", "high")
-        },
+        **{side: dataclasses.replace(getattr(profile, side), verify_s=(1.0, 2.0, 3.0)) for side in ("low", "high")},
     )
     with pytest.raises(TraceError, match="the profile ends at 2"):
         replay(arrays[0.0], FixedLength(3), short)
 
 
-def test_a_feature_that_was_not_recorded_is_refused_by_name(
-    traces: dict[float, Trace], profile: Profile
-) -> None:
+def test_a_feature_that_was_not_recorded_is_refused_by_name(traces: dict[float, Trace], profile: Profile) -> None:
     few = trace_arrays(traces[0.7], ["entropy"])
     with pytest.raises(TraceError, match="no feature 'drawn_prob'"):
         replay(few, Confidence(0.4, DEPTH), profile)

@@ -132,7 +132,7 @@ def test_a_folder_in_use_is_refused_or_replaced(
     out = tmp_path / "p"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    with pytest.raises(InputError, match="not empty.*--overwrite"):
+    with pytest.raises(InputError, match=r"not empty.*--overwrite"):
         train(sides[0], full_profile, out=out)
     assert (out / "mine.txt").read_text() == "keep"
     train(sides[0], full_profile, out=out, overwrite=True)

@@ -13,7 +13,15 @@ from specstop.policies.rules import Derived, derived_thresholds
 from specstop.train.data import TraceArrays, trace_arrays
 from specstop.train.replay import replay
 from specstop.train.run import train
-from specstop.train.tune import LOOK_AHEAD, THRESHOLDS, best_of, fixed_grid, solve_rate, tune_confidence, typical_context
+from specstop.train.tune import (
+    LOOK_AHEAD,
+    THRESHOLDS,
+    best_of,
+    fixed_grid,
+    solve_rate,
+    tune_confidence,
+    typical_context,
+)
 from zoo import DEPTH
 
 
@@ -53,18 +61,14 @@ def test_dear_drafts_shorten_the_best_fixed_length(arrays: TraceArrays, profile:
 
 
 def test_a_profile_that_ends_above_the_trace_limits_the_grid(arrays: TraceArrays, profile: Profile) -> None:
-    low, high = (
-        dataclasses.replace(t, verify_s=t.verify_s[:3]) for t in (profile.low, profile.high)
-    )
+    low, high = (dataclasses.replace(t, verify_s=t.verify_s[:3]) for t in (profile.low, profile.high))
     short = dataclasses.replace(profile, low=low, high=high)
     assert [r.name for r in fixed_grid(arrays, short)] == ["fixed:0", "fixed:1", "fixed:2"]
     assert tune_confidence(arrays, short).max_depth == 2
 
 
 @pytest.mark.parametrize("factor", [0.2, 1.0])
-def test_the_tuned_confidence_is_the_fastest_threshold(
-    arrays: TraceArrays, profile: Profile, factor: float
-) -> None:
+def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, profile: Profile, factor: float) -> None:
     costs = dear(profile, factor)
     rates = {t: replay(arrays, Confidence(t, DEPTH), costs).rate for t in THRESHOLDS}
     tuned = tune_confidence(arrays, costs)

@@ -1,0 +1,268 @@
+"""What a user can mend: exit code 2 and one line on standard error, whatever the command."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Answer, cli, files
+from conftest import build_model, make_prompts
+from specstop.collect.store import Trace, open_trace
+from specstop.policies.costs import Profile
+from specstop.policies.folder import load_policy_folder
+from specstop.train.run import train
+from transformers import PreTrainedTokenizerFast
+
+
+class Place:
+    """Good inputs in one folder, to be spoiled one at a time."""
+
+    def __init__(self, folder: Path, pair: Path, traces: tuple[Trace, Trace]) -> None:
+        self.folder = folder
+        self.pair = ["--target", pair / "target", "--draft", pair / "draft"]
+        self.target, self.draft = pair / "target", pair / "draft"
+        self.fit, self.held = (trace.folder for trace in traces)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.folder / name
+
+    def write(self, name: str, text: str) -> Path:
+        (self / name).write_text(text)
+        return self / name
+
+    def copy(self, path: Path, name: str) -> Path:
+        shutil.rmtree(self / name, ignore_errors=True)
+        return shutil.copytree(path, self / name)
+
+    @property
+    def collect(self) -> list[object]:
+        return ["collect", *self.pair, "--prompts", self / "prompts.jsonl", "--depth", 2, "--max-new-tokens", 4,
+                "--out", self / "new"]  # fmt: skip
+
+    @property
+    def train(self) -> list[object]:
+        return ["train", "--traces", self.fit, "--profile", self / "profile.json", "--out", self / "new"]
+
+    @property
+    def evaluate(self) -> list[object]:
+        return ["evaluate", "--traces", self.held, "--profile", self / "profile.json", "--out", self / "new"]
+
+    @property
+    def decode(self) -> list[object]:
+        return ["decode", "w7 w8", *self.pair, "--max-new-tokens", 4]
+
+    @property
+    def profile(self) -> list[object]:
+        return ["profile", *self.pair, "--prompts", self / "prompts.jsonl", "--depth", 2, "--repeats", 1,
+                "--out", self / "new"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, pair_folder: Path, sides: tuple[Trace, Trace], full_profile: Profile,
+    tokenizer: PreTrainedTokenizerFast,
+) -> Place:  # fmt: skip
+    here = Place(tmp_path_factory.mktemp("place"), pair_folder, sides)
+    here.write("prompts.jsonl", "\n".join(json.dumps({"prompt": p.text}) for p in make_prompts(5, "e", 30)))
+    full_profile.save(here / "profile.json")
+    train(sides[0], full_profile, out=here / "policy")
+    build_model(vocab_size=40).save_pretrained(here / "narrow")
+    tokenizer.save_pretrained(here / "narrow")
+    build_model(vocab_size=49).save_pretrained(here / "wide")
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["extra"])
+    other.save_pretrained(here / "wide")
+    here.write("empty.jsonl", "\n \n")
+    here.write("broken.jsonl", '{"prompt": "w7"}\n\n{"prompt": "w8"\n')
+    here.write("typo.yaml", "dpeth: 3\n")
+    here.write("list.yaml", "- 3\n")
+    here.write("noyaml.yaml", "a: [1\n")
+    here.write("other.yaml", "command: decode\ndepth: 3\n")
+    here.write("profile.txt", "{}")
+    (here / "full").mkdir()
+    here.write("full/mine.txt", "mine")
+    return here
+
+
+def changed_weights(place: Place) -> Path:
+    folder = place.copy(place / "policy", "changed")
+    raw = bytearray((folder / "weights.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (folder / "weights.safetensors").write_bytes(raw)
+    return folder
+
+
+def other_schema(place: Place) -> Path:
+    folder = place.copy(place.held, "schema")
+    raw = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps({**raw, "schema": 7}))
+    return folder
+
+
+Arguments = Callable[[Place], list[object]]
+
+BAD: dict[str, tuple[Arguments, str]] = {
+    "no target folder": (
+        lambda p: ["collect", "--target", p / "nowhere", "--draft", p.draft, "--prompts", p / "prompts.jsonl",
+                   "--out", p / "new"],
+        "nowhere does not exist",
+    ),
+    "no draft folder": (
+        lambda p: ["decode", "w7", "--target", p.target, "--draft", p / "nowhere"], "nowhere does not exist",
+    ),
+    "different vocabularies": (
+        lambda p: ["decode", "w7", "--target", p.target, "--draft", p / "wide"], "must share one tokenizer",
+    ),
+    "a draft of fewer rows": (
+        lambda p: ["decode", "w7", "--target", p.target, "--draft", p / "narrow"], "the models score only 40",
+    ),
+    "only a target": (lambda p: ["decode", "w7", "--target", p.target], "both --target and --draft"),
+    "only a draft": (
+        lambda p: ["profile", "--draft", p.draft, "--out", p / "new"], "both --target and --draft",
+    ),
+    "no prompt file": (lambda p: [*p.collect, "--prompts", p / "none.jsonl"], "none.jsonl does not exist"),
+    "an empty prompt file": (lambda p: [*p.collect, "--prompts", p / "empty.jsonl"], "empty.jsonl is empty"),
+    "a broken prompt line": (lambda p: [*p.collect, "--prompts", p / "broken.jsonl"], "broken.jsonl, line 3: invalid JSON"),
+    "no prompts for a pair": (lambda p: ["collect", *p.pair, "--out", p / "new"], "--prompts: expected a JSON Lines file"),
+    "prompts twice": (lambda p: [*p.decode, "--prompts", p / "prompts.jsonl"], "not both"),
+    "a prompt too long": (lambda p: [*p.collect, "--max-new-tokens", 126], "expected 1 to"),
+    "no limit": (lambda p: [*p.collect, "--limit", 0], "--limit: expected 1 or more"),
+    "depth 0": (lambda p: [*p.collect, "--depth", 0], "--depth: expected 1 or more"),
+    "a temperature below 0": (lambda p: [*p.decode, "--temperature", -1], "--temperature: expected 0 or more"),
+    "an unknown data type": (lambda p: [*p.decode, "--dtype", "float31"], "float31"),
+    "an unknown device": (lambda p: [*p.decode, "--device", "gpu"], "gpu"),
+    "no repeats": (lambda p: [*p.profile, "--repeats", 0], "--repeats: expected 1 or more"),
+    "an unknown policy": (lambda p: [*p.decode, "--policy", "confidense:0.4"], "did you mean 'confidence'?"),
+    "an unknown policy to evaluate": (lambda p: [*p.evaluate, "--policy", "fixd:4"], "did you mean 'fixed'?"),
+    "no policy folder": (lambda p: [*p.decode, "--policy", p / "nowhere"], "nowhere does not exist"),
+    "a policy without a number": (lambda p: [*p.decode, "--policy", "fixed:x"], "expected a number after the colon"),
+    "a policy with changed weights": (lambda p: [*p.evaluate, "--policy", changed_weights(p)], "checksum differs"),
+    "changed weights in info": (lambda p: ["info", changed_weights(p)], "checksum differs"),
+    "one policy twice": (lambda p: [*p.evaluate, "--policy", "fixed:2", "--policy", "fixed:2"], "two policies are called"),
+    "a trace of another schema": (
+        lambda p: ["evaluate", "--traces", other_schema(p), "--profile", p / "profile.json", "--out", p / "new"],
+        "the trace has schema 7, but this specstop reads schema 1",
+    ),
+    "another schema in info": (lambda p: ["info", other_schema(p)], "schema 7"),
+    "no trace": (
+        lambda p: ["train", "--traces", p / "policy", "--profile", p / "profile.json", "--out", p / "new"], "header.json",
+    ),
+    "shared prompts": (lambda p: [*p.evaluate, "--train-traces", p.held], "split them by prompt"),
+    "no profile to train": (lambda p: [*p.train, "--profile", p / "none.json"], "none.json, which does not exist"),
+    "no profile to evaluate": (lambda p: [*p.evaluate, "--profile", p / "none.json"], "none.json, which does not exist"),
+    "no profile at all": (lambda p: [*p.evaluate, "--profile", p / "profile.txt"], "expected a latency profile"),
+    "an unknown head": (lambda p: [*p.train, "--head", "xgbost"], "did you mean 'xgboost'?"),
+    "an unknown rule": (lambda p: [*p.train, "--rule", "never"], "--rule: expected derived"),
+    "an unknown feature": (lambda p: [*p.train, "--feature", "drawn_porb"], "did you mean 'drawn_prob'?"),
+    "a full folder to collect": (lambda p: [*p.collect, "--out", p / "full"], "choose another, or pass --overwrite"),
+    "a full folder to train": (lambda p: [*p.train, "--out", p / "full"], "not empty"),
+    "a full folder to evaluate": (lambda p: [*p.evaluate, "--out", p / "full"], "not empty"),
+    "a full folder to resume": (lambda p: [*p.collect, "--out", p / "full", "--resume"], "it has no header.json"),
+    "a profile in the way": (lambda p: [*p.profile, "--out", p / "profile.json"], "exists; choose another name"),
+    "a file for a folder": (lambda p: [*p.train, "--out", p / "profile.json"], "is a file"),
+    "no configuration": (lambda p: [*p.collect, "--config", p / "none.yaml"], "none.yaml does not exist"),
+    "an unknown key in a configuration": (
+        lambda p: [*p.collect, "--config", p / "typo.yaml"], "unknown option 'dpeth' (did you mean 'depth'?)",
+    ),
+    "a configuration that is a list": (lambda p: [*p.collect, "--config", p / "list.yaml"], "expected a mapping"),
+    "a configuration that is no YAML": (lambda p: [*p.collect, "--config", p / "noyaml.yaml"], "is not YAML"),
+    "a configuration of another command": (lambda p: [*p.collect, "--config", p / "other.yaml"], "`specstop decode`"),
+    "a setting without a value": (lambda p: [*p.collect, "--set", "depth"], "--set: expected key=value, not 'depth'"),
+    "an unknown setting": (lambda p: [*p.train, "--set", "haed=mlp"], "did you mean 'head'?"),
+    "a setting that is no YAML": (lambda p: [*p.train, "--set", "feature=[top1"], "--set"),
+    "info of nothing": (lambda p: ["info", p / "nowhere"], "is none of them"),
+    "info of a prompt file": (lambda p: ["info", p / "prompts.jsonl"], "prompts.jsonl"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_input_is_one_line_and_exit_code_2(place: Place, name: str) -> None:
+    arguments, message = BAD[name]
+    before = files(place / "full"), files(place / "policy")
+    answer = cli(*arguments(place))
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1, answer.err
+    assert answer.err.startswith("specstop: ")
+    assert message in answer.err
+    assert answer.out == ""
+    assert not [p for p in (place / "new").rglob("*") if p.is_file()], "nothing is written"
+    assert (files(place / "full"), files(place / "policy")) == before
+    shutil.rmtree(place / "new", ignore_errors=True)
+
+
+def good(answer: Answer) -> None:
+    assert answer.code == 0, answer.err
+
+
+def test_overwrite_and_resume_let_a_folder_be_used_again(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for arguments in (place.collect, place.train, place.evaluate):
+        out.mkdir(exist_ok=True)
+        (out / "old.txt").write_text("old")
+        good(cli(*arguments, "--out", out, "--overwrite", "--quiet"))
+        assert not (out / "old.txt").exists()
+    good(cli(*place.collect, "--out", out, "--overwrite", "--quiet"))
+    first = open_trace(out).rows.to_list()
+    good(cli(*place.collect, "--out", out, "--resume", "--quiet"))
+    assert open_trace(out).rows.to_list() == first
+    other = cli(*place.collect, "--out", out, "--resume", "--seed", 4)
+    assert other.code == 2
+    assert "--resume" in other.err
+    assert "another seed" in other.err
+    file = place.write("old.json", "old")
+    good(cli(*place.profile, "--out", file, "--overwrite", "--quiet"))
+    assert Profile.load(file).max_depth == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["collect"], "--out"),
+        (["train", "--out", "x"], "--traces"),
+        (["decode", "--depht", "3"], "--depht"),
+        (["decode", "--depth", "many"], "--depth"),
+        (["polices"], "polices"),
+    ],
+    ids=["no out", "no traces", "unknown option", "no number", "unknown command"],
+)
+def test_what_the_parser_refuses_has_exit_code_2_too(arguments: list[str], word: str) -> None:
+    answer = cli(*arguments)
+    assert answer.code == 2
+    assert word in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_a_warning_is_one_line_on_standard_error(place: Place, tmp_path: Path) -> None:
+    folder = place.copy(place / "policy", "warm")
+    raw = json.loads((folder / "policy.json").read_text())
+    (folder / "policy.json").write_text(json.dumps({**raw, "temperature": 0.3}))
+    assert load_policy_folder(folder).facts.temperature == 0.3
+    answer = cli(*place.evaluate, "--out", tmp_path / "r", "--policy", folder, "--quiet")
+    good(answer)
+    assert answer.err.startswith("warning: logistic was trained for another temperature (0.3)")
+    assert answer.err.count("\n") == 1
+
+
+def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specstop.policies.specs.plugins", interrupt)
+    answer = cli("policies")
+    assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
+
+
+def test_the_version_is_printed() -> None:
+    answer = cli("--version")
+    assert answer.code == 0
+    assert answer.out.startswith("specstop 0.")
+
+
+def test_no_command_shows_the_help() -> None:
+    answer = cli()
+    assert "collect" in answer.out + answer.err
+    assert "evaluate" in answer.out + answer.err

@@ -1,0 +1,71 @@
+"""The demo: every step of the pipeline once, small, and the live comparison."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import make_prompts
+from specstop.collect.store import open_trace
+from specstop.decode.pair import Pair
+from specstop.policies.baselines import FixedLength
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError
+from specstop.policies.folder import load_policy_folder
+from specstop.train.demo import Demo, Sizes, demo
+from specstop.train.live import run_alternating
+from specstop.train.run import HEAD_KINDS
+
+SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3)
+
+
+@pytest.fixture(scope="module")
+def done(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    folder = tmp_path_factory.mktemp("demo")
+    shutil.copytree(pair_folder, folder / "pair")
+    for side, seed in (("train", 21), ("test", 22)):
+        lines = [json.dumps({"id": p.id, "prompt": p.text}) for p in make_prompts(30, side, seed)]
+        (folder / "pair" / f"prompts-{side}.jsonl").write_text("\n".join(lines))
+    return demo(folder / "out", pair=folder / "pair", temperature=0.7, sizes=SIZES)
+
+
+def test_it_leaves_what_every_command_reads(done: Demo) -> None:
+    for side, count in (("train", SIZES.train), ("test", SIZES.test)):
+        header = open_trace(done.folder / f"traces-{side}").header
+        assert (header.prompts, header.depth, header.temperature) == (count, SIZES.depth, 0.7)
+        assert header.max_new_tokens == SIZES.tokens
+    assert Profile.load(done.folder / "profile.json").max_depth == SIZES.depth
+    for kind in HEAD_KINDS:
+        assert load_policy_folder(done.folder / "policies" / kind).head.kind == kind
+    written = json.loads((done.folder / "report" / "report.json").read_text())
+    assert written == json.loads(json.dumps(done.report.to_dict()))
+
+
+def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) -> None:
+    assert {"plain decoding", "best fixed", *HEAD_KINDS} <= {line.name for line in done.report.lines}
+    assert done.live[0].measured == done.live[0].predicted == 1.0
+    assert len(done.live) > 2
+    for line in done.live:
+        assert line.same_text == line.tally.texts == SIZES.live
+        assert line.measured > 0 < line.predicted
+
+
+def test_a_folder_in_use_is_refused(done: Demo) -> None:
+    with pytest.raises(InputError, match="not empty"):
+        demo(done.folder, pair=done.pair, sizes=SIZES)
+
+
+def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    from specstop.decode.loop import Settings
+
+    calls: list[tuple[str, int, int]] = []
+    prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
+    rows = run_alternating(
+        pair, prompts, [FixedLength(0), FixedLength(2)], Settings(0.7, 10), progress=lambda *call: calls.append(call)
+    )
+    assert [len(row) for row in rows] == [3, 3]
+    assert [g.tokens for g in rows[0]] == [g.tokens for g in rows[1]]
+    assert all(r.drafted == 0 for g in rows[0] for r in g.rounds)
+    assert calls == [("live", i, 3) for i in (1, 2, 3)]
