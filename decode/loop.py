@@ -7,7 +7,6 @@ tokens that equal the target's own are committed, with one more of the target's.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -16,34 +15,23 @@ from torch import Tensor
 
 from ..policies.baselines import FixedLength
 from ..policies.contract import (
-    DraftStep,
     DraftTree,
     RoundOutcome,
     State,
     StopPolicy,
-    checked_keep,
     checked_select,
 )
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError, SpecstopWarning
-from ..policies.features import Layout, Rows, compute
+from ..policies.features import Rows, compute
 from ..policies.history import History
+from ..policies.single import Row
 from .cache import CachedModel
+from .decide import Decider
 from .noise import KeyedSource, Source, match_scores
 from .pair import Pair
 from .records import Generation, Round
 from .settings import Chain, Settings, Stopwatch, Text
-
-
-def draft_step(depth: int, features: Tensor) -> DraftStep:
-    """Return the step of one stream with one branch, from its features [1, F]."""
-    alive, parent = _single_branch(features.device)
-    return DraftStep(depth, alive, parent, features[:, None])
-
-
-@functools.cache
-def _single_branch(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.ones(1, 1, dtype=torch.bool, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
 
 
 class Speculator:
@@ -72,7 +60,7 @@ class Speculator:
             raise PolicyError(f"{policy.name}: reads {', '.join(policy.vectors)}; this loop hands over scalars only")
         self.pair, self.policy, self.settings, self.profile = pair, policy, settings or Settings(), profile
         self._depth = min(self.settings.max_depth, policy.max_depth)
-        self._layout = Layout(policy.features)
+        self._decider = Decider(policy, pair.device)
         self._padded = profile.padded() if profile else ()
         self._source = source or self._keyed
         self._target = self._draft = CachedModel(pair.target, 0, pair.vocabulary)
@@ -134,8 +122,10 @@ class Speculator:
     def _reserve(self, tokens: int) -> None:
         """Empty both caches, with room for `tokens` and a round beyond them."""
         capacity = tokens + max(self._depth, len(self._padded)) + 1
+        self._readable = capacity
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft)):
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or capacity
+            self._readable = min(self._readable, limit)
             if tokens > limit:
                 raise InputError(
                     f"prompt and new tokens are {tokens} together, but the {role} reads at most {limit}; "
@@ -164,7 +154,7 @@ class Speculator:
         accepted, committed = self._commit(text, verified, own, logits)
         cut = text.ended or chain.capped
         watch.start()
-        if self._layout.history and not cut:
+        if self._decider.layout.history and not cut:
             counts = torch.tensor([[accepted], [len(verified)]], device=self.pair.device)
             text.history = text.history.after(counts[0], counts[1])
         if type(self.policy).observe is not StopPolicy.observe:
@@ -194,9 +184,8 @@ class Speculator:
         chain = Chain([])
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
         base: Tensor | None = None
-        logprob = text.anchor_row.new_zeros(1)
         unread = text.tokens[self._draft.length :]
-        rows: Rows | None = None
+        row: Rows | Row | None = None
         for depth in range(self._depth + 1):
             if depth == min(allowed, self._depth):
                 chain.capped = depth < self._depth
@@ -204,7 +193,7 @@ class Speculator:
             if depth >= self.policy.first:
                 watch.start()
                 base = self._base(text) if base is None else base
-                go_on = self._decide(text, depth, base, rows)
+                go_on = self._decide(text, depth, base, row)
                 chain.decisions += 1
                 watch.lap("policy")
                 if not go_on:
@@ -215,11 +204,10 @@ class Speculator:
             watch.lap("draft" if depth else "first")
             position = len(text.tokens) + depth
             scores = self._scores(logits, text.source, position, 1)
-            token = scores.argmax(-1)
-            if rows is not None and rows.parent_logprob is not None and "path_logprob" in self._layout.node:
-                logprob = rows.path_logprob
-            rows = Rows(logits, self.settings.temperature, scores, token, logprob, depth + 1)
-            unread = [int(token)]
+            drawn = scores.argmax(-1)
+            unread = [int(drawn)]
+            temperature = self.settings.temperature
+            row = self._decider.row(logits, temperature, scores, drawn, unread[0], row, depth + 1)
             chain.tokens.append(unread[0])
             if unread[0] in self._eos:
                 chain.capped = True
@@ -228,23 +216,21 @@ class Speculator:
 
     def _base(self, text: Text) -> Tensor:
         """Return [1, F], the columns that are known before drafting."""
-        layout = self._layout
+        layout = self._decider.layout
         history = text.history.values(layout.history)
         if not layout.anchor:
             return history
         anchor = Rows(text.anchor_row, tokens=torch.tensor([text.tokens[-1]], device=text.anchor_row.device))
         return layout.base(compute(layout.anchor, anchor), history)
 
-    def _decide(self, text: Text, depth: int, base: Tensor, rows: Rows | None) -> bool:
+    def _decide(self, text: Text, depth: int, base: Tensor, row: Rows | Row | None) -> bool:
         """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
-        nodes = None if rows is None else compute(self._layout.node, rows)
-        features = self._layout.step(base, nodes)
         try:
-            keep, text.policy_state = checked_keep(self.policy, draft_step(depth, features), text.policy_state)
+            keep, text.policy_state = self._decider(depth, base, row, text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
             return depth < self.settings.fallback
-        return bool(keep)
+        return keep
 
     def _fail(self, text: Text, error: Exception) -> None:
         """Warn once and go on with the fixed fallback length."""
@@ -257,7 +243,7 @@ class Speculator:
             )
         self._warned = True
         self.policy = FixedLength(self.settings.fallback)
-        self._layout = Layout(())
+        self._decider = Decider(self.policy, self.pair.device)
         text.policy_state = None
         self._carried = None
 
@@ -278,12 +264,17 @@ class Speculator:
     def _verify(self, text: Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
         """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""
         read = [text.tokens[-1], *proposed]
-        padding = self._padded[len(proposed)] - len(proposed) if len(proposed) < len(self._padded) else 0
+        padding = self._padding(len(text.tokens), len(proposed))
         watch.start()
         logits = self._target.read(torch.tensor([read + read[-1:] * padding], device=self.pair.device))[0, : len(read)]
         watch.lap("verify")
         own = self._scores(logits, text.source, len(text.tokens), len(proposed) + 1).argmax(-1).tolist()
         return own, logits
+
+    def _padding(self, context: int, proposed: int) -> int:
+        """Return how many tokens to fill a verification up with: a larger one may be cheaper."""
+        size = self._padded[proposed] if proposed < len(self._padded) else proposed
+        return size - proposed if context + size <= self._readable else 0
 
     def _commit(self, text: Text, proposed: list[int], own: list[int], logits: Tensor) -> tuple[int, int]:
         """Append the accepted tokens and the target's next one, cut at EOS or the limit; roll both caches back.

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
-from ..policies.features import Layout, Rows, compute
 from ..policies.progress import Progress, silent
-from .loop import Speculator, draft_step
+from .decide import Decider
+from .loop import Speculator
 from .noise import mix
 from .pair import Pair
 from .records import Generation, Round
 from .settings import Settings, Stopwatch
 
 DECISIONS = 200
+SCRATCH = 1536
 
 
 class Scripted(StopPolicy):
@@ -145,26 +146,28 @@ def measure_decision(
 ) -> float:
     """Return the median seconds of one decision at depth 1, features included, for one stream.
 
-    It needs no model: the logits are random, as wide as the pair's. Measured as the loop does it, a row at a time.
+    It needs no model: the logits are random, as wide as the pair's, and a large matrix product before each decision
+    clears the processor's caches as a model call does.
     """
     generator = torch.Generator().manual_seed(0)
-    layout, key = Layout(policy.features), torch.zeros(1, dtype=torch.int64, device=device)
-    base = torch.zeros(1, len(layout.anchor) + len(layout.history), device=device)
+    key, scratch = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(SCRATCH, SCRATCH, device=device)
+    decide = Decider(policy, torch.device(device))
+    base = torch.zeros(1, len(decide.layout.anchor) + len(decide.layout.history), device=device)
     state = policy.start(1, key)
+    watch = Stopwatch(scratch.device)
     seconds = []
     for _ in range(DECISIONS):
         logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
-        token = logits.argmax(-1)
-        rows = Rows(logits, temperature, logits, token, logits.new_zeros(1), 1)
+        drawn = logits.argmax(-1)
         if policy.first == 0:
-            _, state = policy.keep(draft_step(0, layout.step(base)), state)
-        watch = Stopwatch(logits.device)
+            _, state = decide(0, base, None, state)
+        scratch @ scratch[:8].T
+        before = watch.laps["policy"]
         watch.start()
-        features = layout.step(base, compute(layout.node, rows))
-        keep, state = checked_keep(policy, draft_step(1, features), state)
-        bool(keep)
+        row = decide.row(logits, temperature, logits, drawn, int(drawn), None, 1)
+        _, state = decide(1, base, row, state)
         watch.lap("policy")
-        seconds.append(watch.laps["policy"])
+        seconds.append(watch.laps["policy"] - before)
     return statistics.median(seconds)
 
 
@@ -202,8 +205,9 @@ def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round]) -> CostT
 
     one = _median([r.draft_s / (r.drafted - 1) for r in rounds if r.drafted > 1]) or first_steps(1)
     two = first_steps(2) or one
-    long = [(r.backlog, r.first_draft_s) for r in rounds if r.drafted and r.backlog > 8]
-    slope = _median([(seconds - two) / (backlog - 2) for backlog, seconds in long])
+    long = [[(r.first_draft_s - two) / (r.backlog - 2) for r in some if r.drafted and r.backlog > 8]
+            for some in (rounds, every)]
+    slope = _median(long[0] or long[1])
     context = _median([float(r.context) for r in rounds])
     verify = tuple(verifications(n) for n in range(depth + 1))
     return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from .contract import DraftStep, State, StopPolicy
 from .errors import PolicyError
+from .single import Array
 
 
 class FixedLength(StopPolicy):
@@ -46,3 +48,7 @@ class Confidence(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches whose token is likely enough."""
         return step.alive & (step.features[..., 0] >= self.threshold), state
+
+    def keep_one(self, depth: int, features: Array, state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`."""
+        return bool(features[0] >= np.float32(self.threshold)), state

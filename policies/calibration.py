@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import math
+
 import torch
 from torch import Tensor
 
@@ -37,6 +40,18 @@ class Calibrator:
         self._bounds, self._start, self._level, self._slope = (
             _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
         )
+
+        self._steps = [piece.tolist() for piece in (self._bounds, self._start, self._level, self._slope)]
+
+    def one(self, logit: float) -> float:
+        """Return the probability of one logit."""
+        if self.kind == "isotonic":
+            bounds, start, level, slope = self._steps
+            at = bisect.bisect_left(bounds, logit)
+            value: float = level[at] + slope[at] * (logit - start[at])
+            return value
+        odds = logit / self.temperature
+        return 1.0 / (1.0 + math.exp(-odds)) if odds > -700.0 else 0.0
 
     @property
     def scale(self) -> float | None:

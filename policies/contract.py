@@ -5,7 +5,7 @@ Shapes: S streams, B branches at this depth, F declared features, H hidden size,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -103,6 +103,10 @@ class StopPolicy:
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Return [S, B] bool, the branches to extend, and the new state."""
         raise TypeError(f"{type(self).__name__} does not implement keep()")
+
+    keep_one: ClassVar[Callable[..., tuple[bool, State]] | None] = None
+    """`keep` for one stream with one branch on the CPU, without tensors: (depth, features [F] float32 array, state) ->
+    (draft on, state). Optional; it must decide as `keep` does. Its state is its own."""
 
     def select(self, tree: DraftTree, state: State) -> Tensor | None:
         """Return [S, N] bool, the nodes to verify (closed under parents), once after drafting; None = all."""

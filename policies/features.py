@@ -18,7 +18,9 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,6 +128,10 @@ class Rows:
         assert self.parent_logprob is not None
         return self.parent_logprob + self.drawn_logprob
 
+    def constant(self, value: float) -> Tensor:
+        """Return [R], the value in every row."""
+        return torch.full_like(self.logits[:, 0], value)
+
     @cached_property
     def drawn_prob(self) -> Tensor:
         """[R] probability of the drawn token in the distribution that is sampled from."""
@@ -136,14 +142,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Feature:
-    """A named scalar: its kind, its definition in words, its range, and the function that computes it from rows."""
+    """A named scalar: its kind, its definition in words, its range, and the function of `Rows` (or `single.Row`)."""
 
     name: str
     kind: Kind
     definition: str
     low: float
     high: float
-    of: Callable[[Rows], Tensor]
+    of: Callable[[Any], Any]
 
     @property
     def is_probability(self) -> bool:
@@ -151,7 +157,7 @@ class Feature:
         return self.low == 0.0 and self.high == 1.0
 
 
-def _history(rows: Rows) -> Tensor:
+def _history(rows: Any) -> Any:
     raise PolicyError("a HISTORY feature is computed from finished rounds, not from logits")
 
 
@@ -182,9 +188,9 @@ _ALL = (
             lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 1]),
     Feature("noisy_score", Kind.POST, "best of log q / T + g", -INFINITY, INFINITY,
             lambda rows: rows.best_scores[:, 0]),
-    Feature("depth", Kind.POST, "j", 0.0, INFINITY, lambda rows: torch.full_like(rows.logits[:, 0], rows.depth)),
+    Feature("depth", Kind.POST, "j", 0.0, INFINITY, lambda rows: rows.constant(rows.depth)),
     Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, INFINITY,
-            lambda rows: torch.zeros_like(rows.logits[:, 0])),
+            lambda rows: rows.constant(0.0)),
     Feature("mean_accepted", Kind.HISTORY, "running mean of min(A, k), weight 0.8 on the past", 0.0, INFINITY, _history),
     Feature("mean_full", Kind.HISTORY, "running mean of full acceptance, weight 0.8 on the past", 0.0, 1.0, _history),
     Feature("last_accepted", Kind.HISTORY, "min(A, k) of the last round", 0.0, INFINITY, _history),
@@ -242,6 +248,13 @@ class Layout:
     def base(self, anchor: Tensor, history: Tensor) -> Tensor:
         """Return [S, .], the ANCHOR [S, .] and HISTORY [S, .] columns side by side: what is known at depth 0."""
         return torch.cat([anchor, history.to(anchor.dtype)], -1)
+
+    def step_one(self, base: Any, nodes: Any = None) -> Any:
+        """Return [F] of one stream as an array; `base` [1, .] and `nodes` [.] are arrays too. See `step`."""
+        if nodes is None:
+            nodes = np.zeros(len(self.node), dtype=np.float32)
+        both = np.concatenate([base[0], nodes]) if self._known_first else nodes
+        return both if self._back is None else both[self._back.numpy()]
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

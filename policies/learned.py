@@ -13,6 +13,7 @@ from .calibration import Calibrator
 from .contract import DraftStep, State, StopPolicy
 from .heads import Head
 from .rules import Rule
+from .single import Array
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ class LearnedPolicy(StopPolicy):
             accept, following = torch.sigmoid(logits * self._scale.to(logits.device)).unbind(-1)
             return accept, following
         return self.accept(logits[..., 0]), self.following(logits[..., 1])
+
+    def keep_one(self, depth: int, features: Array, state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`. The state is S_j."""
+        scores = self.head.logits_one(features, depth)
+        accept, following = self.accept.one(scores[0]), self.following.one(scores[1])
+        survival = 1.0 if depth == 0 else accept if depth == self.first else state * accept
+        return bool(self.rule.keep(depth, accept, survival, following)), survival
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that the rule keeps; the state is S_j by branch."""

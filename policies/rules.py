@@ -17,8 +17,8 @@ class Rule(Protocol):
     kind: str
     first: int
 
-    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
-        """Return bool [...], from `accept` at depth j, S_j, and the `next` output."""
+    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+        """Return bool [...], from `accept` at depth j, S_j, and the `next` output; tensors, or numbers."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -34,7 +34,7 @@ class Threshold:
             raise PolicyError(f"rule {kind}: expected a threshold between 0 and 1, not {threshold}")
         self.kind, self.threshold = kind, threshold
 
-    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
         """Compare with the threshold; see `Rule`."""
         return (accept if self.kind == "step" else survival) >= self.threshold
 
@@ -66,7 +66,7 @@ class Derived:
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
 
-    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
         """Compare S_j next_j with tau_j; see `Rule`."""
         return survival * following > self.thresholds[min(depth, len(self.thresholds) - 1)]
 

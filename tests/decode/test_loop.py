@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import DEPTH, ZOO, SelectingByToken
 
 
@@ -108,6 +110,19 @@ def test_an_end_of_text_inside_an_accepted_run_cuts_the_text_there(
     for generation in generations:
         assert EOS not in generation.tokens[:-1]
         assert all(r.accepted == r.verified for r in generation.rounds)
+
+
+def test_a_padded_verification_stays_within_learned_positions(profile: Profile) -> None:
+    """A text may fill a model's position table; a verification filled up to a cheaper size must not leave it."""
+    torch.manual_seed(0)
+    options = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "eos_token_id": None}
+    models = [GPT2LMHeadModel(GPT2Config(n_positions=24, **options)).double().eval() for _ in range(2)]
+    table = dataclasses.replace(profile.low, verify_s=tuple(9.0 - k for k in range(7)))
+    falling = dataclasses.replace(profile, low=table, high=table)
+    prompts = [[6, 7, 8, 9]]
+    own = texts(generate(join(*models), FixedLength(0), prompts, new=20))
+    assert texts(generate(join(*models), FixedLength(2), prompts, new=20)) == own
+    assert texts(generate(join(*models), FixedLength(2), prompts, new=20, profile=falling)) == own
 
 
 def test_a_first_token_that_ends_the_text_leaves_no_round(pair: Pair) -> None:

@@ -25,10 +25,19 @@ def seconds(profile: Profile, context: float, *counts: int, decision_s: float = 
     return float(out)
 
 
+def slow_padded(p: Profile, verified: int) -> int:
+    """Return the size that verifies at least this many tokens cheapest, both contexts taken together."""
+    best = verified
+    for size in range(verified, len(p.low.verify_s)):
+        if p.low.verify_s[size] + p.high.verify_s[size] < p.low.verify_s[best] + p.high.verify_s[best]:
+            best = size
+    return best
+
+
 def slow_seconds(p: Profile, context: float, drafted: int, verified: int, backlog: int, decisions: int) -> float:
     calls = []
     for table in (p.low, p.high):
-        total = table.verify_s[verified]
+        total = table.verify_s[slow_padded(p, verified)]
         if drafted:
             total += table.draft_s[1 if backlog > 1 else 0] + max(0, backlog - 2) * table.draft_token_s
             total += (drafted - 1) * table.draft_s[0]
@@ -45,6 +54,16 @@ def slow_seconds(p: Profile, context: float, drafted: int, verified: int, backlo
 )
 def test_a_round_costs_the_sum_of_its_parts(profile: Profile, context: float, counts: tuple[int, ...]) -> None:
     assert seconds(profile, context, *counts) == pytest.approx(slow_seconds(profile, context, *counts), rel=EXACT)
+
+
+def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None:
+    assert profile.padded() == (0, 1, 2, 3, 5, 5, 6)
+    assert profile.padded() == tuple(slow_padded(profile, n) for n in range(7))
+    assert seconds(profile, 20, 5, 4, 1, 0) == seconds(profile, 20, 5, 5, 1, 0) < seconds(profile, 20, 5, 6, 1, 0)
+    flat = dataclasses.replace(profile.low, verify_s=(5.0, 5.0, 5.0))
+    assert dataclasses.replace(profile, low=flat, high=flat).padded() == (0, 1, 2), "nothing is filled up for nothing"
+    steep = dataclasses.replace(profile.low, verify_s=(5.0, 4.0, 3.0))
+    assert dataclasses.replace(profile, low=steep, high=steep).padded() == (2, 2, 2)
 
 
 def test_rounds_of_many_streams_are_those_of_each(profile: Profile) -> None:

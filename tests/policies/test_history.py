@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specstop.policies.contract import RoundOutcome
 from specstop.policies.history import PAST_WEIGHT, History
 
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
-
-
-def outcome(active: list[bool], verified: list[int], accepted: list[int], cut: list[bool]) -> RoundOutcome:
-    counts = [torch.tensor(x) for x in (verified, verified, accepted)]
-    return RoundOutcome(torch.tensor(active), *counts, torch.tensor(cut), torch.zeros(len(active), dtype=torch.float64))
 
 
 def test_running_means_are_those_of_a_slow_loop() -> None:
@@ -21,12 +15,12 @@ def test_running_means_are_those_of_a_slow_loop() -> None:
     history = History.start(streams)
     past: list[list[tuple[int, int]]] = [[] for _ in range(streams)]
     for _ in range(rounds):
-        active, cut = (torch.rand(2, streams, generator=generator) < torch.tensor([[0.8], [0.3]])).tolist()
+        counts = torch.rand(streams, generator=generator) < 0.6
         verified = torch.randint(0, 6, (streams,), generator=generator)
         accepted = (verified * torch.rand(streams, generator=generator).round()).long()
-        history = history.after(outcome(active, verified.tolist(), accepted.tolist(), cut))
+        history = history.after(accepted, verified, counts)
         for s in range(streams):
-            if active[s] and not cut[s]:
+            if counts[s]:
                 past[s].append((int(accepted[s]), int(verified[s])))
         for s, seen in enumerate(past):
             if not seen:
@@ -38,15 +32,22 @@ def test_running_means_are_those_of_a_slow_loop() -> None:
             assert history.values(NAMES)[s].tolist() == pytest.approx([mean, full, *seen[-1]], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(("active", "cut"), [(False, False), (True, True), (False, True)])
-def test_a_cut_round_or_none_changes_nothing(active: bool, cut: bool) -> None:
-    history = History.start(1).after(outcome([True], [4], [2], [False]))
-    again = history.after(outcome([active], [3], [3], [cut]))
+def test_a_round_that_does_not_count_changes_nothing() -> None:
+    history = History.start(1).after(torch.tensor([2]), torch.tensor([4]))
+    again = history.after(torch.tensor([3]), torch.tensor([3]), torch.tensor([False]))
     assert torch.equal(again.values(NAMES), history.values(NAMES))
+    assert torch.equal(again.weight, history.weight)
     assert history.values(NAMES)[0].tolist() == pytest.approx([2.0, 0.0, 2.0, 4.0])
 
 
+def test_every_round_counts_unless_told_otherwise() -> None:
+    counts = torch.tensor([True, True])
+    rounds = [torch.tensor(x) for x in ([1, 2], [4, 2])]
+    first, second = History.start(2).after(*rounds), History.start(2).after(*rounds, counts)
+    assert torch.equal(first.values(), second.values())
+
+
 def test_values_come_in_the_order_asked_for() -> None:
-    history = History.start(2).after(outcome([True, True], [4, 2], [1, 2], [False, False]))
+    history = History.start(2).after(torch.tensor([1, 2]), torch.tensor([4, 2]))
     assert history.values(("last_verified", "mean_full")).flatten().tolist() == pytest.approx([4.0, 0.0, 2.0, 1.0])
     assert history.values(()).shape == (2, 0)

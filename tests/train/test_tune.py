@@ -24,6 +24,8 @@ from specstop.train.tune import (
 )
 from zoo import DEPTH
 
+CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
+
 
 @pytest.fixture(scope="module")
 def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
@@ -91,7 +93,9 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
         for first in (0, 1):
             table = costs.chain_costs(context, decision_s, first, DEPTH)
             rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
-            assert rate >= replay(arrays, learned.with_rule(rule), costs).rate
+            other = replay(arrays, learned.with_rule(rule), costs).rate
+            # The iteration begins at this rho for the first of these only; the others go on from where it was left.
+            assert rate >= (other if (share, first) == (LOOK_AHEAD[0], 0) else (1 - CLOSE) * other)
     assert (solved.head, solved.accept, solved.following) == (learned.head, learned.accept, learned.following)
     assert isinstance(solved.rule, Derived)
     assert len(solved.rule.thresholds) == DEPTH

@@ -1,0 +1,87 @@
+"""One decision of one stream: features of the last drawn token, the policy's answer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..policies.contract import DraftStep, State, StopPolicy, checked_keep
+from ..policies.features import Layout, Rows, compute
+from ..policies.single import Row, compute_row
+
+
+class Decider:
+    """Asks a policy, through `keep_one` where it has one and the logits are on the CPU, else through `keep`.
+
+    Args:
+        policy: any stop policy.
+        device: of the logits.
+
+    Attributes:
+        layout: of the policy's features.
+    """
+
+    def __init__(self, policy: StopPolicy, device: torch.device) -> None:
+        self.policy = policy
+        self.layout = Layout(policy.features)
+        self._one = policy.keep_one if device.type == "cpu" else None
+        self._follows_path = "path_logprob" in self.layout.node
+
+    def row(
+        self,
+        logits: Tensor,
+        temperature: float,
+        scores: Tensor,
+        drawn: Tensor,
+        token: int,
+        above: Rows | Row | None,
+        depth: int,
+    ) -> Rows | Row:
+        """Return what the features of a drawn token are computed from.
+
+        Args:
+            logits: [1, V] of the draft.
+            temperature: of the sampling.
+            scores: [1, V], what the token was the argmax of.
+            drawn, token: the token, as tensor [1] and as number.
+            above: the row of the token before it.
+            depth: j.
+        """
+        parent: Any = None
+        if self._follows_path:
+            parent = above.path_logprob if above is not None else 0.0
+        if self._one is not None:
+            return Row(logits, temperature, scores, token, parent, depth)
+        return Rows(logits, temperature, scores, drawn, parent, depth)
+
+    def __call__(self, depth: int, base: Tensor, row: Rows | Row | None, state: State) -> tuple[bool, State]:
+        """Return whether to draft on, and the policy's new state; raises what the policy raises.
+
+        Args:
+            depth: j.
+            base: [1, .], the ANCHOR and HISTORY columns.
+            row: of x_j; None at depth 0.
+            state: of the policy.
+        """
+        if self._one is not None:
+            assert not isinstance(row, Rows)
+            nodes = None if row is None else compute_row(self.layout.node, row)
+            return self._one(depth, self.layout.step_one(base.numpy(), nodes), state)
+        assert not isinstance(row, Row)
+        features = self.layout.step(base, None if row is None else compute(self.layout.node, row))
+        keep, state = checked_keep(self.policy, draft_step(depth, features), state)
+        return bool(keep), state
+
+
+def draft_step(depth: int, features: Tensor) -> DraftStep:
+    """Return the step of one stream with one branch, from its features [1, F]."""
+    alive, parent = _single_branch(features.device)
+    return DraftStep(depth, alive, parent, features[:, None])
+
+
+@functools.cache
+def _single_branch(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.ones(1, 1, dtype=torch.bool, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
