@@ -91,32 +91,46 @@ class Unroller:
         first = int(anchors.anchor.min())
         prefix = torch.tensor([anchors.text[:last]], device=self.pair.device)
         logits = self._model.read(prefix, rows=last - (anchors.prompt + first) + 1)[0]
+        scale = self.temperature or 1.0
+        target = torch.softmax(target_rows / scale, -1)
+        noise = None
+        if self.temperature > 0:
+            positions = torch.arange(anchors.prompt + first, last + self.depth, device=self.pair.device)
+            noise = gumbel(anchors.key, positions, self.pair.vocabulary, self.pair.logits_dtype)
         parts = []
         for at in torch.arange(len(anchors.anchor), device=self.pair.device).split(chunk):
             self._model.roll_back(last)
-            parts.append(self._chain(anchors, anchors.anchor[at], logits[anchors.anchor[at] - first], target_rows))
+            anchor = anchors.anchor[at]
+            parts.append(self._chain(anchors.prompt, anchor, logits[anchor - first], target, noise, first))
         return Unrolled(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def _chain(
-        self, anchors: Anchors, anchor: Tensor, logits: Tensor, target_rows: Tensor
+        self, prompt: int, anchor: Tensor, logits: Tensor, target: Tensor, noise: Tensor | None, first: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Draw depth by depth for one chunk of anchors [n] whose first draft logits are given [n, V]."""
+        """Draw depth by depth for one chunk of anchors.
+
+        Args:
+            prompt: its length.
+            anchor: [n].
+            logits: [n, V], the draft's first rows.
+            target: [N, V], the target's probabilities by generated token.
+            noise: [., V], row i for the token behind anchor `first` + i; None at temperature 0.
+            first: the first anchor of the text.
+        """
         prefix = self._model.length
-        position = anchors.prompt + anchor - 1  # of the anchor token
+        position = prompt + anchor - 1  # of the anchor token
         sees_prefix = torch.arange(prefix, device=anchor.device) <= position[:, None]
         own = torch.eye(len(anchor), dtype=torch.bool, device=anchor.device)
         logprob = logits.new_zeros(len(anchor))
         out: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         mask = sees_prefix
         for depth in range(1, self.depth + 1):
-            noise = None
-            if self.temperature > 0:
-                noise = gumbel(anchors.key, position + depth, self.pair.vocabulary, self.pair.logits_dtype)
-            scores = match_scores(logits, self.temperature, noise)
+            drawn = None if noise is None else noise[anchor - first + depth - 1]
+            scores = match_scores(logits, self.temperature, drawn)
             token = scores.argmax(-1)
             rows = Rows(logits, self.temperature, scores, token, logprob, depth)
-            row = (anchor + depth - 1).clamp_max(len(target_rows) - 1)
-            out.append((token, compute(CHAIN_FEATURES, rows), *self._compare(rows, target_rows[row])))
+            row = (anchor + depth - 1).clamp_max(len(target) - 1)
+            out.append((token, compute(CHAIN_FEATURES, rows), *self._compare(rows, target[row])))
             logprob = rows.path_logprob
             if depth < self.depth:
                 mask = torch.cat([mask, own], 1)
@@ -132,12 +146,11 @@ class Unroller:
             torch.stack(p, 1),
         )
 
-    def _compare(self, rows: Rows, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compare(self, rows: Rows, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q(x), p(x) and sum min(p, q), each [n], in the sampled distributions (T = 0: at temperature 1)."""
         scale = self.temperature or 1.0
         q = rows.probs if scale == 1.0 else torch.softmax(rows.logits / scale, -1)
-        p = torch.softmax(target / scale, -1)
-        return rows.drawn_prob, rows.of_drawn(p), torch.minimum(p, q).sum(-1)
+        return rows.of_drawn(q), rows.of_drawn(p), torch.minimum(p, q).sum(-1)
 
 
 def dense_rows(

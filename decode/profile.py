@@ -25,12 +25,17 @@ from .pair import Pair
 from .records import Generation, Round
 from .settings import Settings, Stopwatch
 
+RUN = 4
 DECISIONS = 200
 SCRATCH = 1536
 
 
 class Scripted(StopPolicy):
-    """Drafts lengths from a shuffled deck of 0..K, whatever the text is; K = 0 is plain decoding."""
+    """Drafts lengths from a shuffled deck of 0..K, whatever the text is; K = 0 is plain decoding.
+
+    Each length is played for some rounds in a row: after a long round a short one runs on cold caches, which is not
+    how policies, and least of all plain decoding, meet it.
+    """
 
     first = 0
 
@@ -45,7 +50,8 @@ class Scripted(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep up to the length on the deck."""
         rounds, key = state
-        deck, place = rounds // (self.max_depth + 1), rounds % (self.max_depth + 1)
+        deal = rounds // RUN
+        deck, place = deal // (self.max_depth + 1), deal % (self.max_depth + 1)
         cards = torch.arange(self.max_depth + 1, device=key.device)
         order = mix(mix(key + deck)[:, None] + cards).argsort(-1)
         length = order.gather(1, place[:, None])
@@ -100,7 +106,7 @@ def measure_profile(
             progress("profile", done, total)
     decisions = {}
     for policy in policies:
-        decisions[policy.cost_name] = measure_decision(policy, pair.vocabulary, temperature, pair.device)
+        decisions.update(loop_decisions(pair, [policy], prompts, settings))
         done += 1
         progress("profile", done, total)
     rounds = [[r for g in side for r in g.rounds if not r.cut] for side in runs]
@@ -138,6 +144,19 @@ def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[
         tokens.extend(prompts[start % len(prompts)])
         start += 1
     return tokens[:length]
+
+
+def loop_decisions(
+    pair: Pair, policies: Sequence[StopPolicy], prompts: Sequence[Sequence[int]], settings: Settings
+) -> dict[str, float]:
+    """Return the seconds of a decision by `cost_name`, features included: the median over rounds of the live loop."""
+    seconds = {}
+    for policy in policies:
+        speculator = Speculator(pair, policy, settings)
+        rounds = [r for number, prompt in enumerate(prompts[:3]) for r in speculator.generate(prompt, number).rounds]
+        if asked := [r.policy_s / r.decisions for r in rounds if r.decisions]:
+            seconds[policy.cost_name] = _median(asked)
+    return seconds
 
 
 @torch.inference_mode()
@@ -205,8 +224,10 @@ def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round]) -> CostT
 
     one = _median([r.draft_s / (r.drafted - 1) for r in rounds if r.drafted > 1]) or first_steps(1)
     two = first_steps(2) or one
-    long = [[(r.first_draft_s - two) / (r.backlog - 2) for r in some if r.drafted and r.backlog > 8]
-            for some in (rounds, every)]
+    long = [
+        [(r.first_draft_s - two) / (r.backlog - 2) for r in some if r.drafted and r.backlog > 8]
+        for some in (rounds, every)
+    ]
     slope = _median(long[0] or long[1])
     context = _median([float(r.context) for r in rounds])
     verify = tuple(verifications(n) for n in range(depth + 1))

@@ -7,15 +7,16 @@ from pathlib import Path
 
 from ..collect.prompts import encode, read_prompts
 from ..collect.run import collect, facts, reading_room
-from ..decode.pair import load_pair
-from ..decode.profile import add_decisions, measure_profile
+from ..decode.pair import Pair, load_pair
+from ..decode.profile import loop_decisions, measure_profile
 from ..decode.settings import Settings
-from ..policies.baselines import FixedLength
+from ..policies.baselines import Confidence, FixedLength
 from ..policies.contract import StopPolicy
+from ..policies.costs import Profile
 from ..policies.files import claim_folder
 from ..policies.folder import load_policy_folder
 from ..policies.progress import Progress, silent
-from .data import trace_arrays
+from .data import TraceArrays, trace_arrays
 from .evaluate import evaluate
 from .live import LiveLine, compare_live, run_alternating
 from .pair import demo_pair
@@ -38,13 +39,113 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Offline:
+    """Everything before live decoding.
+
+    Attributes:
+        folder: of the results.
+        pair, models: folder of the pair, and the pair.
+        prompts: the test prompts' token ids by id.
+        arrays: the test traces.
+        profile: of this machine, decisions included.
+        learned: policies, as loaded from their folders.
+        best_fixed: on the training traces.
+        report: of the replay.
+    """
+
+    folder: Path
+    pair: Path
+    models: Pair
+    prompts: dict[str, list[int]]
+    arrays: TraceArrays
+    profile: Profile
+    learned: list[StopPolicy]
+    best_fixed: FixedLength
+    report: Report
+
+
+@dataclass(frozen=True)
 class Demo:
-    """What the demo leaves: its folder, the report of the replay, the live comparison, and the pair's folder."""
+    """What the demo leaves: its folder, the report of the replay, and the live comparison."""
 
     folder: Path
     report: Report
     live: list[LiveLine]
-    pair: Path
+
+
+def run_offline(
+    out: str | Path,
+    *,
+    pair: str | Path | None = None,
+    temperature: float = 0.0,
+    sizes: Sizes | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Offline:
+    """Collect, profile, train and evaluate on a pair with its own prompts; arguments as of `demo`."""
+    sizes = sizes or Sizes()
+    folder = claim_folder(Path(out), overwrite=overwrite)
+    where = Path(pair) if pair is not None else demo_pair(progress=progress)
+    target, draft = str(where / "target"), str(where / "draft")
+    models = load_pair(target, draft)
+    prompts, ids, traces = {}, {}, {}
+    for side, count in (("train", sizes.train), ("test", sizes.test)):
+        prompts[side] = read_prompts(where / f"prompts-{side}.jsonl", count)
+        ids[side] = encode(prompts[side], models.tokenizer, reading_room(models, sizes.tokens))
+        traces[side] = collect(
+            models,
+            prompts[side],
+            folder / f"traces-{side}",
+            target=target,
+            draft=draft,
+            depth=sizes.depth,
+            temperature=temperature,
+            max_new_tokens=sizes.tokens,
+            seed=seed,
+            progress=_named(progress, side),
+        )
+    profile = measure_profile(
+        models,
+        ids["train"][:PROFILE_PROMPTS],
+        depth=sizes.depth,
+        temperature=temperature,
+        facts=facts(models),
+        progress=progress,
+    )
+    profile = profile.with_decisions(
+        loop_decisions(models, [Confidence()], ids["train"], Settings(temperature, sizes.tokens, sizes.depth))
+    )
+    learned: list[StopPolicy] = []
+    for kind in HEAD_KINDS:
+        path = folder / "policies" / kind
+        train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
+        learned.append(load_policy_folder(path))
+    settings = Settings(temperature, sizes.tokens, sizes.depth)
+    profile = profile.with_decisions(loop_decisions(models, learned, ids["train"], settings))
+    profile.save(folder / "profile.json")
+    report = evaluate(
+        traces["test"],
+        profile,
+        learned,
+        train_traces=traces["train"],
+        out=folder / "report",
+        seed=seed,
+        progress=progress,
+    )
+    best = best_of(fixed_grid(trace_arrays(traces["train"]), profile))
+    named = {p.id: tokens for p, tokens in zip(prompts["test"], ids["test"], strict=True)}
+    return Offline(
+        folder,
+        where,
+        models,
+        named,
+        trace_arrays(traces["test"]),
+        profile,
+        learned,
+        FixedLength(int(best.name.partition(":")[2])),
+        report,
+    )
 
 
 def demo(
@@ -69,69 +170,18 @@ def demo(
         progress: see `Progress`.
     """
     sizes = sizes or Sizes()
-    folder = claim_folder(Path(out), overwrite=overwrite)
-    where = Path(pair) if pair is not None else demo_pair(progress=progress)
-    models = load_pair(where / "target", where / "draft")
-    prompts = {
-        side: read_prompts(where / f"prompts-{side}.jsonl", count)
-        for side, count in (("train", sizes.train), ("test", sizes.test))
-    }
-    traces = {
-        side: collect(
-            models,
-            chosen,
-            folder / f"traces-{side}",
-            target=str(where / "target"),
-            draft=str(where / "draft"),
-            depth=sizes.depth,
-            temperature=temperature,
-            max_new_tokens=sizes.tokens,
-            seed=seed,
-            progress=_named(progress, side),
-        )
-        for side, chosen in prompts.items()
-    }
-    profile = measure_profile(
-        models,
-        encode(prompts["train"][:PROFILE_PROMPTS], models.tokenizer, reading_room(models, 1)),
-        depth=sizes.depth,
-        temperature=temperature,
-        facts=facts(models),
-        progress=progress,
+    offline = run_offline(
+        out, pair=pair, temperature=temperature, sizes=sizes, seed=seed, overwrite=overwrite, progress=progress
     )
-    profile.save(folder / "profile.json")
-    learned: list[StopPolicy] = []
-    for kind in HEAD_KINDS:
-        path = folder / "policies" / kind
-        train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
-        learned.append(load_policy_folder(path))
-    profile = add_decisions(profile, learned, models.vocabulary)
-    report = evaluate(
-        traces["test"],
-        profile,
-        learned,
-        train_traces=traces["train"],
-        out=folder / "report",
-        seed=seed,
-        progress=progress,
-    )
-    arrays = trace_arrays(traces["test"])
-    chosen = list(range(min(sizes.live, arrays.sequences)))
-    best = best_of(fixed_grid(trace_arrays(traces["train"]), profile)).name
-    policies: list[StopPolicy] = [FixedLength(0), FixedLength(int(best.split(":")[1])), *learned]
-    ids = encode(prompts["test"], models.tokenizer, reading_room(models, sizes.tokens))
-    named = {p.id: tokens for p, tokens in zip(prompts["test"], ids, strict=True)}
-    subset = arrays.subset(chosen)
+    policies: list[StopPolicy] = [FixedLength(0), offline.best_fixed, *offline.learned]
+    arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
+    prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
+    settings = Settings(temperature, sizes.tokens, sizes.depth)
     generations = run_alternating(
-        models,
-        [(name, named[name]) for name in subset.prompt_ids],
-        policies,
-        Settings(temperature, sizes.tokens, sizes.depth),
-        profile=profile,
-        seed=seed,
-        progress=progress,
+        offline.models, prompts, policies, settings, profile=offline.profile, seed=seed, progress=progress
     )
-    return Demo(folder, report, compare_live(generations, policies, subset, profile), where)
+    live = compare_live(generations, policies, arrays, offline.profile)
+    return Demo(offline.folder, offline.report, live)
 
 
 def _named(progress: Progress, side: str) -> Progress:

@@ -1,0 +1,298 @@
+"""The bars of the whole pipeline, measured in one run: equality, replay against live, prediction, gain, cost of collecting.
+
+    python benchmarks/slice.py --check
+    python benchmarks/slice.py --quick
+
+Without `--pair` the embedded pair is used. The last line printed is one JSON object; with `--check` the exit code is 1
+where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from specstop.cli.console import progress_bars
+from specstop.collect.dense import Unroller, dense_rows
+from specstop.decode import Generation, Settings, plain_texts, stream_key
+from specstop.decode.noise import gumbel, match_scores
+from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.train.data import seen_features
+from specstop.train.demo import Offline, Sizes, run_offline
+from specstop.train.live import compare_live, run_alternating
+from specstop.train.replay import Replayed, replay
+
+TIE = 1e-4
+SEED = 0
+DEPTH = 10
+
+
+@dataclass
+class Bars:
+    """What was measured against what was asked."""
+
+    rows: list[tuple[str, str, bool]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, value: Any, text: str, met: bool) -> None:
+        """Note one bar."""
+        self.values[name] = value
+        self.rows.append((name, text, met))
+        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--out", type=Path, help="folder for traces, policies and reports; default: a temporary one")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    sizes = Sizes(24, 12, 4, 48, DEPTH) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
+    folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-slice-"))
+    bars = Bars()
+    for temperature in (0.0, 0.7):
+        with progress_bars() as progress:
+            offline = run_offline(
+                folder / f"temperature-{temperature:g}",
+                pair=options.pair,
+                temperature=temperature,
+                sizes=sizes,
+                seed=SEED,
+                overwrite=True,
+                progress=progress,
+            )
+            live(offline, temperature, sizes, bars, progress)
+        gains(offline, temperature, bars)
+        collecting(offline, temperature, sizes, bars)
+    help_time(bars)
+    if options.out is None:
+        shutil.rmtree(folder)
+    missed = [name for name, _, met in bars.rows if not met]
+    checked = not options.quick and sizes.live >= 40
+    print(f"compared: {sizes.live} prompts of {sizes.tokens} tokens at temperatures 0 and 0.7")
+    print(json.dumps({"checked": checked, "missed": missed, **bars.values}))
+    return int(options.check and (bool(missed) or not checked))
+
+
+def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progress: Any) -> None:
+    """Decode live with every policy; compare texts, rounds and speed with what was predicted."""
+    rules = [FixedLength(k) for k in (0, 1, 4, 8)] + [Confidence(0.4, DEPTH)]
+    if offline.best_fixed.name not in [rule.name for rule in rules]:
+        rules.append(offline.best_fixed)
+    policies: list[StopPolicy] = [*rules, *offline.learned]
+    arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
+    prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
+    settings = Settings(temperature, sizes.tokens, DEPTH)
+    runs = run_alternating(
+        offline.models, prompts, policies, settings, profile=offline.profile, seed=SEED, progress=progress
+    )
+    tag = f"T={temperature:g}"
+    texts(offline, temperature, sizes, prompts, policies, runs, bars)
+    replays = [replay(arrays, policy, offline.profile) for policy in policies]
+    rounds(offline, temperature, policies, runs, replays, bars)
+    lines = compare_live(runs, policies, arrays, offline.profile)
+    print(f"{'policy':<16}{'tokens/s':>9}{'predicted':>11}{'measured':>10}{'miss':>8}   quartiles over prompts")
+    for line in lines:
+        print(
+            f"{line.name:<16}{line.tally.tokens_per_s:>9.1f}{line.predicted:>11.3f}{line.measured:>10.3f}"
+            f"{100 * line.miss:>+7.1f}%   {line.spread[0]:.2f} to {line.spread[1]:.2f}"
+        )
+    worst = max(lines, key=lambda line: abs(line.miss))
+    bars.add(
+        f"predicted against measured, {tag}",
+        {line.name: line.miss for line in lines},
+        f"worst {100 * worst.miss:+.1f}% ({worst.name}); at most 10%",
+        abs(worst.miss) <= 0.10,
+    )
+
+
+def texts(
+    offline: Offline,
+    temperature: float,
+    sizes: Sizes,
+    prompts: list[tuple[str, list[int]]],
+    policies: list[StopPolicy],
+    runs: list[list[Generation]],
+    bars: Bars,
+) -> None:
+    """Compare every text with plain decoding: `generate` at temperature 0, our plain sampling above it."""
+    pair = offline.models
+    ties, wrong, total = [], [], 0
+    for number, (name, prompt) in enumerate(prompts):
+        if temperature == 0.0:
+            ids = torch.tensor([prompt], device=pair.device)
+            out = pair.target.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sizes.tokens
+            )
+            reference = out[0, len(prompt) :].tolist()
+        else:
+            key = stream_key(SEED, name)
+            reference = plain_texts(pair, [prompt], [key], sizes.tokens, temperature).tokens[0]
+        for policy, run in zip(policies, runs, strict=True):
+            total += 1
+            text = list(run[number].tokens)
+            if text != reference:
+                at = next(i for i, (a, b) in enumerate(zip(text, reference, strict=False)) if a != b)
+                gap = target_gap(offline, name, prompt + reference[:at], temperature)
+                (ties if gap < TIE else wrong).append(f"{policy.name} on {name} at {at}: gap {gap:.1e}")
+    for line in ties:
+        print("tie in a text:", line)
+    against = "generate" if temperature == 0.0 else "plain sampling"
+    bars.add(
+        f"texts equal to plain decoding, T={temperature:g}",
+        {"texts": total, "ties": len(ties), "wrong": len(wrong)},
+        f"{total - len(ties) - len(wrong)} of {total} equal to {against}, {len(ties)} ties, {len(wrong)} wrong",
+        not wrong and len(ties) <= total / 200 and total > 0,
+    )
+
+
+@torch.inference_mode()
+def target_gap(offline: Offline, name: str, tokens: list[int], temperature: float) -> float:
+    """Return the target's best minus second score after `tokens`."""
+    pair = offline.models
+    logits = pair.target(torch.tensor([tokens], device=pair.device)).logits[:, -1].float()
+    noise = gumbel(stream_key(SEED, name), torch.tensor([len(tokens)]), pair.vocabulary) if temperature else None
+    best = match_scores(logits, temperature, noise).topk(2).values[0]
+    return float(best[0] - best[1])
+
+
+def rounds(
+    offline: Offline,
+    temperature: float,
+    policies: list[StopPolicy],
+    runs: list[list[Generation]],
+    replays: list[Replayed],
+    bars: Bars,
+) -> None:
+    """Compare replayed with live rounds: anchor, drafted, verified, accepted."""
+    ties, wrong, total = [], [], 0
+    for policy, run, played in zip(policies, runs, replays, strict=True):
+        for sequence, generation in enumerate(run):
+            log = played.log[played.log[:, 0] == sequence]
+            predicted = {int(row[1]): (number, tuple(row[2:].tolist())) for number, row in enumerate(log)}
+            history = played.history[played.log[:, 0] == sequence]
+            for r in generation.rounds:
+                total += 1
+                number, expected = predicted.get(r.anchor, (-1, None))
+                if expected == (r.drafted, r.verified, r.accepted):
+                    continue
+                # One difference moves all later anchors of the text, and its history: the first one decides.
+                where = f"{policy.name}, text {sequence}, anchor {r.anchor}: live {(r.drafted, r.accepted)} replay {expected}"
+                tie = number >= 0 and is_tie(offline, policy, sequence, r.anchor, history[number], r.drafted)
+                (ties if tie else wrong).append(where)
+                break
+    for line in [*ties, *wrong]:
+        print("tie in a round:" if line in ties else "WRONG round:", line)
+    bars.add(
+        f"replayed rounds equal to live, T={temperature:g}",
+        {"rounds": total, "ties": len(ties), "wrong": len(wrong)},
+        f"{total} rounds, {len(ties)} ties, {len(wrong)} wrong",
+        not wrong and len(ties) <= max(1, total / 2000),
+    )
+
+
+def is_tie(
+    offline: Offline, policy: StopPolicy, sequence: int, anchor: int, history: torch.Tensor, drafted: int
+) -> bool:
+    """Whether the draft's two best scores, or the policy's score and its threshold, are as near as float noise."""
+    arrays = offline.arrays
+    row = arrays.offset[sequence] + anchor - arrays.first_anchor[sequence]
+    margins = arrays.column("noisy_margin")[row, : drafted + 1]
+    if bool((margins < TIE).any()):
+        return True
+    seen = seen_features(arrays, policy.features, row[None], history[None])
+    generator = torch.Generator().manual_seed(0)
+    lengths = set()
+    for _ in range(200):
+        noisy = seen + TIE * (2 * torch.rand(seen.shape, generator=generator) - 1) * seen.abs().clamp_min(1.0)
+        lengths.add(_length(policy, noisy, arrays.depth))
+    return drafted in lengths and len(lengths) > 1
+
+
+def _length(policy: StopPolicy, seen: torch.Tensor, depth: int) -> int:
+    """Return how many tokens the policy drafts when it sees [1, K + 1, F]."""
+    from specstop.decode.decide import draft_step
+
+    state = policy.start(1, torch.zeros(1, dtype=torch.int64))
+    for j in range(min(depth, policy.max_depth)):
+        if j >= policy.first:
+            keep, state = policy.keep(draft_step(j, seen[:, j]), state)
+            if not bool(keep):
+                return j
+    return min(depth, policy.max_depth)
+
+
+def gains(offline: Offline, temperature: float, bars: Bars) -> None:
+    """Print what replay says of the learned policies, and the pair's acceptance by depth."""
+    report = offline.report
+    print(f"P(A >= k), T={temperature:g}: " + " ".join(f"{k}: {p:.3f}" for k, p in enumerate(report.acceptance, 1)))
+    for line in report.lines:
+        ratio = line.to_best_fixed
+        print(
+            f"  {line.name:<22}{line.tokens_per_s:>8.1f} tokens/s  {line.to_plain.value:.3f} of plain  "
+            f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of best fixed  gap {line.gap_closed.value:.2f}"
+        )
+    if temperature == 0.0:
+        first = report.acceptance[0]
+        bars.add("P(A >= 1), greedy", first, f"{first:.3f}; between 0.5 and 0.85", 0.5 <= first <= 0.85)
+    learned = [line for line in report.lines if line.kind == "learned"]
+    clear = [line.name for line in learned if line.to_best_fixed.low > 1.0]
+    bars.add(
+        f"learned policies against best fixed, T={temperature:g}",
+        {line.name: [line.to_best_fixed.value, line.to_best_fixed.low, line.to_best_fixed.high] for line in learned},
+        f"interval clear of 1: {', '.join(clear) or 'none'} of {len(learned)}",
+        len(clear) == len(learned),
+    )
+
+
+def collecting(offline: Offline, temperature: float, sizes: Sizes, bars: Bars) -> None:
+    """Measure (text generation + dense unrolling) / text generation on the same prompts, alternating."""
+    pair = offline.models
+    batch = [
+        (i, name, "", prompt, stream_key(SEED, name))
+        for i, (name, prompt) in enumerate(list(offline.prompts.items())[:16])
+    ]
+    unroller = Unroller(pair, DEPTH, temperature)
+    ratios = []
+    for repeat in range(4):
+        begin = time.perf_counter()
+        plain_texts(pair, [b[3] for b in batch], [b[4] for b in batch], sizes.tokens + DEPTH, temperature)
+        middle = time.perf_counter()
+        dense_rows(pair, unroller, batch, sizes.tokens)
+        if repeat:
+            ratios.append((time.perf_counter() - middle) / (middle - begin))
+    ratio = statistics.median(ratios)
+    bars.add(
+        f"(generation + unrolling) / generation, T={temperature:g}",
+        ratio,
+        f"{ratio:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; at most 1.5",
+        ratio <= 1.5,
+    )
+
+
+def help_time(bars: Bars) -> None:
+    """Measure `specstop --help`."""
+    command = [str(Path(sys.executable).with_name("specstop")), "--help"]
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - begin)
+    middle = statistics.median(times[1:])
+    bars.add("specstop --help", middle, f"{middle:.2f} s; at most 0.5", middle <= 0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
