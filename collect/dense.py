@@ -31,8 +31,8 @@ class Unrolled:
     Attributes:
         tokens: [n, K].
         features: [n, K, F] in the order of `CHAIN_FEATURES`.
-        draft_prob: [n, K], q of the token in the sampled distribution.
-        logprobs: per depth [n, V], log q of that distribution, when asked for.
+        draft_prob, target_prob: [n, K], q and p of the token in the sampled distributions.
+        overlap: [n, K], sum over tokens of min(p, q).
     """
 
     tokens: Tensor

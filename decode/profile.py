@@ -1,7 +1,8 @@
 """The latency profile, measured through the round loop itself, driven by scripted lengths.
 
 Timings of forwards in isolation miss a good part of what a round costs, so the loop runs as it is, on prompts that no
-prediction is made for, with a script in the place of the policy: every length 0..K equally often, in shuffled order.
+prediction is made for, with a script in the place of the policy: every length 0..K equally often, in shuffled order, and
+plain decoding beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..policies.baselines import FixedLength
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
@@ -25,17 +27,12 @@ from .pair import Pair
 from .records import Generation, Round
 from .settings import Settings, Stopwatch
 
-RUN = 4
 DECISIONS = 200
 SCRATCH = 1536
 
 
 class Scripted(StopPolicy):
-    """Drafts lengths from a shuffled deck of 0..K, whatever the text is; K = 0 is plain decoding.
-
-    Each length is played for some rounds in a row: after a long round a short one runs on cold caches, which is not
-    how policies, and least of all plain decoding, meet it.
-    """
+    """Drafts lengths from a shuffled deck of 0..K, whatever the text is; K = 0 is plain decoding."""
 
     first = 0
 
@@ -50,8 +47,7 @@ class Scripted(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep up to the length on the deck."""
         rounds, key = state
-        deal = rounds // RUN
-        deck, place = deal // (self.max_depth + 1), deal % (self.max_depth + 1)
+        deck, place = rounds // (self.max_depth + 1), rounds % (self.max_depth + 1)
         cards = torch.arange(self.max_depth + 1, device=key.device)
         order = mix(mix(key + deck)[:, None] + cards).argsort(-1)
         length = order.gather(1, place[:, None])
@@ -94,14 +90,19 @@ def measure_profile(
     settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
     contexts = _contexts(pair, prompts, new_tokens)
     total = 2 * (repeats + 1) + len(policies)
+    # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
+    plain = Speculator(pair, FixedLength(0), settings)
+    idle: list[list[Round]] = [[], []]
     done = 0
     runs: list[list[Generation]] = [[], []]
     script = Speculator(pair, Scripted(depth), settings)
     for repeat in range(repeats + 1):
         for side, length in enumerate(contexts):
-            generation = script.generate(_stretch(prompts, length, repeat), key=repeat)
+            tokens = _stretch(prompts, length, repeat)
+            generation, alone = script.generate(tokens, key=repeat), plain.generate(tokens, key=repeat)
             if repeat:
                 runs[side].append(generation)
+                idle[side] += [r for r in alone.rounds if not r.cut]
             done += 1
             progress("profile", done, total)
     decisions = {}
@@ -112,7 +113,10 @@ def measure_profile(
     rounds = [[r for g in side for r in g.rounds if not r.cut] for side in runs]
     every = rounds[0] + rounds[1]
     step_s, round_s = _overhead(every)
-    low, high = (_table(side, depth, every) for side in rounds)
+    low, high = (
+        _table(side, depth, every, _median([r.verify_s for r in alone]))
+        for side, alone in zip(rounds, idle, strict=True)
+    )
     return Profile(
         low,
         high,
@@ -211,7 +215,7 @@ def _overhead(rounds: Sequence[Round]) -> tuple[float, float]:
     return max(slope, 0.0), max(intercept, 0.0)
 
 
-def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round]) -> CostTable:
+def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round], plain_s: float) -> CostTable:
     """Return the medians at one context; what was never seen there is taken from both contexts together."""
 
     def first_steps(backlog: int) -> float:
@@ -230,8 +234,16 @@ def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round]) -> CostT
     ]
     slope = _median(long[0] or long[1])
     context = _median([float(r.context) for r in rounds])
-    verify = tuple(verifications(n) for n in range(depth + 1))
+    verify = _filled([plain_s or verifications(0), *(verifications(n) for n in range(1, depth + 1))])
     return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify)
+
+
+def _filled(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the times with every length that never came up priced as the nearest one that did, the longer if in doubt."""
+    known = [n for n, value in enumerate(seconds) if value > 0]
+    if not known:
+        raise InputError("profile: no round was timed; give more new tokens or more repeats")
+    return tuple(seconds[min(known, key=lambda k: (abs(k - n), -k))] for n in range(len(seconds)))
 
 
 def _prefill(runs: Sequence[Sequence[Generation]]) -> tuple[float, float]:

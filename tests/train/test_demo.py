@@ -54,7 +54,7 @@ def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) ->
 
 def test_a_folder_in_use_is_refused(done: Demo) -> None:
     with pytest.raises(InputError, match="not empty"):
-        demo(done.folder, pair=done.pair, sizes=SIZES)
+        demo(done.folder, pair=done.folder.parent / "pair", sizes=SIZES)
 
 
 def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: list[list[int]]) -> None:
