@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import click
+import typer
 import yaml
 
 from ..policies.errors import InputError, close_match
@@ -16,8 +17,12 @@ RUN_FILE = "run.yaml"
 _OWN = ("config", "set", "help")
 
 
-def load_config(context: click.Context, path: Path | None) -> Path | None:
-    """Take option values from a YAML file; values given on the command line win."""
+_running: ContextVar[typer.Context | None] = ContextVar("running", default=None)
+
+
+def load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Take option values from a YAML file; values given on the command line win. Runs for every command."""
+    _running.set(context)
     if path is None:
         return None
     try:
@@ -35,19 +40,22 @@ def load_config(context: click.Context, path: Path | None) -> Path | None:
     return path
 
 
-def apply_settings(context: click.Context, settings: list[str]) -> list[str]:
+def apply_settings(context: typer.Context, settings: list[str]) -> list[str]:
     """Take option values written as key=value."""
     values = {}
     for text in settings or []:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"--set: expected key=value, not {text!r}")
-        values[key] = yaml.safe_load(value)
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"--set: {value!r} is not YAML; quote it, or write a plain value") from None
     _merge(context, values, "--set")
     return settings
 
 
-def _merge(context: click.Context, values: Mapping[str, Any], where: str) -> None:
+def _merge(context: typer.Context, values: Mapping[str, Any], where: str) -> None:
     known = {p.name for p in context.command.params if p.name and p.name not in _OWN}
     resolved = {str(key).replace("-", "_"): value for key, value in values.items()}
     for key in resolved:
@@ -60,7 +68,7 @@ def _merge(context: click.Context, values: Mapping[str, Any], where: str) -> Non
 
 def save_config(folder: Path, name: str = RUN_FILE) -> None:
     """Write the resolved options of the running command beside its result."""
-    context = click.get_current_context(silent=True)
+    context = _running.get()
     if context is None:
         return
     values = {key: _plain(value) for key, value in context.params.items() if key not in _OWN and value is not None}

@@ -116,7 +116,7 @@ def show_tally(tally: Tally, name: str) -> None:
     depths = [(str(k), f"{p:.3f}", str(n)) for k, p, n in tally.acceptance()]
     if depths:
         table(
-            "acceptance by depth, of the rounds that verified so far",
+            "acceptance by depth",
             ("depth", "P(A >= depth)", "rounds"),
             depths,
         )

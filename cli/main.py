@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import NoReturn
 
-import click
 import typer
 
 from ..policies.errors import SpecstopError
@@ -14,16 +14,19 @@ from .console import one_line_warnings, say
 
 COMMANDS = ("demo", "collect", "train", "profile", "evaluate", "decode", "policies", "info")
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     help="Learn when to stop drafting in speculative decoding: collect, train, evaluate, decode.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def _root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if context.invoked_subcommand is None and not version:
+        typer.echo(context.get_help())
     if version:
         from importlib.metadata import version as installed
 
@@ -43,13 +46,25 @@ def run() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        app()
+        code = app(standalone_mode=False)
     except SpecstopError as error:
-        say(f"specstop: {' '.join(str(error).split())}")
-        sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        say("specstop: interrupted")
-        sys.exit(130)
+        fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Exception as error:
+        # Usage errors are of a class that typer keeps to itself; they know their text and their exit code.
+        if not hasattr(error, "format_message"):
+            raise
+        fail(f"{error.format_message()} Try --help.", int(getattr(error, "exit_code", 2)))
+    if code == INTERRUPTED:  # typer turns Ctrl-C into an exit code
+        fail("interrupted", INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(text: str, code: int = 2) -> NoReturn:
+    """Print one line on standard error and exit."""
+    say(f"specstop: {' '.join(text.split())}")
+    sys.exit(code)

@@ -88,21 +88,29 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def refuse_full(path: Path, *, overwrite: bool = False) -> Path:
+    """Return `path`, a folder to write into later; nothing is changed yet.
+
+    Raises:
+        InputError: `path` is a file, or a folder with something in it and no `overwrite`.
+    """
+    if path.is_file():
+        raise InputError(f"--out: expected a folder, but {path} is a file; choose another name")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise InputError(f"--out: the folder {path} is not empty; choose another, or pass --overwrite to replace it")
+    return path
+
+
 def claim_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
     """Return `path` as a folder to write into; refuse one that is not empty unless told what to do with it.
 
     With `overwrite` an existing folder is emptied; with `resume` it is left as it is.
 
     Raises:
-        InputError: `path` is a file, or a folder with something in it.
+        InputError: as `refuse_full`.
     """
-    if path.is_file():
-        raise InputError(f"--out: expected a folder, but {path} is a file; choose another name")
-    if path.exists() and any(path.iterdir()) and not resume:
-        if not overwrite:
-            raise InputError(
-                f"--out: the folder {path} is not empty; choose another, or pass --overwrite to replace it"
-            )
+    refuse_full(path, overwrite=overwrite or resume)
+    if overwrite and not resume and path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -82,8 +82,8 @@ class Row:
     @cached_property
     def entropy(self) -> Array:
         """[1] entropy in nats."""
-        mean: Array = np.dot(self.probs[0], np.maximum(self.logits[0], _LEAST))
-        entropy: Array = np.maximum(self.log_norm - mean, 0.0)
+        below = np.maximum(self.logits[0] - self.top1_logit, _LEAST)
+        entropy: Array = np.maximum(np.log(self._powers[1]) - np.dot(self.probs[0], below), 0.0)
         return entropy
 
     @cached_property

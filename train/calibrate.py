@@ -67,10 +67,13 @@ def log_loss(probability: Tensor, labels: Tensor) -> float:
     return float(-torch.where(labels, p.log(), (1 - p).log()).mean())
 
 
-def auc(score: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve: the chance that an accepted row scores higher than a rejected one."""
+def auc(score: Tensor, labels: Tensor) -> float | None:
+    """Return the area under the ROC curve: the chance that an accepted row scores higher than a rejected one.
+
+    None where all labels are the same.
+    """
     from sklearn.metrics import roc_auc_score
 
     if bool(labels.all()) or not bool(labels.any()):
-        return float("nan")
+        return None
     return float(roc_auc_score(labels.numpy(), score.numpy()))

@@ -15,6 +15,7 @@ from ..policies.baselines import Confidence
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError, TraceError
+from ..policies.files import refuse_full
 from ..policies.learned import LearnedPolicy
 from ..policies.progress import Progress, silent
 from .bounds import clairvoyant_seconds
@@ -61,6 +62,8 @@ def evaluate(
         TraceError: a policy does not fit the trace, or both traces share prompts.
         InputError: `out` is not empty.
     """
+    if out is not None:
+        refuse_full(Path(out), overwrite=overwrite)
     for policy in policies:
         check_fit(policy, traces)
     tuning = trace_arrays(train_traces) if train_traces is not None else None
@@ -79,12 +82,20 @@ def evaluate(
     report = Report(
         tuple(_lines(arrays, jobs, replays, fixed, bound, seed)),
         tuple(r.rate for r in fixed),
-        tuple(float((arrays.accepted[~arrays.cut] >= k).float().mean()) for k in range(1, arrays.depth + 1)),
+        acceptance_by_depth(arrays),
         _facts(traces, arrays, profile),
     )
     if out is not None:
         write_report(report, Path(out), overwrite=overwrite)
     return report
+
+
+def acceptance_by_depth(arrays: TraceArrays) -> tuple[float, ...]:
+    """Return P(A >= k), k = 1..K, over the anchors that the end of a text did not cut; empty where all were cut."""
+    lengths = arrays.accepted[~arrays.cut]
+    if not len(lengths):
+        return ()
+    return tuple(float((lengths >= k).float().mean()) for k in range(1, arrays.depth + 1))
 
 
 def check_fit(policy: StopPolicy, traces: Trace) -> None:
@@ -101,7 +112,7 @@ def check_fit(policy: StopPolicy, traces: Trace) -> None:
         ("verification", policy.facts.verification, header.verification),
         ("pair", policy.facts.pair, dict(header.pair)),
     ):
-        if mine and mine != theirs:
+        if mine != theirs and mine != {}:
             warnings.warn(
                 f"{policy.name} was trained for another {what} ({mine}) than these traces ({theirs})",
                 SpecstopWarning,

@@ -16,7 +16,7 @@ from ..policies.calibration import Calibrator
 from ..policies.costs import Profile
 from ..policies.errors import InputError, TraceError, close_match
 from ..policies.features import feature
-from ..policies.files import claim_folder
+from ..policies.files import refuse_full
 from ..policies.folder import save_policy
 from ..policies.heads import Head
 from ..policies.learned import Facts, LearnedPolicy
@@ -93,7 +93,7 @@ def train(
     names = tuple(features or FEATURES)
     for wanted in names:
         feature(wanted)
-    folder = claim_folder(Path(out), overwrite=overwrite) if out is not None else None
+    folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
     arrays = trace_arrays(traces, names)
     if profile.max_depth < arrays.depth:
         raise TraceError(
