@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from torch import Tensor
 
 from ..policies.contract import DraftStep, State, StopPolicy, checked_keep
 from ..policies.features import Layout, Rows, compute
+from ..policies.history import HistoryOne
 from ..policies.single import Row, compute_row
+
+
+@dataclass(frozen=True)
+class Base:
+    """What is known of a round before drafting: `columns` [1, .] as a tensor, or `row` as numbers."""
+
+    columns: Tensor | None = None
+    row: list[float] | None = None
 
 
 class Decider:
@@ -57,21 +67,39 @@ class Decider:
             return Row(logits, temperature, scores, token, parent, depth)
         return Rows(logits, temperature, scores, drawn, parent, depth)
 
-    def __call__(self, depth: int, base: Tensor, row: Rows | Row | None, state: State) -> tuple[bool, State]:
+    def base(self, anchor_row: Tensor, anchor: int, history: HistoryOne) -> Base:
+        """Return the ANCHOR and HISTORY columns of a round.
+
+        Args:
+            anchor_row: [1, V], the target's row that the anchor was drawn from.
+            anchor: the anchor token.
+            history: of the text.
+        """
+        past = history.values(self.layout.history)
+        if self._one is not None:
+            anchors = self.layout.anchor
+            known = compute_row(anchors, Row(anchor_row, 0.0, None, anchor, None, 0)) if anchors else []
+            return Base(row=known + past)
+        device = anchor_row.device
+        rows = Rows(anchor_row, tokens=torch.tensor([anchor], device=device))
+        return Base(columns=self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device)))
+
+    def __call__(self, depth: int, base: Base, row: Rows | Row | None, state: State) -> tuple[bool, State]:
         """Return whether to draft on, and the policy's new state; raises what the policy raises.
 
         Args:
             depth: j.
-            base: [1, .], the ANCHOR and HISTORY columns.
+            base: of the round.
             row: of x_j; None at depth 0.
             state: of the policy.
         """
         if self._one is not None:
-            assert not isinstance(row, Rows)
+            assert not isinstance(row, Rows) and base.row is not None
             nodes = None if row is None else compute_row(self.layout.node, row)
-            return self._one(depth, self.layout.step_one(base.numpy(), nodes), state)
+            return self._one(depth, self.layout.step_one(base.row, nodes), state)
         assert not isinstance(row, Row)
-        features = self.layout.step(base, None if row is None else compute(self.layout.node, row))
+        assert base.columns is not None
+        features = self.layout.step(base.columns, None if row is None else compute(self.layout.node, row))
         keep, state = checked_keep(self.policy, draft_step(depth, features), state)
         return bool(keep), state
 

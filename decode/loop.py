@@ -23,11 +23,11 @@ from ..policies.contract import (
 )
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError, SpecstopWarning
-from ..policies.features import Rows, compute
-from ..policies.history import History
+from ..policies.features import Rows
+from ..policies.history import HistoryOne
 from ..policies.single import Row
 from .cache import CachedModel
-from .decide import Decider
+from .decide import Base, Decider
 from .noise import KeyedSource, Source, match_scores
 from .pair import Pair
 from .records import Generation, Round
@@ -110,7 +110,7 @@ class Speculator:
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
         source = self._source(key, self._depth + 1)
         token = int(self._scores(logits, source, len(prompt), 1).argmax())
-        text = Text([*prompt, token], len(prompt), source, logits, self._carried, History.start(1, self.pair.device))
+        text = Text([*prompt, token], len(prompt), source, logits, self._carried, HistoryOne())
         text.ended = token in self._eos or self.settings.max_new_tokens == 1
         if self._carried is None:
             try:
@@ -155,8 +155,7 @@ class Speculator:
         cut = text.ended or chain.capped
         watch.start()
         if self._decider.layout.history and not cut:
-            counts = torch.tensor([[accepted], [len(verified)]], device=self.pair.device)
-            text.history = text.history.after(counts[0], counts[1])
+            text.history.add(accepted, len(verified))
         if type(self.policy).observe is not StopPolicy.observe:
             elapsed = watch.mark - begin
             self._observe(text, self._outcome(context, chain, len(verified), accepted, backlog, cut, elapsed))
@@ -183,7 +182,7 @@ class Speculator:
         """Draw x_1, x_2, ... until the policy stops, EOS is drawn, or no more tokens are allowed."""
         chain = Chain([])
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
-        base: Tensor | None = None
+        base: Base | None = None
         unread = text.tokens[self._draft.length :]
         row: Rows | Row | None = None
         for depth in range(self._depth + 1):
@@ -192,7 +191,7 @@ class Speculator:
                 return chain
             if depth >= self.policy.first:
                 watch.start()
-                base = self._base(text) if base is None else base
+                base = base or self._decider.base(text.anchor_row, text.tokens[-1], text.history)
                 go_on = self._decide(text, depth, base, row)
                 chain.decisions += 1
                 watch.lap("policy")
@@ -214,16 +213,7 @@ class Speculator:
                 return chain
         return chain
 
-    def _base(self, text: Text) -> Tensor:
-        """Return [1, F], the columns that are known before drafting."""
-        layout = self._decider.layout
-        history = text.history.values(layout.history)
-        if not layout.anchor:
-            return history
-        anchor = Rows(text.anchor_row, tokens=torch.tensor([text.tokens[-1]], device=text.anchor_row.device))
-        return layout.base(compute(layout.anchor, anchor), history)
-
-    def _decide(self, text: Text, depth: int, base: Tensor, row: Rows | Row | None) -> bool:
+    def _decide(self, text: Text, depth: int, base: Base, row: Rows | Row | None) -> bool:
         """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
         try:
             keep, text.policy_state = self._decider(depth, base, row, text.policy_state)

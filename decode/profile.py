@@ -19,6 +19,7 @@ from ..policies.baselines import FixedLength
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
+from ..policies.history import HistoryOne
 from ..policies.progress import Progress, silent
 from .decide import Decider
 from .loop import Speculator
@@ -153,13 +154,17 @@ def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[
 def loop_decisions(
     pair: Pair, policies: Sequence[StopPolicy], prompts: Sequence[Sequence[int]], settings: Settings
 ) -> dict[str, float]:
-    """Return the seconds of a decision by `cost_name`, features included: the median over rounds of the live loop."""
+    """Return the seconds of a decision by `cost_name`, features included: the median over texts of the live loop."""
     seconds = {}
     for policy in policies:
         speculator = Speculator(pair, policy, settings)
-        rounds = [r for number, prompt in enumerate(prompts[:3]) for r in speculator.generate(prompt, number).rounds]
-        if asked := [r.policy_s / r.decisions for r in rounds if r.decisions]:
-            seconds[policy.cost_name] = _median(asked)
+        rates = []
+        for number, prompt in enumerate(prompts[:5]):
+            rounds = speculator.generate(prompt, number).rounds
+            if asked := sum(r.decisions for r in rounds):
+                rates.append(sum(r.policy_s for r in rounds) / asked)
+        if rates:
+            seconds[policy.cost_name] = _median(rates)
     return seconds
 
 
@@ -175,13 +180,13 @@ def measure_decision(
     generator = torch.Generator().manual_seed(0)
     key, scratch = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(SCRATCH, SCRATCH, device=device)
     decide = Decider(policy, torch.device(device))
-    base = torch.zeros(1, len(decide.layout.anchor) + len(decide.layout.history), device=device)
     state = policy.start(1, key)
     watch = Stopwatch(scratch.device)
     seconds = []
     for _ in range(DECISIONS):
         logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
         drawn = logits.argmax(-1)
+        base = decide.base(logits, int(drawn), HistoryOne())
         if policy.first == 0:
             _, state = decide(0, base, None, state)
         scratch @ scratch[:8].T

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..policies.contract import State
 from ..policies.errors import InputError
-from ..policies.history import History
+from ..policies.history import HistoryOne
 from .noise import Source
 
 
@@ -74,7 +74,7 @@ class Text:
     source: Source
     anchor_row: Tensor  # [1, V] the target's row that the anchor was drawn from
     policy_state: State
-    history: History
+    history: HistoryOne
     ended: bool = False
 
     @property

@@ -244,17 +244,16 @@ class Layout:
         order = [*anchor_at, *history_at, *node_at]
         self._known_first = len(anchor_at) + len(history_at)
         self._back = None if order == sorted(order) else torch.tensor(order).argsort()
+        self._order = None if self._back is None else self._back.tolist()
 
     def base(self, anchor: Tensor, history: Tensor) -> Tensor:
         """Return [S, .], the ANCHOR [S, .] and HISTORY [S, .] columns side by side: what is known at depth 0."""
         return torch.cat([anchor, history.to(anchor.dtype)], -1)
 
-    def step_one(self, base: Any, nodes: Any = None) -> Any:
-        """Return [F] of one stream as an array; `base` [1, .] and `nodes` [.] are arrays too. See `step`."""
-        if nodes is None:
-            nodes = np.zeros(len(self.node), dtype=np.float32)
-        both = np.concatenate([base[0], nodes]) if self._known_first else nodes
-        return both if self._back is None else both[self._back.numpy()]
+    def step_one(self, base: list[float], nodes: list[float] | None = None) -> Any:
+        """Return [F] float32 of one stream as an array, from the values of `base` and of the nodes. See `step`."""
+        both = base + (nodes if nodes is not None else [0.0] * len(self.node))
+        return np.array(both if self._order is None else [both[at] for at in self._order], dtype=np.float32)
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

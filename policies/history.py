@@ -11,6 +11,7 @@ PAST_WEIGHT = 0.8
 """Weight of the past in the running means; the first round counts whole."""
 
 HISTORY_FEATURES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
+_PLACE = {name: place for place, name in enumerate(HISTORY_FEATURES)}
 
 
 class History:
@@ -52,3 +53,24 @@ class History:
         if tuple(names) == HISTORY_FEATURES[: len(names)]:
             return self.record[:, : len(names)]
         return self.record[:, [HISTORY_FEATURES.index(name) for name in names]]
+
+
+class HistoryOne:
+    """`History` of one stream in plain numbers: a dozen tensor operations a round would cost more than the decision."""
+
+    def __init__(self) -> None:
+        self.record = [0.0] * len(HISTORY_FEATURES)
+        self._weight = 0.0
+
+    def add(self, accepted: int, verified: int) -> None:
+        """Take in a round that was not cut."""
+        self._weight = PAST_WEIGHT * self._weight + (1.0 - PAST_WEIGHT)
+        share = (1.0 - PAST_WEIGHT) / self._weight
+        mean, full, *_ = self.record
+        mean += share * (accepted - mean)
+        full += share * ((accepted == verified) - full)
+        self.record = [mean, full, float(accepted), float(verified)]
+
+    def values(self, names: Sequence[str]) -> list[float]:
+        """Return the named HISTORY features."""
+        return [self.record[_PLACE[name]] for name in names]

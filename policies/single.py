@@ -128,6 +128,6 @@ def _two_largest(values: Array) -> Array:
     return np.array([[row[first], max(behind)]])
 
 
-def compute_row(names: Sequence[str], row: Row) -> Array:
-    """Return [F] float32, the named features of one row in that order: what `features.compute` returns for it."""
-    return np.array([FEATURES[name].of(row)[0] for name in names], dtype=np.float32)
+def compute_row(names: Sequence[str], row: Row) -> list[float]:
+    """Return the named features of one row in that order: what `features.compute` returns for it."""
+    return [FEATURES[name].of(row)[0] for name in names]

@@ -11,6 +11,7 @@ from specstop.policies.baselines import Confidence
 from specstop.policies.contract import DraftStep
 from specstop.policies.features import FEATURES, Kind, Layout, Rows, compute
 from specstop.policies.heads import HEADS, build_head
+from specstop.policies.history import HISTORY_FEATURES, History, HistoryOne
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.single import Row, compute_row
@@ -45,7 +46,6 @@ def test_features_of_one_row_are_those_of_rows(kind: str, width: int, temperatur
     rows = Rows(raw, temperature, scores, torch.tensor([token]), raw.new_tensor([-1.25]), 3)
     one = Row(raw, temperature, scores, token, np.array([-1.25]), 3)
     found = compute_row(NODE, one)
-    assert found.dtype == np.float32
     near = FAR if kind == "shifted" and dtype == torch.float32 else NEAR[dtype]
     np.testing.assert_allclose(found, compute(NODE, rows)[0].numpy(), rtol=near, atol=near)
 
@@ -56,8 +56,20 @@ def test_one_row_is_laid_out_as_many_are() -> None:
         base = torch.rand(1, len(layout.anchor) + len(layout.history))
         nodes = torch.rand(1, len(layout.node))
         for part in (None, nodes):
-            one = layout.step_one(base.numpy(), None if part is None else part[0].numpy())
+            one = layout.step_one(base[0].tolist(), None if part is None else part[0].tolist())
+            assert one.dtype == np.float32
             assert np.array_equal(one, layout.step(base, part)[0].numpy())
+
+
+def test_the_history_of_one_stream_is_that_of_many() -> None:
+    many, one = History.start(2), HistoryOne()
+    for accepted, verified in [(3, 4), (0, 4), (4, 4), (0, 0), (2, 5), (1, 1)]:
+        pair = torch.tensor([accepted, 0]), torch.tensor([verified, 0])
+        many = many.after(*pair, torch.tensor([True, False]))
+        one.add(accepted, verified)
+        for names in (HISTORY_FEATURES, ("last_verified", "mean_full"), ()):
+            np.testing.assert_allclose(many.values(names)[0].numpy(), np.array(one.values(names)), rtol=1e-6)
+    assert not many.values()[1].any()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
