@@ -37,7 +37,7 @@ class Decider:
     def __init__(self, policy: StopPolicy, device: torch.device) -> None:
         self.policy = policy
         self.layout = Layout(policy.features)
-        self._one = policy.keep_one if device.type == "cpu" else None
+        self._one = policy.keep_one if device.type == "cpu" and _up_to_date(type(policy)) else None
         self._follows_path = "path_logprob" in self.layout.node
 
     def row(
@@ -108,6 +108,12 @@ def draft_step(depth: int, features: Tensor) -> DraftStep:
     """Return the step of one stream with one branch, from its features [1, F]."""
     alive, parent = _single_branch(features.device)
     return DraftStep(depth, alive, parent, features[:, None])
+
+
+def _up_to_date(kind: type[StopPolicy]) -> bool:
+    """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
+    nearest = next(base for base in kind.__mro__ if "keep" in vars(base) or "keep_one" in vars(base))
+    return "keep_one" in vars(nearest)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _SAMPLES = 64
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,16 @@ def _model(name: str | Path, option: str, device: torch.device, dtype: torch.dty
             raise
         raise PairError(f"{option}: cannot load a model from {name}: {_line(error)}") from None
     moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
+    if device.type == "cpu":
+        _align(moved)
     return moved
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Copy weights that lie on odd addresses of a mapped file: matrix products read them some 5% slower there."""
+    for parameter in model.parameters():
+        if parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def _line(error: Exception) -> str:

@@ -159,7 +159,7 @@ def loop_decisions(
     for policy in policies:
         speculator = Speculator(pair, policy, settings)
         rates = []
-        for number, prompt in enumerate(prompts[:5]):
+        for number, prompt in enumerate(prompts[:4]):
             rounds = speculator.generate(prompt, number).rounds
             if asked := sum(r.decisions for r in rounds):
                 rates.append(sum(r.policy_s for r in rounds) / asked)

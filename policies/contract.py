@@ -5,6 +5,7 @@ Shapes: S streams, B branches at this depth, F declared features, H hidden size,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -125,8 +126,6 @@ class StopPolicy:
         """Return this policy, never drafting deeper than `depth`."""
         if self.max_depth <= depth:
             return self
-        import copy
-
         other = copy.copy(self)
         other.max_depth = depth
         return other

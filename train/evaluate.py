@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ..decode.profile import add_decisions
 from ..policies.baselines import Confidence
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
-from ..policies.errors import InputError, TraceError
+from ..policies.errors import InputError, SpecstopWarning, TraceError
 from ..policies.files import refuse_full
 from ..policies.learned import LearnedPolicy
 from ..policies.progress import Progress, silent
@@ -100,10 +101,6 @@ def acceptance_by_depth(arrays: TraceArrays) -> tuple[float, ...]:
 
 def check_fit(policy: StopPolicy, traces: Trace) -> None:
     """Warn once where a learned policy was trained for another temperature, verification or pair."""
-    import warnings
-
-    from ..policies.errors import SpecstopWarning
-
     if not isinstance(policy, LearnedPolicy):
         return
     header = traces.header
@@ -129,14 +126,8 @@ def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profil
     jobs: list[_Job] = [("Hugging Face default", "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
     if tuning is not None:
         tuned = tune_confidence(tuning, profile)
-        jobs.append(
-            (
-                "confidence, tuned",
-                "rule",
-                tuned,
-                f"threshold {tuned.threshold:g}, tuned on the training traces",
-            )
-        )
+        note = f"threshold {tuned.threshold:g}, tuned on the training traces"
+        jobs.append(("confidence, tuned", "rule", tuned, note))
     for policy in policies:
         note = ""
         is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
