@@ -95,14 +95,15 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, DEPTH)
+    gauge = offline.gauge()
     runs = run_alternating(
-        offline.models, prompts, policies, settings, profile=offline.profile, seed=SEED, progress=progress
+        offline.models, prompts, policies, settings, profile=offline.profile, gauge=gauge, seed=SEED, progress=progress
     )
     tag = f"T={temperature:g}"
     texts(offline, temperature, sizes, prompts, policies, runs, bars)
     replays = [replay(arrays, policy, offline.profile) for policy in policies]
     rounds(offline, temperature, policies, runs, replays, bars)
-    lines = compare_live(runs, policies, arrays, offline.profile)
+    lines = compare_live(runs, policies, arrays, gauge.profile(offline.profile.decision_s))
     print(f"{'policy':<16}{'tokens/s':>9}{'predicted':>11}{'measured':>10}{'miss':>8}   quartiles over prompts")
     for line in lines:
         print(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,46 +88,61 @@ def measure_profile(
     Returns:
         Medians over rounds; `facts["spread"]` is the relative interquartile range of the verification times.
     """
-    settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
-    contexts = _contexts(pair, prompts, new_tokens)
-    total = 2 * (repeats + 1) + len(policies)
-    # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
-    plain = Speculator(pair, FixedLength(0), settings)
-    idle: list[list[Round]] = [[], []]
-    done = 0
-    runs: list[list[Generation]] = [[], []]
-    script = Speculator(pair, Scripted(depth), settings)
+    gauge = Gauge(pair, prompts, depth=depth, temperature=temperature, new_tokens=new_tokens)
+    total = repeats + 1 + len(policies)
     for repeat in range(repeats + 1):
-        for side, length in enumerate(contexts):
-            tokens = _stretch(prompts, length, repeat)
-            generation, alone = script.generate(tokens, key=repeat), plain.generate(tokens, key=repeat)
-            if repeat:
-                runs[side].append(generation)
-                idle[side] += [r for r in alone.rounds if not r.cut]
-            done += 1
-            progress("profile", done, total)
-    decisions = {}
-    for policy in policies:
-        decisions.update(loop_decisions(pair, [policy], prompts, settings))
-        done += 1
-        progress("profile", done, total)
-    rounds = [[r for g in side for r in g.rounds if not r.cut] for side in runs]
-    every = rounds[0] + rounds[1]
-    step_s, round_s = _overhead(every)
-    low, high = (
-        _table(side, depth, every, _median([r.verify_s for r in alone]))
-        for side, alone in zip(rounds, idle, strict=True)
-    )
-    return Profile(
-        low,
-        high,
-        step_s,
-        round_s,
-        _prefill(runs),
-        decisions,
-        temperature,
-        {**(facts or {}), "spread": _spread(every), "rounds": len(every)},
-    )
+        gauge.play(repeat)
+        progress("profile", repeat + 1, total)
+    decisions: dict[str, float] = {}
+    for number, policy in enumerate(policies, 1):
+        decisions.update(loop_decisions(pair, [policy], prompts, gauge.settings))
+        progress("profile", repeats + 1 + number, total)
+    return gauge.profile(decisions, facts)
+
+
+class Gauge:
+    """A profile in the making: texts that can be played when it suits, such as between those of a live comparison.
+
+    A shared machine changes its pace within minutes, and not equally for all sizes; what is compared with a prediction
+    is best timed in the same minutes as the profile behind it.
+
+    Args:
+        pair, prompts, depth, temperature, new_tokens: as of `measure_profile`.
+    """
+
+    def __init__(
+        self, pair: Pair, prompts: Sequence[Sequence[int]], *, depth: int, temperature: float, new_tokens: int = 96
+    ) -> None:
+        self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
+        self._prompts = prompts
+        self._contexts = _contexts(pair, prompts, new_tokens)
+        self._script = Speculator(pair, Scripted(depth), self.settings)
+        # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
+        self._plain = Speculator(pair, FixedLength(0), self.settings)
+        self._runs: list[list[Generation]] = [[], []]
+        self._idle: list[list[Round]] = [[], []]
+
+    def play(self, number: int) -> None:
+        """Decode one text at each context, scripted and plain; number 0 only warms up."""
+        for side, length in enumerate(self._contexts):
+            tokens = _stretch(self._prompts, length, number)
+            generation, alone = self._script.generate(tokens, key=number), self._plain.generate(tokens, key=number)
+            if number:
+                self._runs[side].append(generation)
+                self._idle[side] += [r for r in alone.rounds if not r.cut]
+
+    def profile(self, decisions: Mapping[str, float], facts: Mapping[str, Any] | None = None) -> Profile:
+        """Return the profile of the texts played so far, at least one after the warm-up."""
+        rounds = [[r for g in side for r in g.rounds if not r.cut] for side in self._runs]
+        every = rounds[0] + rounds[1]
+        step_s, round_s = _overhead(every)
+        low, high = (
+            _table(side, self.settings.max_depth, every, _median([r.verify_s for r in alone]))
+            for side, alone in zip(rounds, self._idle, strict=True)
+        )
+        known = {**(facts or {}), "spread": _spread(every), "rounds": len(every)}
+        temperature = self.settings.temperature
+        return Profile(low, high, step_s, round_s, _prefill(self._runs), dict(decisions), temperature, known)
 
 
 def _contexts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
@@ -231,7 +246,8 @@ def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round], plain_s:
         times = [[r.verify_s for r in some if r.verified == count] for some in (rounds, every)]
         return _median(times[0] or times[1])
 
-    one = _median([r.draft_s / (r.drafted - 1) for r in rounds if r.drafted > 1]) or first_steps(1)
+    later = [[r.draft_s / (r.drafted - 1) for r in some if r.drafted > 1] for some in (rounds, every)]
+    one = first_steps(1) or _median(later[0] or later[1])
     two = first_steps(2) or one
     long = [
         [(r.first_draft_s - two) / (r.backlog - 2) for r in some if r.drafted and r.backlog > 8]
@@ -240,7 +256,7 @@ def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round], plain_s:
     slope = _median(long[0] or long[1])
     context = _median([float(r.context) for r in rounds])
     verify = _filled([plain_s or verifications(0), *(verifications(n) for n in range(1, depth + 1))])
-    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify)
+    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify, _median(later[0] or later[1]) or one)
 
 
 def _filled(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -27,15 +27,18 @@ class CostTable:
 
     Attributes:
         context: tokens in the cache when measured.
-        draft_s: a draft step that reads 1 or 2 new tokens (the second after full acceptance).
+        draft_s: the first draft step of a round, which reads 1 or 2 new tokens (2 after full acceptance); it runs on
+            caches that the target has emptied.
         draft_token_s: each further token of a backlog.
         verify_s: a verification of n = 0, 1, ..., K drafted tokens (n + 1 rows), as measured.
+        later_draft_s: each draft step behind the first; None = as the first of one token.
     """
 
     context: float
     draft_s: tuple[float, float]
     draft_token_s: float
     verify_s: tuple[float, ...]
+    later_draft_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Profile:
         verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
         backlog, drafted = backlog.double(), drafted.double()
         first = one + (two - one) * (backlog > 1).double() + (backlog - 2).clamp_min(0) * table.draft_token_s
-        return (first + (drafted - 1) * one) * (drafted > 0) + verify[verified]
+        later = one if table.later_draft_s is None else table.later_draft_s
+        return (first + (drafted - 1) * later) * (drafted > 0) + verify[verified]
 
     def chain_costs(self, context: float, decision_s: float, first: int = 0, depth: int | None = None) -> Tensor:
         """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
@@ -161,6 +165,7 @@ class Profile:
                     (float(raw[side]["draft_s"][0]), float(raw[side]["draft_s"][1])),
                     float(raw[side]["draft_token_s"]),
                     tuple(float(x) for x in raw[side]["verify_s"]),
+                    None if raw[side].get("later_draft_s") is None else float(raw[side]["later_draft_s"]),
                 )
                 for side in ("low", "high")
             ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..collect.prompts import encode, read_prompts
 from ..collect.run import collect, facts, reading_room
 from ..decode.pair import Pair, load_pair
-from ..decode.profile import loop_decisions, measure_profile
+from ..decode.profile import Gauge, loop_decisions, measure_profile
 from ..decode.settings import Settings
 from ..policies.baselines import Confidence, FixedLength
 from ..policies.contract import StopPolicy
@@ -51,6 +51,7 @@ class Offline:
         learned: policies, as loaded from their folders.
         best_fixed: on the training traces.
         report: of the replay.
+        profile_prompts: training prompts that latency is measured on.
     """
 
     folder: Path
@@ -62,6 +63,11 @@ class Offline:
     learned: list[StopPolicy]
     best_fixed: FixedLength
     report: Report
+    profile_prompts: list[list[int]]
+
+    def gauge(self) -> Gauge:
+        """Return a gauge on the prompts of the profile, for a live comparison."""
+        return Gauge(self.models, self.profile_prompts, depth=self.arrays.depth, temperature=self.profile.temperature)
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,7 @@ def run_offline(
         learned,
         FixedLength(int(best.name.partition(":")[2])),
         report,
+        ids["train"][:PROFILE_PROMPTS],
     )
 
 
@@ -177,10 +184,11 @@ def demo(
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, sizes.depth)
+    gauge = offline.gauge()
     generations = run_alternating(
-        offline.models, prompts, policies, settings, profile=offline.profile, seed=seed, progress=progress
+        offline.models, prompts, policies, settings, profile=offline.profile, gauge=gauge, seed=seed, progress=progress
     )
-    live = compare_live(generations, policies, arrays, offline.profile)
+    live = compare_live(generations, policies, arrays, gauge.profile(offline.profile.decision_s))
     return Demo(offline.folder, offline.report, live)
 
 

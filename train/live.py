@@ -10,6 +10,7 @@ import numpy as np
 from ..decode.loop import Speculator
 from ..decode.noise import stream_key
 from ..decode.pair import Pair
+from ..decode.profile import Gauge
 from ..decode.records import Generation, Tally
 from ..decode.settings import Settings
 from ..policies.contract import StopPolicy
@@ -17,6 +18,9 @@ from ..policies.costs import Profile
 from ..policies.progress import Progress, silent
 from .data import TraceArrays
 from .replay import replay
+
+GAUGE_EVERY = 3
+"""Prompts between two texts of the gauge."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def run_alternating(
     settings: Settings,
     *,
     profile: Profile | None = None,
+    gauge: Gauge | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> list[list[Generation]]:
@@ -64,6 +69,7 @@ def run_alternating(
         policies: P of them.
         settings: shared.
         profile: for policies that observe modelled seconds.
+        gauge: plays its texts in between, so that a profile of these very minutes comes out.
         seed: of the streams.
         progress: see `Progress`.
 
@@ -78,6 +84,8 @@ def run_alternating(
         for turn in range(len(runs)):
             which = (turn + number) % len(runs)
             out[which].append(runs[which].generate(tokens, stream_key(seed, name)))
+        if gauge is not None and number % GAUGE_EVERY == 0:
+            gauge.play(number // GAUGE_EVERY)
         progress("live", number + 1, len(prompts))
     return out
 
