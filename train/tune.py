@@ -15,6 +15,9 @@ from .replay import Replayed, replay
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOOK_AHEAD = (0.0, 0.5, 1.0)
+SETTLED = 3e-3
+"""Relative change of rho below which another replay would not move the thresholds to speak of."""
+
 _ROUNDS = 4
 
 
@@ -60,7 +63,7 @@ def solve_rate(
                 rate = replay(arrays, candidate, profile).rate
                 if rate > best_rate:
                     best, best_rate = candidate, rate
-                if abs(rate - rho) < 1e-3 * rho:
+                if abs(rate - rho) < SETTLED * rho:
                     break
                 rho = rate
     return best, best_rate
