@@ -31,9 +31,9 @@ PROFILE_PROMPTS = 16
 class Sizes:
     """How much the demo does: prompts to train on, to evaluate, to decode live; tokens of each text; depth K."""
 
-    train: int = 144
+    train: int = 112
     test: int = 80
-    live: int = 12
+    live: int = 9
     tokens: int = 128
     depth: int = 10
 
