@@ -42,6 +42,24 @@ def decode(
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     depth: Depth = 20,
+    verification: Annotated[
+        str,
+        typer.Option(
+            help="match, rejection, rejection_replace, block (chains): lossless. target_init, typical: LOSSY, they change "
+            "the output distribution."
+        ),
+    ] = "match",
+    tree: Annotated[
+        str | None, typer.Option(help="4,2,2,1 (children by depth), fork:4x5, parents:-1,-1,0; default: a chain.")
+    ] = None,
+    drafter: Annotated[str, typer.Option(help="model, or lookup (prompt lookup: no draft model is asked).")] = "model",
+    top_k: Annotated[int, typer.Option(help="Sample among so many best tokens; 0 = all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the best tokens of so much mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the best.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text become less likely.")] = 1.0,
+    no_repeat_ngram: Annotated[int, typer.Option(help="No n-gram of this length twice; 0 = any.")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many new tokens.")] = 0,
+    stop: Annotated[list[str], typer.Option(help="End the text behind this string; repeatable.")] = [],  # noqa: B006
     seed: Seed = 0,
     limit: Limit = None,
     device: Device = "cpu",
@@ -51,14 +69,15 @@ def decode(
     config: Config = None,
     set: Set = [],  # noqa: B006
 ) -> None:
-    """Generate with a policy; the text is the target's own, whatever the policy (match verification, lossless)."""
+    """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
     from ..collect.prompts import Prompt
+    from ..decode.modes import describe
     from ..decode.records import Tally
     from ..decode.run import decode as run
-    from ..decode.settings import Settings
+    from ..decode.sampling import Shaping
+    from ..decode.settings import Settings, stop_strings
     from ..policies.specs import load_policy
 
-    settings = Settings(temperature, max_new_tokens, depth)
     if text and prompts:
         raise InputError("expected prompts as arguments or --prompts, not both")
     rule = load_policy(policy)
@@ -69,6 +88,15 @@ def decode(
     else:
         chosen = find_prompts(prompts, names[2], "test", limit or (None if prompts else 1))
     pair = open_pair(*names[:2], device, dtype)
+    settings = Settings(
+        temperature,
+        max_new_tokens,
+        depth,
+        verification=verification,
+        tree=tree,
+        shaping=Shaping(top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, min_new_tokens),
+        stops=stop_strings(pair, stop),
+    )
     shown = -1
 
     def stream(number: int, new: str) -> None:
@@ -86,19 +114,27 @@ def decode(
         settings=settings,
         ids=[p.id for p in chosen],
         seed=seed,
+        drafter=drafter,
         on_text=None if json or quiet else stream,
     )
     tally = Tally.of(generations)
     if json:
         assert pair.tokenizer is not None
         texts = [str(pair.tokenizer.decode(list(g.tokens), skip_special_tokens=True)) for g in generations]
-        print_json({**tally.summary(), "acceptance": tally.acceptance(), "texts": texts})
+        print_json(
+            {
+                **tally.summary(),
+                "verification": describe(verification),
+                "acceptance": tally.acceptance(),
+                "texts": texts,
+            }
+        )
         return
     sys.stdout.write("\n\n" if shown >= 0 else "")
-    show_tally(tally, rule.name)
+    show_tally(tally, f"{rule.name}, {describe(verification)}")
 
 
-def show_tally(tally: Tally, name: str) -> None:
+def show_tally(tally: Tally, title: str) -> None:
     """Print what a run took, and acceptance by depth."""
     facts, phases = tally.summary(), tally.shares()
     rows = [
@@ -112,7 +148,7 @@ def show_tally(tally: Tally, name: str) -> None:
             for phase, seconds in phases.items()
         ),
     ]
-    table(f"{name}, match verification (lossless)", ("what", "value"), rows)
+    table(title, ("what", "value"), rows)
     depths = [(str(k), f"{p:.3f}", str(n)) for k, p, n in tally.acceptance()]
     if depths:
         table(

@@ -6,12 +6,18 @@ silently wrong under `eager`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .topology import Topology
+
+_SLICED = 64
+"""Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -43,6 +49,12 @@ class SlotLayer(CacheLayerMixin):
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def move(self, slots: Tensor, to: int) -> None:
+        """Copy the states of `slots` [n] to `to`, `to` + 1, ..."""
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, to : to + len(slots)] = self.keys[:, :, slots]
+        self.values[:, :, to : to + len(slots)] = self.values[:, :, slots]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the keys' length with `query_length` more tokens, and their offset."""
         return self.length + query_length, 0
@@ -58,7 +70,7 @@ class SlotLayer(CacheLayerMixin):
 
 def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
     """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly."""
-    if model.config._attn_implementation == "sdpa":
+    if mask.dtype != torch.bool or model.config._attn_implementation == "sdpa":
         return mask
     zero = torch.zeros((), dtype=model.dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(model.dtype).min)
@@ -67,21 +79,38 @@ def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
 class CachedModel:
     """A causal language model and what it has read.
 
+    Sliding-window layers keep all keys as well: their window is part of the mask, so that any roll-back is exact.
+
     Args:
         model: in evaluation mode.
         capacity: slots, a bound on the tokens in the cache at any time.
         vocabulary: width of the logits returned; a model's padding rows beyond it are dropped.
+        hidden: keep the last hidden states of each call in `states`.
+
+    Attributes:
+        states: [B, n, H] of the last call, if asked for.
     """
 
-    def __init__(self, model: PreTrainedModel, capacity: int, vocabulary: int) -> None:
+    def __init__(self, model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False) -> None:
         self.model = model
         self.capacity = capacity
         self.vocabulary = vocabulary
-        self._layers = [SlotLayer(capacity) for _ in range(model.config.get_text_config().num_hidden_layers)]
+        self.states: Tensor | None = None
+        self._hidden = hidden
+        config = model.config.get_text_config()
+        self._layers = [SlotLayer(capacity) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
-        causal = torch.ones(capacity, capacity, dtype=torch.bool, device=model.device).tril_()
-        self._causal = backend_mask(causal, model)[None, None]
+        self._windows = window_layers(model)
+        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
+        self._trees: dict[int, Tensor] = {}
         self._positions = torch.arange(capacity, device=model.device)[None]
+        self._position_at = torch.zeros(1, capacity, dtype=torch.int64, device=model.device)  # by slot
+
+    def _behind_prefix(self, mask: Tensor) -> Tensor:
+        """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
+        prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool)
+        full = torch.cat([prefix, mask], 1)[None, None].to(self.model.device)
+        return full if self._windows else backend_mask(full, self.model)
 
     @property
     def length(self) -> int:
@@ -94,6 +123,19 @@ class CachedModel:
         for layer in self._layers:
             layer.length = length
 
+    def keep(self, base: int, slots: Sequence[int]) -> None:
+        """Forget all tokens after the first `base` but those in `slots`, rising, which move up to it in place."""
+        fixed = 0
+        while fixed < len(slots) and slots[fixed] == base + fixed:
+            fixed += 1
+        if fixed < len(slots):
+            moved = torch.tensor(slots[fixed:], device=self.model.device)
+            for layer in self._layers:
+                layer.move(moved, base + fixed)
+            if self._windows:
+                self._position_at[:, base + fixed : base + len(slots)] = self._position_at[:, moved]
+        self.roll_back(base + len(slots))
+
     def read(
         self, tokens: Tensor, rows: int = 0, mask: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
@@ -102,23 +144,82 @@ class CachedModel:
         Args:
             tokens: [B, n] int64; the batch size is fixed by the first call.
             rows: how many of the last rows of logits are wanted; 0 = all n.
-            mask: [1 or B, 1, n, length + n] in the backend's form; None = causal.
+            mask: [1 or B, 1, n, length + n], boolean or in the backend's form; None = causal.
             positions: [1 or B, n]; None = behind what is there.
 
         Returns:
             [B, rows, V] float32, or float64 for a float64 model.
         """
-        start, end = self.length, self.length + tokens.shape[1]
-        if mask is None:
-            mask = self._causal[:, :, start:end, :end]
+        start, count = self.length, tokens.shape[1]
+        end = start + count
+        if mask is None and count <= _SLICED and end <= self.capacity:
+            mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         if positions is None:
             positions = self._positions[:, start:end]
-        logits: Tensor = self.model(
+        out = self.model(
             input_ids=tokens,
-            attention_mask=mask,
+            attention_mask=self._by_layer(mask, positions, start, end),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=rows,
-        ).logits[..., : self.vocabulary]
+            **({"output_hidden_states": True} if self._hidden else {}),
+        )
+        if self._hidden:
+            self.states = out.hidden_states[-1]
+        logits: Tensor = out.logits[..., : self.vocabulary]
         return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+    def read_tree(
+        self, tokens: Sequence[int], base: int, topology: Topology, before: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
+        """Append the tokens of some rows of a tree and return their logits [1, n, V].
+
+        Args:
+            tokens: n.
+            base: length of the committed text; the tree's tokens lie in the slots behind it.
+            topology: of the tree.
+            before: rows of the tree that are in the cache, by slot.
+            rows: n rows to append.
+        """
+        mask = self._trees.get(id(topology))
+        if mask is None:
+            mask = self._trees[id(topology)] = self._behind_prefix(topology.sees)
+        seen = [*before, *rows]
+        prefix = self.capacity - base
+        if seen == list(range(len(seen))):  # the whole tree up to here: a slice
+            part = mask[:, :, len(before) : len(seen), prefix : self.capacity + len(seen)]
+        else:
+            columns = torch.tensor([*range(prefix, self.capacity), *(self.capacity + row for row in seen)])
+            at = torch.tensor(rows, device=mask.device)
+            part = mask.index_select(2, at).index_select(3, columns.to(mask.device))
+        depth = torch.tensor([[topology.depth[row] for row in rows]], device=mask.device)
+        return self.read(torch.tensor([list(tokens)], device=mask.device), 0, part, base + depth)
+
+    def _by_layer(self, mask: Tensor | None, positions: Tensor, start: int, end: int) -> Any:
+        """Return the mask as the model wants it: one for all layers, or one for each kind of layer."""
+        if self._windows is None:
+            return mask if mask is None else backend_mask(mask, self.model)
+        if len(self._position_at) < len(positions):
+            self._position_at = self._position_at.repeat(len(positions), 1)
+        self._position_at[:, start:end] = positions
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool:
+            mask = mask == 0
+        window, mixed = self._windows
+        near = positions[:, None, :, None] - self._position_at[:, None, None, :end] < window
+        sliding = backend_mask(mask & near, self.model)
+        if not mixed:
+            return sliding
+        return {"full_attention": backend_mask(mask, self.model), "sliding_attention": sliding}
+
+
+def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:
+    """Return (window, whether other layers see everything) of a model with sliding-window layers, else None."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    if window is None or (kinds and "sliding_attention" not in kinds):
+        return None
+    return int(window), len(kinds) > 1

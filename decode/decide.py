@@ -1,18 +1,24 @@
-"""One decision of one stream: features of the last drawn token, the policy's answer."""
+"""The policy's side of a round: features of what was just drawn, the policy's answer, and what happens when it fails."""
 
 from __future__ import annotations
 
 import functools
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, State, StopPolicy, checked_keep
+from ..policies.baselines import FixedLength
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep, checked_select
+from ..policies.errors import SpecstopWarning
 from ..policies.features import Layout, Rows, compute
 from ..policies.history import HistoryOne
 from ..policies.single import Row, compute_row
+from .candidates import Candidates
+from .settings import Text
 
 
 @dataclass(frozen=True)
@@ -23,49 +29,92 @@ class Base:
     row: list[float] | None = None
 
 
+@dataclass(frozen=True)
+class Level:
+    """The tokens of one depth as their features are computed from them: the places, and a row for each."""
+
+    places: Sequence[int]
+    rows: Rows | Row
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The draft's side of one depth.
+
+    Attributes:
+        raw: [R, V] logits of the places that were fed.
+        sampled: [R, V] log-weights, where they are not raw / T; else None.
+        scores: [R, V] that `match` took the largest of; None under other modes.
+        owner: for each token that was drawn, its row.
+    """
+
+    raw: Tensor
+    sampled: Tensor | None
+    scores: Tensor | None
+    owner: Sequence[int]
+
+
 class Decider:
-    """Asks a policy, through `keep_one` where it has one and the logits are on the CPU, else through `keep`.
+    """Asks a policy, through `keep_one` where that will do: one branch, logits on the CPU, a policy that has it.
 
     Args:
         policy: any stop policy.
         device: of the logits.
+        chain: whether no round has more than one branch.
 
     Attributes:
         layout: of the policy's features.
     """
 
-    def __init__(self, policy: StopPolicy, device: torch.device) -> None:
+    def __init__(self, policy: StopPolicy, device: torch.device, chain: bool = True) -> None:
         self.policy = policy
         self.layout = Layout(policy.features)
-        self._one = policy.keep_one if device.type == "cpu" and _up_to_date(type(policy)) else None
+        self._one = policy.keep_one if chain and device.type == "cpu" and _up_to_date(type(policy)) else None
+        self._chain = chain
         self._follows_path = "path_logprob" in self.layout.node
 
-    def row(
-        self,
-        logits: Tensor,
-        temperature: float,
-        scores: Tensor,
-        drawn: Tensor,
-        token: int,
-        above: Rows | Row | None,
-        depth: int,
-    ) -> Rows | Row:
-        """Return what the features of a drawn token are computed from.
+    def level(
+        self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
+    ) -> Level:
+        """Return the level of the tokens just drawn.
 
         Args:
-            logits: [1, V] of the draft.
+            found: with these tokens.
+            places: theirs.
+            logits: that they were drawn from.
             temperature: of the sampling.
-            scores: [1, V], what the token was the argmax of.
-            drawn, token: the token, as tensor [1] and as number.
-            above: the row of the token before it.
-            depth: j.
+            above: the level before it.
         """
-        parent: Any = None
-        if self._follows_path:
-            parent = above.path_logprob if above is not None else 0.0
+        depth = found.depth[places[0]]
         if self._one is not None:
-            return Row(logits, temperature, scores, token, parent, depth)
-        return Rows(logits, temperature, scores, drawn, parent, depth)
+            parent: Any = None
+            if self._follows_path:
+                parent = above.rows.path_logprob if above is not None else 0.0
+            token = found.tokens[places[0]]
+            return Level(places, Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled))
+        device = logits.raw.device
+        owner = torch.tensor(logits.owner, device=device)
+        tokens = torch.tensor([found.tokens[place] for place in places], device=device)
+        raw, sampled, scores = (
+            v if v is None or self._chain else v[owner] for v in (logits.raw, logits.sampled, logits.scores)
+        )
+        rank = width = None
+        if not self._chain:
+            siblings = [found.children[found.parent[place]] for place in places]
+            rank = torch.tensor([all_.index(p) for p, all_ in zip(places, siblings, strict=True)], device=device)
+            width = torch.tensor([len(all_) for all_ in siblings], device=device)
+        logprob = None
+        if self._follows_path:
+            assert raw is not None
+            logprob = raw.new_zeros(len(places)) if above is None else self._inherited(found, places, above)
+        assert raw is not None
+        return Level(places, Rows(raw, temperature, scores, tokens, logprob, depth, sampled, rank, width))
+
+    def _inherited(self, found: Candidates, places: Sequence[int], above: Level) -> Tensor:
+        at = {place: row for row, place in enumerate(above.places)}
+        assert isinstance(above.rows, Rows)
+        logprob = above.rows.path_logprob
+        return logprob[[at[found.parent[place]] for place in places]]
 
     def base(self, anchor_row: Tensor, anchor: int, history: HistoryOne) -> Base:
         """Return the ANCHOR and HISTORY columns of a round.
@@ -84,24 +133,58 @@ class Decider:
         rows = Rows(anchor_row, tokens=torch.tensor([anchor], device=device))
         return Base(columns=self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device)))
 
-    def __call__(self, depth: int, base: Base, row: Rows | Row | None, state: State) -> tuple[bool, State]:
-        """Return whether to draft on, and the policy's new state; raises what the policy raises.
+    def __call__(
+        self, depth: int, base: Base, level: Level | None, state: State, found: Candidates, alive: Sequence[int]
+    ) -> tuple[list[int], State]:
+        """Return the places to draft on from, and the policy's new state; raises what the policy raises.
 
         Args:
             depth: j.
             base: of the round.
-            row: of x_j; None at depth 0.
+            level: of depth j; None at depth 0.
             state: of the policy.
+            found: drafted so far.
+            alive: places of depth j that could be extended.
         """
         if self._one is not None:
-            assert not isinstance(row, Rows) and base.row is not None
-            nodes = None if row is None else compute_row(self.layout.node, row)
-            return self._one(depth, self.layout.step_one(base.row, nodes), state)
-        assert not isinstance(row, Row)
+            assert base.row is not None
+            nodes = None
+            if level is not None:
+                assert isinstance(level.rows, Row)
+                nodes = compute_row(self.layout.node, level.rows)
+            go_on, state = self._one(depth, self.layout.step_one(base.row, nodes), state)
+            return list(alive) if go_on else [], state
         assert base.columns is not None
-        features = self.layout.step(base.columns, None if row is None else compute(self.layout.node, row))
-        keep, state = checked_keep(self.policy, draft_step(depth, features), state)
-        return bool(keep), state
+        if level is None:
+            keep, state = checked_keep(self.policy, draft_step(0, self.layout.step(base.columns)), state)
+            return list(alive) if bool(keep) else [], state
+        assert isinstance(level.rows, Rows)
+        features = self.layout.step(base.columns.expand(len(level.places), -1), compute(self.layout.node, level.rows))
+        if self._chain:
+            keep, state = checked_keep(self.policy, draft_step(depth, features), state)
+            return list(alive) if bool(keep) else [], state
+        step = _tree_step(depth, features, level.places, found, alive)
+        keep, state = checked_keep(self.policy, step, state)
+        first = found.topology.levels[depth][0]
+        kept = keep[0].tolist()
+        return [place for place in alive if kept[found.rows[place] - first]], state
+
+
+def _tree_step(
+    depth: int, features: Tensor, places: Sequence[int], found: Candidates, alive: Sequence[int]
+) -> DraftStep:
+    """Return the step of one stream, with a column for each row that the topology has at this depth, drawn or not."""
+    topology = found.topology
+    level = topology.levels[depth]
+    above = topology.levels[depth - 1][0] if depth > 1 else None
+    at = torch.tensor([found.rows[place] - level[0] for place in places], device=features.device)
+    full = features.new_zeros(1, len(level), features.shape[-1])
+    full[0, at] = features
+    mask = torch.zeros(1, len(level), dtype=torch.bool, device=features.device)
+    mask[0, [found.rows[place] - level[0] for place in alive]] = True
+    full[~mask] = 0.0
+    parent = [0 if above is None else topology.parent[row] - above for row in level]
+    return DraftStep(depth, mask, torch.tensor([parent], device=features.device), full)
 
 
 def draft_step(depth: int, features: Tensor) -> DraftStep:
@@ -119,3 +202,77 @@ def _up_to_date(kind: type[StopPolicy]) -> bool:
 @functools.cache
 def _single_branch(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.ones(1, 1, dtype=torch.bool, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+
+class Guard:
+    """A policy that cannot harm the text: one that raises or breaks the contract is reported once and replaced.
+
+    Args:
+        policy: the user's.
+        device: of the logits.
+        chain: whether no round has more than one branch.
+        fallback: length that is drafted after a failure.
+
+    Attributes:
+        policy: the one in charge.
+        decider: asks it.
+        carried: its state between texts, if it carries one.
+    """
+
+    def __init__(self, policy: StopPolicy, device: torch.device, chain: bool, fallback: int) -> None:
+        self.policy, self._device, self._chain, self._fallback = policy, device, chain, fallback
+        self.decider = Decider(policy, device, chain)
+        self.carried: State = None
+        self._warned = False
+
+    def start(self, text: Text, key: int) -> None:
+        """Give the text its policy state."""
+        text.policy_state = self.carried
+        if self.carried is None:
+            try:
+                text.policy_state = self.policy.start(1, torch.tensor([key], device=self._device))
+            except Exception as error:  # a plugin may raise anything; the text must not suffer
+                self._fail(text, error)
+
+    def keep(
+        self, text: Text, depth: int, base: Base, level: Level | None, found: Candidates, alive: Sequence[int]
+    ) -> list[int]:
+        """Return the places to draft on from."""
+        try:
+            kept, text.policy_state = self.decider(depth, base, level, text.policy_state, found, alive)
+        except Exception as error:  # a plugin may raise anything; the text must not suffer
+            self._fail(text, error)
+            return list(alive) if depth < self._fallback else []
+        return kept
+
+    def select(self, text: Text, found: Candidates, hide_tokens: bool) -> list[bool] | None:
+        """Return by row of the topology whether the target shall verify it; None = all."""
+        if type(self.policy).select is StopPolicy.select or not found.drafted:
+            return None
+        try:
+            mask = checked_select(self.policy, found.tree(self._device, hide_tokens), text.policy_state)
+        except Exception as error:  # a plugin may raise anything; the text must not suffer
+            self._fail(text, error)
+            return None
+        return None if mask is None else [True] * found.topology.roots + mask[0].tolist()
+
+    def observe(self, text: Text, outcome: RoundOutcome) -> None:
+        """Tell the policy how the round went."""
+        try:
+            text.policy_state = self.policy.observe(outcome, text.policy_state)
+        except Exception as error:  # a plugin may raise anything; the text must not suffer
+            self._fail(text, error)
+
+    def _fail(self, text: Text, error: Exception) -> None:
+        """Warn once and go on with the fixed fallback length."""
+        if not self._warned:
+            warnings.warn(
+                f"policy {self.policy.name} failed ({type(error).__name__}: {error}); "
+                f"drafting {self._fallback} tokens a round from here on",
+                SpecstopWarning,
+                stacklevel=2,
+            )
+        self._warned = True
+        self.policy = FixedLength(self._fallback)
+        self.decider = Decider(self.policy, self._device, self._chain)
+        text.policy_state = self.carried = None

@@ -1,51 +1,51 @@
-"""The round loop: draft, decide, verify, commit, for a chain under `match` verification (lossless).
+"""The round loop: draft, decide, verify, commit.
 
-A round starts at the anchor, the last committed token, which neither model has read yet. The draft reads its backlog and
-proposes x_1, x_2, ... while the policy keeps the branch; the target reads the anchor and the proposals in one call; the
-tokens that equal the target's own are committed, with one more of the target's.
+A round starts at its roots: the anchor, the last committed token, which neither model has read yet (or, under a mode that
+defers it, several alternatives for the token to come). The draft reads its backlog and proposes candidates while the policy
+keeps their branches; the target reads roots and candidates in one call; the verification mode accepts a path, which is
+committed with one more token of the target's.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..policies.baselines import FixedLength
-from ..policies.contract import (
-    DraftTree,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    checked_select,
-)
+from ..policies.contract import RoundOutcome, StopPolicy
 from ..policies.costs import Profile
-from ..policies.errors import InputError, PolicyError, SpecstopWarning
-from ..policies.features import Rows
+from ..policies.errors import InputError, PolicyError
 from ..policies.history import HistoryOne
-from ..policies.single import Row
 from .cache import CachedModel
-from .decide import Base, Decider
-from .noise import KeyedSource, Source, match_scores
+from .candidates import Candidates
+from .decide import Guard
+from .drafters import Drafter, ModelDrafter
+from .drafting import DraftPhase
+from .modes import check_mode, find_mode
+from .noise import Choices, KeyedSource, Source
 from .pair import Pair
 from .records import Generation, Round
-from .settings import Chain, Settings, Stopwatch, Text
+from .sampling import Sampler, check_processors
+from .settings import Settings, Stopwatch, Text
 
 
 class Speculator:
     """Decodes prompts one at a time with one pair, one policy and one set of settings.
 
     The policy is asked from depth 0 on (or from its `first`). One that raises or breaks the contract is reported once
-    and replaced by a fixed length: the text is the target's in any case.
+    and replaced by a fixed length: the text is not harmed.
 
     Args:
         pair: target and draft.
         policy: a stop policy; `vectors` are not supplied by this loop.
         settings: see `Settings`.
-        profile: supplies the modelled seconds that policies observe; verifications are padded to a cheaper size.
+        profile: supplies the modelled seconds that policies observe; verifications of chains are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
+        drafter: proposes the candidates; the pair's draft model by default.
+
+    Raises:
+        PolicyError, InputError: policy, mode, tree or logits processors do not go together; the message says which.
     """
 
     def __init__(
@@ -55,25 +55,42 @@ class Speculator:
         settings: Settings | None = None,
         profile: Profile | None = None,
         source: Callable[[int, int], Source] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if policy.vectors:
             raise PolicyError(f"{policy.name}: reads {', '.join(policy.vectors)}; this loop hands over scalars only")
-        self.pair, self.policy, self.settings, self.profile = pair, policy, settings or Settings(), profile
-        self._depth = min(self.settings.max_depth, policy.max_depth)
-        self._decider = Decider(policy, pair.device)
-        self._padded = profile.padded() if profile else ()
-        self._source = source or self._keyed
-        self._target = self._draft = CachedModel(pair.target, 0, pair.vocabulary)
-        self._carried: State = None
-        self._warned = False
+        self.pair, self.settings, self.profile = pair, settings or Settings(), profile
+        self.mode = find_mode(self.settings.verification, self.settings.temperature)
+        tree = self.settings.topology
+        check_mode(self.mode, policy, tree)
+        check_processors(self.settings.shaping.processors, pair.vocabulary)
+        self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
+        chain = self.topology.is_chain
+        self._guard = Guard(policy, pair.device, chain, self.settings.fallback)
+        self._drafter = drafter or ModelDrafter(pair)
         self._eos = () if self.settings.ignore_eos else pair.eos
+        self._phase = DraftPhase(
+            self._drafter, self.mode, self._guard, self.topology, self._eos, self.settings.temperature
+        )
+        self._padded = profile.padded() if profile and chain else ()
+        self._source = source or self._keyed
+        self._target = CachedModel(pair.target, 0, pair.vocabulary, self._drafter.reads_hidden)
+
+    @property
+    def policy(self) -> StopPolicy:
+        """The policy in charge: the one given, until it fails."""
+        return self._guard.policy
 
     def _keyed(self, key: int, window: int) -> Source:
         return KeyedSource(key, self.pair.vocabulary, window, self.pair.logits_dtype, self.pair.device)
 
     @torch.inference_mode()
     def generate(
-        self, prompt: Sequence[int], key: int = 0, on_commit: Callable[[list[int]], None] | None = None
+        self,
+        prompt: Sequence[int],
+        key: int = 0,
+        on_commit: Callable[[list[int]], None] | None = None,
+        padding: Sequence[int] = (),
     ) -> Generation:
         """Decode one prompt.
 
@@ -81,17 +98,17 @@ class Speculator:
             prompt: token ids, at least one.
             key: of the stream (`noise.stream_key`); without effect at temperature 0.
             on_commit: called with the tokens of each round, for streaming.
+            padding: tokens that stood left of the prompt: logits processors and stopping criteria see them, models do not.
 
         Raises:
             InputError: the prompt is empty, or longer than the models can read with the new tokens.
         """
         watch = Stopwatch(self.pair.device)
         begin = watch.now()
-        text = self._prefill(list(prompt), key)
+        text = self._prefill(list(prompt), key, list(padding))
         prefill_s = watch.now() - begin
-        first = text.tokens[text.prompt :]
-        if on_commit:
-            on_commit(first)
+        if on_commit and text.generated:
+            on_commit(text.tokens[text.prompt :])
         rounds = []
         while not text.ended:
             done = len(text.tokens)
@@ -99,29 +116,31 @@ class Speculator:
             if on_commit:
                 on_commit(text.tokens[done:])
         if self.policy.carries:
-            self._carried = text.policy_state
+            self._guard.carried = text.policy_state
         return Generation(tuple(text.tokens[text.prompt :]), tuple(rounds), text.prompt, prefill_s, watch.now() - begin)
 
-    def _prefill(self, prompt: list[int], key: int) -> Text:
-        """Read the prompt with the target and commit its first token; the draft reads when it is first asked."""
+    def _prefill(self, prompt: list[int], key: int, padding: list[int]) -> Text:
+        """Read the prompt with the target and draw the first roots; the drafter reads when it is first asked."""
         if not prompt:
             raise InputError("the prompt is empty: expected at least one token")
-        self._reserve(len(prompt) + self.settings.max_new_tokens)
+        settings = self.settings
+        self._reserve(len(prompt) + settings.max_new_tokens)
+        seen = len(padding) + len(prompt)
+        processors = settings.shaping.build(settings.temperature, seen, self._eos, self.pair.device)
+        source = self._source(key, self.topology.deepest + 1)
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
-        source = self._source(key, self._depth + 1)
-        token = int(self._scores(logits, source, len(prompt), 1).argmax())
-        text = Text([*prompt, token], len(prompt), source, logits, self._carried, HistoryOne())
-        text.ended = token in self._eos or self.settings.max_new_tokens == 1
-        if self._carried is None:
-            try:
-                text.policy_state = self.policy.start(1, torch.tensor([key], device=self.pair.device))
-            except Exception as error:  # a plugin may raise anything; the text must not suffer
-                self._fail(text, error)
+        sampler = Sampler(processors, settings.temperature, padding)
+        text = Text(prompt, len(prompt), source, sampler, [], logits, None, HistoryOne(), self._hidden(-1))
+        sampled = sampler(logits, lambda: [prompt])[0]
+        text.roots = self.mode.start(sampled, self.topology.roots, self._choices(text, len(prompt)))
+        if not self.mode.deferred:
+            self._extend(text, text.roots)
+        self._guard.start(text, key)
         return text
 
     def _reserve(self, tokens: int) -> None:
         """Empty both caches, with room for `tokens` and a round beyond them."""
-        capacity = tokens + max(self._depth, len(self._padded)) + 1
+        capacity = tokens + max(len(self.topology), len(self._padded)) + 1
         self._readable = capacity
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft)):
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or capacity
@@ -132,43 +151,50 @@ class Speculator:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self._target.capacity < capacity:
-            self._target = CachedModel(self.pair.target, capacity, self.pair.vocabulary)
-            self._draft = CachedModel(self.pair.draft, capacity, self.pair.vocabulary)
+            self._target = CachedModel(self.pair.target, capacity, self.pair.vocabulary, self._drafter.reads_hidden)
         self._target.roll_back(0)
-        self._draft.roll_back(0)
+        self._drafter.reserve(capacity)
 
-    def _scores(self, logits: Tensor, source: Source, position: int, count: int) -> Tensor:
-        """Return [count, V], what the next tokens at `position`, ... are the argmax of."""
-        if self.settings.temperature == 0.0:
-            return logits
-        return match_scores(logits, self.settings.temperature, source.gumbel(position, count))
+    def _hidden(self, row: int) -> Tensor | None:
+        states = self._target.states
+        return None if states is None else states[:, row]
+
+    def _choices(self, text: Text, position: int) -> Choices:
+        """Return the random choices of the next round, whose roots stand at `position`."""
+        choices = Choices(text.source, text.round, position, self.settings.temperature == 0.0)
+        text.round += 1
+        return choices
 
     def _round(self, text: Text) -> Round:
         watch = Stopwatch(self.pair.device)
         begin = watch.now()
         context, anchor = len(text.tokens), text.generated
-        backlog = context - self._draft.length
-        chain = self._draft_chain(text, watch)
-        verified = self._choose(text, chain)
-        own, logits = self._verify(text, verified, watch)
-        accepted, committed = self._commit(text, verified, own, logits)
-        cut = text.ended or chain.capped
+        base = context if self.mode.deferred else context - 1
+        backlog = self._drafter.backlog(text.tokens)
+        choices = self._choices(text, base)
+        allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
+        found = self._phase.run(text, base, choices, allowed, watch)
+        sent = found.sent()
+        logits, sampled = self._verify(text, base, found, sent, watch)
+        path, roots = self.mode.accept(found, sent, sampled, choices)
+        committed = self._commit(text, base, found, sent, path, roots, logits)
+        accepted, verified, cut = len(path) - 1, len(sent) - found.roots, text.ended or found.capped
         watch.start()
-        if self._decider.layout.history and not cut:
-            text.history.add(accepted, len(verified))
+        if self._guard.decider.layout.history and not cut:
+            text.history.add(accepted, verified)
         if type(self.policy).observe is not StopPolicy.observe:
-            elapsed = watch.mark - begin
-            self._observe(text, self._outcome(context, chain, len(verified), accepted, backlog, cut, elapsed))
+            outcome = self._outcome(context, found, verified, accepted, backlog, cut, watch.mark - begin)
+            self._guard.observe(text, outcome)
         watch.lap("policy")
         laps = watch.laps
         return Round(
             anchor,
             context,
-            len(chain.tokens),
-            len(verified),
+            found.drafted,
+            verified,
             accepted,
             committed,
-            chain.decisions,
+            found.decisions,
             backlog,
             cut,
             laps["first"],
@@ -178,121 +204,75 @@ class Speculator:
             watch.now() - begin,
         )
 
-    def _draft_chain(self, text: Text, watch: Stopwatch) -> Chain:
-        """Draw x_1, x_2, ... until the policy stops, EOS is drawn, or no more tokens are allowed."""
-        chain = Chain([])
-        allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
-        base: Base | None = None
-        unread = text.tokens[self._draft.length :]
-        row: Rows | Row | None = None
-        for depth in range(self._depth + 1):
-            if depth == min(allowed, self._depth):
-                chain.capped = depth < self._depth
-                return chain
-            if depth >= self.policy.first:
-                watch.start()
-                base = base or self._decider.base(text.anchor_row, text.tokens[-1], text.history)
-                go_on = self._decide(text, depth, base, row)
-                chain.decisions += 1
-                watch.lap("policy")
-                if not go_on:
-                    chain.dropped = int(self.policy.trims and depth > 0)
-                    return chain
-            watch.start()
-            logits = self._draft.read(torch.tensor([unread], device=self.pair.device), rows=1)[0]
-            watch.lap("draft" if depth else "first")
-            position = len(text.tokens) + depth
-            scores = self._scores(logits, text.source, position, 1)
-            drawn = scores.argmax(-1)
-            unread = [int(drawn)]
-            temperature = self.settings.temperature
-            row = self._decider.row(logits, temperature, scores, drawn, unread[0], row, depth + 1)
-            chain.tokens.append(unread[0])
-            if unread[0] in self._eos:
-                chain.capped = True
-                return chain
-        return chain
-
-    def _decide(self, text: Text, depth: int, base: Base, row: Rows | Row | None) -> bool:
-        """Ask the policy whether to go on from depth j; a policy that fails is replaced by the fallback length."""
-        try:
-            keep, text.policy_state = self._decider(depth, base, row, text.policy_state)
-        except Exception as error:  # a plugin may raise anything; the text must not suffer
-            self._fail(text, error)
-            return depth < self.settings.fallback
-        return keep
-
-    def _fail(self, text: Text, error: Exception) -> None:
-        """Warn once and go on with the fixed fallback length."""
-        if not self._warned:
-            warnings.warn(
-                f"policy {self.policy.name} failed ({type(error).__name__}: {error}); "
-                f"drafting {self.settings.fallback} tokens a round from here on",
-                SpecstopWarning,
-                stacklevel=2,
-            )
-        self._warned = True
-        self.policy = FixedLength(self.settings.fallback)
-        self._decider = Decider(self.policy, self.pair.device)
-        text.policy_state = None
-        self._carried = None
-
-    def _choose(self, text: Text, chain: Chain) -> list[int]:
-        """Return the drawn tokens that are sent to the target: all but those that the policy trims."""
-        kept = chain.tokens[: len(chain.tokens) - chain.dropped]
-        if type(self.policy).select is StopPolicy.select or not kept:
-            return kept
-        nodes = torch.arange(len(kept), device=self.pair.device)[None]
-        tree = DraftTree(torch.tensor([kept], device=nodes.device), nodes - 1, nodes + 1, nodes >= 0)
-        try:
-            mask = checked_select(self.policy, tree, text.policy_state)
-        except Exception as error:
-            self._fail(text, error)
-            return kept
-        return kept if mask is None else kept[: int(mask[0].long().cumprod(0).sum())]
-
-    def _verify(self, text: Text, proposed: list[int], watch: Stopwatch) -> tuple[list[int], Tensor]:
-        """Return the target's own token after the anchor and after each proposal, and its logits [k + 1, V]."""
-        read = [text.tokens[-1], *proposed]
-        padding = self._padding(len(text.tokens), len(proposed))
+    def _verify(
+        self, text: Text, base: int, found: Candidates, sent: Sequence[int], watch: Stopwatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return the target's raw and processed logits [len(sent), V] behind each place sent."""
+        tokens = [found.tokens[place] for place in sent]
         watch.start()
-        logits = self._target.read(torch.tensor([read + read[-1:] * padding], device=self.pair.device))[0, : len(read)]
+        if found.topology.is_chain:
+            padding = self._padding(len(text.tokens), len(sent) - 1)
+            read = torch.tensor([tokens + tokens[-1:] * padding], device=self.pair.device)
+            logits = self._target.read(read)[0, : len(sent)]
+        else:
+            logits = self._target.read_tree(tokens, base, found.topology, [], [found.rows[p] for p in sent])[0]
         watch.lap("verify")
-        own = self._scores(logits, text.source, len(text.tokens), len(proposed) + 1).argmax(-1).tolist()
-        return own, logits
+        sampled = text.sampler(logits, lambda: [[*text.tokens[:base], *found.tokens_to(p)] for p in sent])
+        return logits, sampled
 
     def _padding(self, context: int, proposed: int) -> int:
         """Return how many tokens to fill a verification up with: a larger one may be cheaper."""
         size = self._padded[proposed] if proposed < len(self._padded) else proposed
         return size - proposed if context + size <= self._readable else 0
 
-    def _commit(self, text: Text, proposed: list[int], own: list[int], logits: Tensor) -> tuple[int, int]:
-        """Append the accepted tokens and the target's next one, cut at EOS or the limit; roll both caches back.
+    def _commit(
+        self,
+        text: Text,
+        base: int,
+        found: Candidates,
+        sent: Sequence[int],
+        path: Sequence[int],
+        roots: list[int],
+        logits: Tensor,
+    ) -> int:
+        """Append the accepted path, and the next root unless it is deferred; compact both caches along the path.
 
         Returns:
-            min(A, k), and the tokens committed.
+            The tokens committed.
         """
-        accepted = 0
-        while accepted < len(proposed) and proposed[accepted] == own[accepted]:
-            accepted += 1
-        new = own[: min(accepted + 1, self.settings.max_new_tokens - text.generated)]
-        for index, token in enumerate(new):
-            if token in self._eos:
-                new = new[: index + 1]
-                text.ended = True
-                break
+        row = {place: at for at, place in enumerate(sent)}
+        self._target.keep(base, [base + row[place] for place in path])
+        self._drafter.commit(base, path)
+        if self.mode.deferred:
+            new = [found.tokens[place] for place in path]
+        else:
+            new = [*(found.tokens[place] for place in path[1:]), *roots]
+        text.roots, last = roots, row[path[-1]]
+        text.anchor_row = logits[last : last + 1]
+        text.hidden = self._hidden(last)
+        return self._extend(text, new)
+
+    def _extend(self, text: Text, new: Sequence[int]) -> int:
+        """Commit tokens one by one until the text ends: EOS, a stopping criterion, the limit. Return their number."""
         before = len(text.tokens)
-        text.tokens.extend(new)
-        text.ended = text.ended or text.generated >= self.settings.max_new_tokens
-        text.anchor_row = logits[len(new) - 1 : len(new)]
-        self._target.roll_back(min(self._target.length, len(text.tokens) - 1))
-        self._draft.roll_back(min(self._draft.length, before + accepted))
-        return accepted, len(new)
+        for token in new:
+            text.tokens.append(token)
+            text.ended = text.generated >= self.settings.max_new_tokens or token in self._eos or self._stops(text)
+            if text.ended:
+                break
+        return len(text.tokens) - before
+
+    def _stops(self, text: Text) -> bool:
+        """Ask transformers' stopping criteria, as plain decoding does after each token."""
+        if not self.settings.stops:
+            return False
+        ids = torch.tensor([[*text.sampler.padding, *text.tokens]], device=self.pair.device)
+        return any(bool(torch.as_tensor(stop(ids, None)).all()) for stop in self.settings.stops)
 
     def _outcome(
         self,
         context: int,
-        chain: Chain,
+        found: Candidates,
         verified: int,
         accepted: int,
         backlog: int,
@@ -300,19 +280,12 @@ class Speculator:
         elapsed: float,
     ) -> RoundOutcome:
         one = torch.ones(1, dtype=torch.int64, device=self.pair.device)
-        drafted, sent = one * len(chain.tokens), one * verified
+        drafted, sent = one * found.drafted, one * verified
         if self.policy.reads_clock or self.profile is None:
             seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
         else:
             decision_s = self.profile.decision(self.policy.cost_name)
             seconds = self.profile.round_seconds(
-                one * context, drafted, sent, one * backlog, one * chain.decisions, decision_s
+                one * context, drafted, sent, one * backlog, one * found.decisions, decision_s
             )
         return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))
-
-    def _observe(self, text: Text, outcome: RoundOutcome) -> None:
-        """Tell the policy how the round went."""
-        try:
-            text.policy_state = self.policy.observe(outcome, text.policy_state)
-        except Exception as error:
-            self._fail(text, error)

@@ -6,6 +6,7 @@ same for every policy, tree and drafter, and equal to plain sampling with that k
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from typing import Protocol
 
@@ -62,11 +63,47 @@ def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dt
     return uniform(key, position, vocabulary).log_().neg_().log_().neg_().to(dtype)
 
 
+def _mix_one(value: int) -> int:
+    """Return `mix` of one 64-bit pattern, as plain numbers: a tensor operation would cost more than the choice."""
+    value &= _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+class Purpose(enum.IntEnum):
+    """What a fresh number is for; with (stream, round, node) it makes the number's key, so none is drawn twice."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def fresh_uniform(key: int, round: int, node: int, purpose: Purpose) -> float:
+    """Return the uniform in (0, 1) of a choice, 53 bits.
+
+    Args:
+        key: of the stream.
+        round: 0 while the prompt is read, then from 1.
+        node: which candidate of the round, from 0.
+        purpose: see `Purpose`.
+    """
+    row = _mix_one(key ^ _mix_one(round * _GOLDEN + 1))
+    bits = _mix_one(_mix_one(row + (node + 1) * _GOLDEN) + int(purpose) * _GOLDEN)
+    return max((bits >> 11) * 2.0**-53, 2.0**-54)
+
+
 class Source(Protocol):
     """Where the loop takes every random number from; tests put an enumerator here."""
 
     def gumbel(self, position: int, count: int) -> Tensor:
         """Return [count, V] noise for the tokens at absolute positions `position`, `position` + 1, ..."""
+
+    def categorical(self, probs: Tensor, round: int, node: int, purpose: Purpose) -> int:
+        """Return a token drawn from `probs` [V] float64, which need not sum to 1; never one of probability 0."""
+
+    def bernoulli(self, prob: float, round: int, node: int, purpose: Purpose) -> bool:
+        """Return True with probability `prob`."""
 
 
 class KeyedSource:
@@ -79,6 +116,17 @@ class KeyedSource:
         self._size = window + 2 * _BLOCK
         self._ring = torch.empty(self._size, vocabulary, dtype=dtype, device=device)
         self._low = self._high = 0
+
+    def categorical(self, probs: Tensor, round: int, node: int, purpose: Purpose) -> int:
+        """Return a token; see `Source`. By inversion: the first whose cumulated mass exceeds the uniform's share."""
+        mass = probs.cumsum(-1)
+        share = fresh_uniform(self._key, round, node, purpose) * mass[-1]
+        token = int(torch.searchsorted(mass, share, right=True))
+        return token if token < len(probs) else int(probs.nonzero()[-1])
+
+    def bernoulli(self, prob: float, round: int, node: int, purpose: Purpose) -> bool:
+        """Return True with probability `prob`; see `Source`."""
+        return fresh_uniform(self._key, round, node, purpose) < prob
 
     def gumbel(self, position: int, count: int) -> Tensor:
         """Return [count, V]; see `Source`. Positions may go back by at most the window given."""
@@ -94,6 +142,32 @@ class KeyedSource:
         if first + count <= self._size:
             return self._ring[first : first + count]
         return self._ring[torch.arange(position, position + count, device=self._device) % self._size]
+
+
+class Choices:
+    """The random choices of one round of one stream.
+
+    Args:
+        source: of the stream.
+        round: 0 while the prompt is read, then from 1.
+        position: of the roots in the text.
+        greedy: temperature 0; nothing is drawn.
+    """
+
+    def __init__(self, source: Source, round: int, position: int, greedy: bool) -> None:
+        self.source, self.round, self.position, self.greedy = source, round, position, greedy
+
+    def noise(self, depth: int, count: int) -> Tensor:
+        """Return [count, V] keyed noise for the tokens at `depth`, `depth` + 1, ..., roots being at depth 0."""
+        return self.source.gumbel(self.position + depth, count)
+
+    def draw(self, probs: Tensor, node: int, purpose: Purpose) -> int:
+        """Return a token drawn from `probs` [V]."""
+        return self.source.categorical(probs, self.round, node, purpose)
+
+    def accept(self, prob: float, node: int) -> bool:
+        """Return True with probability `prob`."""
+        return self.source.bernoulli(prob, self.round, node, Purpose.ACCEPT)
 
 
 def match_scores(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:

@@ -82,13 +82,11 @@ def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedT
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in (("target", target), ("draft", draft)):
         config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-        if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-            kinds = {"sliding_attention"}
+        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise PairError(
                 f"the {role} has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
-                "expected full attention in every layer"
+                "expected full or sliding-window attention in every layer"
             )
     widths = [model.config.get_text_config().vocab_size for model in (target, draft)]
     if tokenizer is None and widths[0] != widths[1]:

@@ -21,12 +21,14 @@ from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
 from ..policies.progress import Progress, silent
-from .decide import Decider
+from .candidates import Candidates
+from .decide import Decider, Logits
 from .loop import Speculator
 from .noise import mix
 from .pair import Pair
 from .records import Generation, Round
 from .settings import Settings, Stopwatch
+from .topology import chain
 
 DECISIONS = 200
 SCRATCH = 1536
@@ -194,21 +196,22 @@ def measure_decision(
     """
     generator = torch.Generator().manual_seed(0)
     key, scratch = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(SCRATCH, SCRATCH, device=device)
-    decide = Decider(policy, torch.device(device))
+    decide, tree = Decider(policy, torch.device(device)), chain(2)
     state = policy.start(1, key)
     watch = Stopwatch(scratch.device)
     seconds = []
     for _ in range(DECISIONS):
         logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
-        drawn = logits.argmax(-1)
-        base = decide.base(logits, int(drawn), HistoryOne())
+        found = Candidates.at([0], tree)
+        place = found.add(0, 1, int(logits.argmax(-1)))
+        base = decide.base(logits, found.tokens[place], HistoryOne())
         if policy.first == 0:
-            _, state = decide(0, base, None, state)
+            _, state = decide(0, base, None, state, found, [0])
         scratch @ scratch[:8].T
         before = watch.laps["policy"]
         watch.start()
-        row = decide.row(logits, temperature, logits, drawn, int(drawn), None, 1)
-        _, state = decide(1, base, row, state)
+        level = decide.level(found, [place], Logits(logits, None, logits, [0]), temperature, None)
+        _, state = decide(1, base, level, state, found, [place])
         watch.lap("policy")
         seconds.append(watch.laps["policy"] - before)
     return statistics.median(seconds)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
+from .drafters import find_drafter
 from .loop import Speculator
 from .noise import stream_key
 from .pair import Pair
@@ -23,18 +24,20 @@ def decode(
     ids: Sequence[str] | None = None,
     seed: int = 0,
     profile: Profile | None = None,
+    drafter: str = "model",
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generation]:
-    """Decode prompts one after the other with a policy; the text is the target's own.
+    """Decode prompts one after the other with a policy; the text is the target's own under every lossless mode.
 
     Args:
         pair: with a tokenizer.
         prompts: texts.
         policy: when to stop drafting.
-        settings: temperature, limits.
+        settings: temperature, limits, verification, tree, processors, stops.
         ids: of the prompts, part of the key of their noise; by default their numbers.
         seed: the other part; without effect at temperature 0.
         profile: supplies the modelled seconds that some policies observe.
+        drafter: `model`, or `lookup` for prompt lookup.
         on_text: called with (prompt number, new text) after each round, for streaming.
 
     Raises:
@@ -43,7 +46,7 @@ def decode(
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-    speculator = Speculator(pair, policy, settings, profile)
+    speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair))
     generations = []
     for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         stream = _TextStream(pair, number, on_text) if on_text else None

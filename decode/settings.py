@@ -1,18 +1,23 @@
-"""What a run is told, and what the loop keeps: the settings, the clock, one text, one drafted chain."""
+"""What a run is told, and what the loop keeps: the settings, the clock, one text."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StopStringCriteria
 
 from ..policies.contract import State
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
 from .noise import Source
+from .pair import Pair
+from .sampling import Sampler, Shaping
+from .topology import Topology, chain, parse_tree
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,11 @@ class Settings:
         max_depth: no round drafts deeper, whatever the policy says.
         fallback: drafts this many tokens once a policy has failed.
         ignore_eos: go on after the end-of-text token.
+        verification: name of a mode (`modes.MODES`).
+        tree: what `topology.parse_tree` reads; None = a chain.
+        shaping: what else changes the distribution that is sampled from.
+        stops: transformers' stopping criteria, asked after each committed token in order; the text is cut at the first
+            that fires, that token included.
     """
 
     temperature: float = 0.0
@@ -32,6 +42,10 @@ class Settings:
     max_depth: int = 20
     fallback: int = 4
     ignore_eos: bool = False
+    verification: str = "match"
+    tree: str | None = None
+    shaping: Shaping = field(default_factory=Shaping)
+    stops: tuple[StoppingCriteria, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -40,6 +54,11 @@ class Settings:
             raise InputError(f"--max-new-tokens: expected 1 or more, not {self.max_new_tokens}")
         if self.max_depth < 0 or self.fallback < 0:
             raise InputError("depth and fallback: expected 0 or more")
+
+    @property
+    def topology(self) -> Topology:
+        """The tree that rounds may draft, no deeper than `max_depth`."""
+        return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
 
 
 @dataclass
@@ -67,14 +86,29 @@ class Stopwatch:
 
 @dataclass
 class Text:
-    """One sequence while it is decoded."""
+    """One sequence while it is decoded.
 
-    tokens: list[int]  # committed, prompt included
+    Attributes:
+        tokens: committed, prompt included.
+        prompt: its length.
+        source: of its random numbers.
+        sampler: of its logits.
+        roots: tokens that the next round starts from: the last committed one, or alternatives for the one to come.
+        anchor_row: [1, V] raw logits of the target that the roots were drawn from.
+        hidden: [1, H] the target's last hidden state there, for drafters that read it.
+        round: of the next choices; 0 while the prompt is read.
+    """
+
+    tokens: list[int]
     prompt: int
     source: Source
-    anchor_row: Tensor  # [1, V] the target's row that the anchor was drawn from
+    sampler: Sampler
+    roots: list[int]
+    anchor_row: Tensor
     policy_state: State
     history: HistoryOne
+    hidden: Tensor | None = None
+    round: int = 0
     ended: bool = False
 
     @property
@@ -83,11 +117,14 @@ class Text:
         return len(self.tokens) - self.prompt
 
 
-@dataclass
-class Chain:
-    """What the draft phase leaves behind: the tokens drawn and how often the policy was asked."""
+def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, ...]:
+    """Return the criterion that ends a text behind any of `strings`; none for none.
 
-    tokens: list[int]
-    decisions: int = 0
-    dropped: int = 0  # trailing tokens that a trimming policy does not send
-    capped: bool = False  # the length limit or EOS ended drafting, not the policy
+    Raises:
+        InputError: the pair has no tokenizer, or a string is empty.
+    """
+    if not strings:
+        return ()
+    if pair.tokenizer is None or not all(strings):
+        raise InputError("--stop: expected strings that are not empty, and a pair with a tokenizer")
+    return (StopStringCriteria(pair.tokenizer, list(strings)),)

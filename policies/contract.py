@@ -38,7 +38,8 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The drafted nodes of a round, in drawing order: `tokens`, `parent` (-1 = root), `depth`, `drawn`; all [S, N]."""
+    """The nodes that a round may draft, by depth: `tokens` (-1 = none or hidden), `parent` (-1 = root), `depth`, and which
+    are `drawn` and not trimmed; all [S, N]."""
 
     tokens: Tensor
     parent: Tensor

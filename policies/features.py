@@ -49,6 +49,9 @@ class Rows:
         tokens: [R] the drawn tokens, for POST features.
         parent_logprob: [R] log-probability of the path above, for POST features.
         depth: j.
+        sampled: [R, V] log-weights of the distribution that is sampled from, where it is not softmax(logits / T).
+        rank: [R] of the tokens among their siblings; None = each is an only child.
+        width: [R] number of siblings, itself included.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class Rows:
         tokens: Tensor | None = None,
         parent_logprob: Tensor | None = None,
         depth: int = 0,
+        sampled: Tensor | None = None,
+        rank: Tensor | None = None,
+        width: Tensor | None = None,
     ) -> None:
         self.logits = logits
         self.temperature = temperature
@@ -66,6 +72,9 @@ class Rows:
         self.tokens = tokens
         self.parent_logprob = parent_logprob
         self.depth = depth
+        self.sampled = sampled
+        self.rank = rank
+        self.width = width
 
     @cached_property
     def probs(self) -> Tensor:
@@ -107,10 +116,21 @@ class Rows:
 
     @cached_property
     def best_scores(self) -> Tensor:
-        """[R, 2] the two largest noisy scores."""
+        """[R, 3] the largest noisy score, the drawn token's, and the largest of a token that was not drawn."""
         if self.scores is None:
             raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
-        return self.scores.topk(2, -1).values
+        if self.width is None:
+            best, second = self.scores.topk(2, -1).values.unbind(-1)
+            return torch.stack([best, best, second], -1)
+        most = min(int(self.width.max()) + 1, self.scores.shape[-1])
+        best = self.scores.topk(most, -1).values
+        left_out = best.gather(-1, self.width[:, None].clamp_max(most - 1))[:, 0]
+        return torch.stack([best[:, 0], self.of_drawn(self.scores), left_out], -1)
+
+    @cached_property
+    def sibling_rank(self) -> Tensor:
+        """[R] rank among the siblings."""
+        return self.constant(0.0) if self.rank is None else self.rank.to(self.logits.dtype)
 
     @cached_property
     def drawn_logprob(self) -> Tensor:
@@ -135,6 +155,8 @@ class Rows:
     @cached_property
     def drawn_prob(self) -> Tensor:
         """[R] probability of the drawn token in the distribution that is sampled from."""
+        if self.sampled is not None:
+            return self.of_drawn(torch.softmax(self.sampled, -1))
         if self.temperature in (0.0, 1.0):
             return self.drawn_logprob.exp()
         return self.of_drawn(torch.log_softmax(self.logits / self.temperature, -1)).exp()
@@ -184,13 +206,15 @@ _ALL = (
     Feature("drawn_prob", Kind.POST, "probability of x_j in the distribution it was drawn from", 0.0, 1.0,
             lambda rows: rows.drawn_prob),
     Feature("path_logprob", Kind.POST, "log-probability of x_1..x_j", -INFINITY, 0.0, lambda rows: rows.path_logprob),
-    Feature("noisy_margin", Kind.POST, "best minus second of log q / T + g", 0.0, INFINITY,
+    Feature("noisy_margin", Kind.POST, "log q / T + g of x_j minus that of the best token not drawn", 0.0, INFINITY,
+            lambda rows: rows.best_scores[:, 1] - rows.best_scores[:, 2]),
+    Feature("noisy_score", Kind.POST, "log q / T + g of x_j", -INFINITY, INFINITY,
+            lambda rows: rows.best_scores[:, 1]),
+    Feature("noisy_behind", Kind.POST, "best of log q / T + g minus that of x_j, 0 in a chain", 0.0, INFINITY,
             lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 1]),
-    Feature("noisy_score", Kind.POST, "best of log q / T + g", -INFINITY, INFINITY,
-            lambda rows: rows.best_scores[:, 0]),
     Feature("depth", Kind.POST, "j", 0.0, INFINITY, lambda rows: rows.constant(rows.depth)),
     Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, INFINITY,
-            lambda rows: rows.constant(0.0)),
+            lambda rows: rows.sibling_rank),
     Feature("mean_accepted", Kind.HISTORY, "running mean of min(A, k), weight 0.8 on the past", 0.0, INFINITY, _history),
     Feature("mean_full", Kind.HISTORY, "running mean of full acceptance, weight 0.8 on the past", 0.0, 1.0, _history),
     Feature("last_accepted", Kind.HISTORY, "min(A, k) of the last round", 0.0, INFINITY, _history),
@@ -200,7 +224,13 @@ _ALL = (
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
 """Every feature by name."""
 
-CHAIN_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST) and f.name != "branch_rank")
+TREE_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST))
+"""What is recorded at each node of a tree."""
+
+SIBLING_FEATURES = ("noisy_behind", "branch_rank")
+"""Those that tell siblings apart: always 0 in a chain."""
+
+CHAIN_FEATURES = tuple(name for name in TREE_FEATURES if name not in SIBLING_FEATURES)
 """What is recorded at each node of a chain."""
 
 ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR)

@@ -31,7 +31,9 @@ class Row:
         token: int,
         parent_logprob: Array | None,
         depth: int,
+        sampled: Tensor | None = None,
     ) -> None:
+        self.sampled: Array | None = None if sampled is None else sampled.numpy()
         self.logits: Array = logits.numpy()
         self.scores: Array | None = None if scores is None else scores.numpy()
         self.temperature, self.token, self.parent_logprob, self.depth = temperature, token, parent_logprob, depth
@@ -88,10 +90,16 @@ class Row:
 
     @cached_property
     def best_scores(self) -> Array:
-        """[1, 2] the two largest noisy scores."""
+        """[1, 3] the largest noisy score, which is the drawn token's, again, and the second."""
         if self.scores is None:
             raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
-        return _two_largest(self.scores)
+        best, second = _two_largest(self.scores)[0]
+        return np.array([[best, best, second]])
+
+    @property
+    def sibling_rank(self) -> Array:
+        """[1] zero: the only branch."""
+        return self.constant(0.0)
 
     @cached_property
     def drawn_logprob(self) -> Array:
@@ -109,9 +117,10 @@ class Row:
     @cached_property
     def drawn_prob(self) -> Array:
         """[1] probability of the drawn token in the distribution that is sampled from."""
-        if self.temperature in (0.0, 1.0):
+        if self.sampled is None and self.temperature in (0.0, 1.0):
             return np.exp(self.drawn_logprob)
-        powers = np.exp((self.logits - self.top1_logit) / self.temperature)
+        scaled = self.logits / self.temperature if self.sampled is None else self.sampled
+        powers = np.exp(scaled - scaled.max(-1))
         prob: Array = powers[:, self.token] / powers.sum(-1)
         return prob
 

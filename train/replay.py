@@ -120,9 +120,9 @@ class _Run:
         verified = drafted - dropped
         if type(self.policy).select is StopPolicy.select or not int(verified.max()):
             return verified
-        nodes = torch.arange(int(verified.max()))[None].expand(len(row), -1)
+        nodes = torch.arange(self.policy.max_depth)[None].expand(len(row), -1)
         drawn = nodes < verified[:, None]
-        tokens = self.arrays.tokens[row, : nodes.shape[1]] * drawn
+        tokens = torch.where(drawn, self.arrays.tokens[row, : nodes.shape[1]], -1)
         tree = DraftTree(tokens, nodes - 1, nodes + 1, drawn)
         mask = checked_select(self.policy, tree, self.state)
         return verified if mask is None else (mask & drawn).long().cumprod(1).sum(1)

@@ -41,7 +41,7 @@ class Recording(StopPolicy):
         return step.alive & (step.depth < DEPTH), state
 
     def select(self, tree: DraftTree, state: State) -> None:
-        self.tokens = tree.tokens[0].tolist()
+        self.tokens = tree.tokens[tree.drawn].tolist()
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         self.rounds.append({"steps": self.steps, "tokens": self.tokens, "accepted": int(outcome.accepted)})

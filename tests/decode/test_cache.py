@@ -68,12 +68,13 @@ def test_a_mask_hides_what_it_says_under_each_backend(model: torch.nn.Module) ->
 
 @torch.no_grad()
 def test_the_backend_needs_the_form_it_gets(eager_pair: Pair) -> None:
-    """A boolean mask is added as 0 and 1 under eager attention, and hides nothing."""
+    """A boolean mask is added as 0 and 1 under eager attention, and hides nothing; `read` takes either form."""
     text, model = tokens(1, 6), eager_pair.target
     causal = torch.ones(6, 6).tril().bool()[None, None]
     right = CachedModel(model, 6, VOCABULARY).read(text, 0, backend_mask(causal, model))
-    wrong = CachedModel(model, 6, VOCABULARY).read(text, 0, causal)
+    wrong = model(text, attention_mask=causal).logits
     torch.testing.assert_close(right, full(model, text), atol=near(model), rtol=0)
+    torch.testing.assert_close(CachedModel(model, 6, VOCABULARY).read(text, 0, causal), right, atol=0, rtol=0)
     assert (wrong - right).abs().max() > 0.1
 
 

@@ -15,6 +15,7 @@ from specstop.decode.cache import CachedModel
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.pair import Pair
 from specstop.decode.profile import Scripted, add_decisions, measure_decision, measure_profile
+from specstop.decode.sampling import Sampler
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.costs import CostTable, Profile
@@ -31,7 +32,7 @@ STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5,
 def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that only known work moves; its second entry is the price of a token of context to the target."""
     now = [0.0, 0.0]
-    read, scores, commit = CachedModel.read, Speculator._scores, Speculator._commit
+    read, call, commit = CachedModel.read, Sampler.__call__, Speculator._commit
 
     def timed_read(self: CachedModel, tokens: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
         count = tokens.shape[1]
@@ -41,17 +42,17 @@ def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
             now[0] += DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
         return read(self, tokens, *args, **more)
 
-    def timed_scores(self: Speculator, *args: object) -> torch.Tensor:
+    def timed_call(self: Sampler, *args: object) -> torch.Tensor:
         now[0] += STEP
-        return scores(self, *args)
+        return call(self, *args)
 
-    def timed_commit(self: Speculator, *args: object) -> tuple[int, int]:
+    def timed_commit(self: Speculator, *args: object) -> int:
         now[0] += ROUND
         return commit(self, *args)
 
     monkeypatch.setattr(Stopwatch, "now", lambda self: now[0])
     monkeypatch.setattr(CachedModel, "read", timed_read)
-    monkeypatch.setattr(Speculator, "_scores", timed_scores)
+    monkeypatch.setattr(Sampler, "__call__", timed_call)
     monkeypatch.setattr(Speculator, "_commit", timed_commit)
     return now
 

@@ -1,0 +1,105 @@
+"""What a round has drafted so far: the drawn part of a topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..policies.contract import DraftTree
+from .topology import Topology
+
+
+@dataclass
+class Candidates:
+    """Drawn rows, the roots first. Lists go by place: the order of drawing, which is one of depth.
+
+    Attributes:
+        topology: that they are part of.
+        rows: the topology's row at each place.
+        tokens, depth: at each place.
+        parent: the place above; -1 for roots.
+        children: the places below, in drawing order.
+        dropped: drawn, but not sent to the target.
+        drawn_from: by place, the distribution (or scores) that its children were drawn from, [V].
+        decisions: times the policy was asked.
+        capped: EOS or a length limit ended drafting, not the policy.
+    """
+
+    topology: Topology
+    rows: list[int]
+    tokens: list[int]
+    depth: list[int]
+    parent: list[int]
+    children: list[list[int]]
+    dropped: list[bool]
+    drawn_from: dict[int, Tensor] = field(default_factory=dict)
+    decisions: int = 0
+    capped: bool = False
+
+    @staticmethod
+    def at(roots: list[int], topology: Topology) -> Candidates:
+        """Return the state before any draft: the roots alone."""
+        n = len(roots)
+        return Candidates(topology, list(range(n)), list(roots), [0] * n, [-1] * n, [[] for _ in roots], [False] * n)
+
+    def add(self, above: int, row: int, token: int) -> int:
+        """Append a drawn token below place `above` and return its place."""
+        place = len(self.tokens)
+        self.rows.append(row)
+        self.tokens.append(token)
+        self.depth.append(self.depth[above] + 1)
+        self.parent.append(above)
+        self.children.append([])
+        self.children[above].append(place)
+        self.dropped.append(False)
+        return place
+
+    @property
+    def roots(self) -> int:
+        """Number of roots; an unused one counts as well."""
+        return self.depth.count(0)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drawn from the draft."""
+        return len(self.tokens) - self.roots
+
+    def sent(self) -> list[int]:
+        """Return the places that the target verifies: the roots and all nodes without a dropped one above or at them."""
+        out: list[bool] = []
+        for place, above in enumerate(self.parent):
+            out.append(not self.dropped[place] and (above < 0 or out[above]))
+        return [place for place, goes in enumerate(out) if goes]
+
+    def path(self, place: int) -> list[int]:
+        """Return the places from a root down to `place`."""
+        out = [place]
+        while self.parent[out[-1]] >= 0:
+            out.append(self.parent[out[-1]])
+        return out[::-1]
+
+    def tokens_to(self, place: int) -> list[int]:
+        """Return the tokens from a root down to `place`."""
+        return [self.tokens[above] for above in self.path(place)]
+
+    def tree(self, device: torch.device, hide_tokens: bool = False) -> DraftTree:
+        """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.
+
+        Args:
+            device: of the tensors.
+            hide_tokens: show -1 in the place of every token.
+        """
+        topology, first = self.topology, self.topology.roots
+        tokens, drawn = [-1] * len(topology), [False] * len(topology)
+        for place in self.sent():
+            row = self.rows[place]
+            drawn[row] = True
+            tokens[row] = -1 if hide_tokens else self.tokens[place]
+        parent = [max(above - first, -1) for above in topology.parent]
+
+        def nodes(values: list[int] | list[bool]) -> Tensor:
+            return torch.tensor(values[first:], device=device)[None]
+
+        return DraftTree(nodes(tokens), nodes(parent), nodes(topology.depth), nodes(drawn))

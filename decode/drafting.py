@@ -1,0 +1,129 @@
+"""The draft phase of a round: candidates depth by depth, as far as the policy keeps their branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .candidates import Candidates
+from .decide import Base, Guard, Level, Logits
+from .drafters import Drafter
+from .modes import is_trimming
+from .noise import Choices
+from .settings import Stopwatch, Text
+from .topology import Topology
+from .verify import Verification
+
+
+class DraftPhase:
+    """Drafts one round after the other.
+
+    Args:
+        drafter: scores the candidates.
+        mode: draws them.
+        guard: the policy, asked after each depth which branches to extend.
+        topology: the tree of a round, no deeper than settings and policy allow.
+        eos: ids that end a text; a branch that draws one is not extended.
+        temperature: of the sampling.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        mode: Verification,
+        guard: Guard,
+        topology: Topology,
+        eos: Sequence[int],
+        temperature: float,
+    ) -> None:
+        self._drafter, self._mode, self._guard = drafter, mode, guard
+        self._topology, self._eos, self._temperature = topology, frozenset(eos), temperature
+        # What rejection sends to the target must not depend on tokens drawn later, so it selects level by level.
+        self._select_each = mode.hides and is_trimming(guard.policy)
+
+    def run(self, text: Text, base: int, choices: Choices, allowed: int, watch: Stopwatch) -> Candidates:
+        """Return the candidates of a round.
+
+        Args:
+            text: to continue.
+            base: position of its roots.
+            choices: of the round.
+            allowed: depth at which the length limit ends drafting.
+            watch: gets the laps `first`, `draft` and `policy`.
+        """
+        found = Candidates.at(text.roots, self._topology)
+        known: Base | None = None
+        level: Level | None = None
+        alive = list(range(len(text.roots)))
+        deepest = self._topology.deepest
+        for depth in range(deepest + 1):
+            if depth == min(allowed, deepest):
+                found.capped = depth < deepest
+                break
+            if depth >= self._guard.policy.first:
+                watch.start()
+                known = known or self._guard.decider.base(text.anchor_row, text.roots[0], text.history)
+                kept = self._guard.keep(text, depth, known, level, found, alive)
+                if depth and self._guard.policy.trims:
+                    for place in set(alive).difference(kept):
+                        found.dropped[place] = True
+                alive = kept
+                found.decisions += 1
+                watch.lap("policy")
+            feeding = [place for place in alive if self._topology.children[found.rows[place]]]
+            if not feeding:
+                break
+            places, level = self._grow(text, base, found, feeding, choices, level, watch)
+            alive = [place for place in places if found.tokens[place] not in self._eos]
+            if self._select_each:
+                alive = self._selected(text, found, places, alive)
+            if not alive:
+                found.capped = bool(places)
+                break
+        if not self._select_each:
+            self._selected(text, found, range(found.roots, len(found.tokens)), [])
+        return found
+
+    def _grow(
+        self,
+        text: Text,
+        base: int,
+        found: Candidates,
+        feeding: list[int],
+        choices: Choices,
+        above: Level | None,
+        watch: Stopwatch,
+    ) -> tuple[list[int], Level | None]:
+        """Feed the places, draw below them, and return the new places with what their features are computed from."""
+        watch.start()
+        raw = self._drafter.feed(text.tokens, base, found, feeding, text.hidden)
+        watch.lap("draft" if found.depth[feeding[0]] else "first")
+        sampled = text.sampler(raw, lambda: [[*text.tokens[:base], *found.tokens_to(place)] for place in feeding])
+        if self._drafter.partial:
+            known = torch.isfinite(sampled).any(-1).tolist()
+            feeding = [place for place, any_ in zip(feeding, known, strict=True) if any_]
+            raw, sampled = raw[known], sampled[known]
+            if not feeding:
+                return [], None
+        below = [self._topology.children[found.rows[place]] for place in feeding]
+        drawn = self._mode.draw(sampled, [len(rows) for rows in below], found, feeding, choices)
+        places, owner = [], []
+        for at, place in enumerate(feeding):
+            if drawn.source is not None:
+                found.drawn_from[place] = drawn.source[at]
+            for row, token in zip(below[at], drawn.tokens[at], strict=False):  # fewer where the draft knows no more
+                places.append(found.add(place, row, token))
+                owner.append(at)
+        shaped = sampled if text.sampler.reads_prefix and self._temperature > 0 else None
+        logits = Logits(raw, shaped, drawn.scores, owner)
+        return places, self._guard.decider.level(found, places, logits, self._temperature, above)
+
+    def _selected(self, text: Text, found: Candidates, places: Sequence[int], alive: list[int]) -> list[int]:
+        """Drop those of `places` that the policy does not select, and return what is left of `alive`."""
+        mask = self._guard.select(text, found, self._mode.hides)
+        if mask is None:
+            return alive
+        for place in places:
+            found.dropped[place] = found.dropped[place] or not mask[found.rows[place]]
+        return [place for place in alive if not found.dropped[place]]

@@ -1,0 +1,220 @@
+"""The Hugging Face surface: `target.generate(custom_generate=specstop_generate, ...)`, and a policy on the stock path.
+
+Traps of transformers 5.23 behind the names here: for a callable, `generate` drops `assistant_model`, `streamer` and
+`tokenizer` without a word, so they are called `draft_model` and `text_streamer`, and stop strings come as
+`stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep
+from ..policies.costs import Profile
+from ..policies.errors import InputError, PolicyError
+from ..policies.features import Layout, Rows, compute
+from ..policies.history import HistoryOne
+from ..policies.specs import load_policy
+from .decide import draft_step
+from .drafters import find_drafter
+from .loop import Speculator
+from .modes import is_trimming
+from .noise import stream_key
+from .pair import join
+from .sampling import Shaping
+from .settings import Settings
+
+
+@torch.inference_mode()
+def specstop_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: Any = None,
+    draft_model: PreTrainedModel | None = None,
+    policy: StopPolicy | str = "fixed:4",
+    verification: str = "match",
+    tree: str | None = None,
+    drafter: str = "model",
+    profile: Profile | None = None,
+    seed: int | None = None,
+    text_streamer: BaseStreamer | None = None,
+    attention_mask: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Generate with a stop policy: the decoding method that `generate(custom_generate=...)` calls.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, attention_mask, model_kwargs: what
+            `generate` prepares. Rows of a batch are decoded one after the other.
+        draft_model: proposes the tokens; not needed with `drafter="lookup"`.
+        policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
+        verification, tree: see `Settings`.
+        drafter: `model` or `lookup`.
+        profile: see `Speculator`.
+        seed: of the noise; None = drawn from torch's generator, so that `torch.manual_seed` makes it reproducible.
+        text_streamer: gets the tokens of each round; `generate` itself drops `streamer=`.
+
+    Returns:
+        [rows, length] int64 like `generate`, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
+
+    Raises:
+        InputError: no draft model, or something that this loop does not do.
+    """
+    if draft_model is None and drafter == "model":
+        raise InputError("specstop_generate: expected draft_model= (assistant_model= does not reach a callable)")
+    if getattr(generation_config, "num_beams", 1) != 1:
+        raise InputError("specstop_generate: beam search is not speculative; expected num_beams=1")
+    if text_streamer is not None and len(input_ids) > 1:
+        raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
+    shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
+    settings = Settings(
+        temperature,
+        generation_config.max_length - input_ids.shape[1],
+        verification=verification,
+        tree=tree,
+        shaping=shaping,
+        stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
+    )
+    eos = generation_config.eos_token_id
+    ends = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    pair = dataclasses.replace(join(model, draft_model or model), eos=ends)
+    rule = load_policy(policy) if isinstance(policy, str) else policy
+    speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))
+    texts = []
+    for row, ids in enumerate(input_ids.tolist()):
+        real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
+        start = real.index(True) if True in real else 0
+        stream = (lambda new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
+        generation = speculator.generate(ids[start:], _key(seed, row, temperature), stream, ids[:start])
+        texts.append([*ids, *generation.tokens])
+    if text_streamer is not None:
+        text_streamer.end()
+    pad = generation_config.pad_token_id
+    longest = max(map(len, texts))
+    filler = pad if pad is not None else (ends[0] if ends else 0)
+    sequences = torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], device=input_ids.device)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return sequences
+
+
+def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Shaping, float]:
+    """Return the processors, and the temperature beside them: 0, or 1 where it is among them already."""
+    made = tuple(processors or ())
+    if not sampling:
+        return Shaping(processors=made), 0.0
+    if len(made) == 1 and isinstance(made[0], TemperatureLogitsWarper):
+        return Shaping(), float(made[0].temperature)
+    return Shaping(processors=made), 1.0
+
+
+def _key(seed: int | None, row: int, temperature: float) -> int:
+    """Return the key of one row's stream."""
+    if temperature == 0.0:
+        return 0
+    if seed is None:
+        return int(torch.randint(2**62, ()))
+    return stream_key(seed, str(row))
+
+
+class PolicyStoppingCriteria(StoppingCriteria):
+    """Lets a policy end the drafts of transformers' own assisted generation.
+
+        with PolicyStoppingCriteria(policy).riding(draft):
+            target.generate(**inputs, assistant_model=draft)
+
+    The stock loop asks from depth 1 on, knows nothing of the target's rows, and verifies every drafted token: policies
+    that read ANCHOR features or hidden states, or leave drawn tokens out, are refused. Scores reach it processed; they are
+    the raw logits under greedy decoding, and times the temperature where that is the only processor.
+
+    Args:
+        policy: a policy or a spec.
+        temperature: of the sampling; 0 = greedy.
+    """
+
+    def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
+        self.policy = load_policy(policy) if isinstance(policy, str) else policy
+        self._layout = Layout(self.policy.features)
+        unknown = [*self.policy.vectors, *self._layout.anchor]
+        if temperature > 0:
+            unknown += [name for name in self._layout.node if name.startswith("noisy_")]
+        if unknown:
+            raise PolicyError(f"{self.policy.name}: reads {', '.join(unknown)}, which the stock assisted loop has not")
+        if is_trimming(self.policy):
+            raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; the stock assisted loop verifies them all")
+        self._temperature = temperature
+        self._text: list[int] = []
+        self._drafted = 0
+
+    @contextlib.contextmanager
+    def riding(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
+        """Add this criterion to every draft of `assistant` and switch its stock stop rules off, until the block ends."""
+        config = assistant.generation_config
+        names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+        before = {name: getattr(config, name, None) for name in names}
+        stock: Any = assistant.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            self._begin(kwargs["input_ids"])
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs.get("stopping_criteria", ()), self])
+            return stock(*args, **kwargs)
+
+        config.num_assistant_tokens = self.policy.max_depth
+        config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = "constant", 0.0
+        setattr(assistant, "generate", generate)  # noqa: B010 - the type checker knows no other way
+        try:
+            yield self
+        finally:
+            del assistant.generate
+            for name, value in before.items():
+                setattr(config, name, value)
+
+    def _begin(self, input_ids: Tensor) -> None:
+        """Start a round; a text that does not continue the last one is a new sequence."""
+        text = input_ids[0].tolist()
+        known = len(self._text)
+        if not self._text or len(text) <= known or text[:known] != self._text:
+            key = torch.zeros(1, dtype=torch.int64, device=input_ids.device)
+            self._state, self._history = self.policy.start(1, key), HistoryOne()
+        else:
+            accepted = min(len(text) - known - 1, self._drafted)
+            self._history.add(accepted, self._drafted)
+            if type(self.policy).observe is not StopPolicy.observe:
+                self._state = self.policy.observe(self._outcome(accepted, input_ids.device), self._state)
+        self._text, self._drafted = text, 0
+        self._above: Rows | None = None
+
+    def _outcome(self, accepted: int, device: torch.device) -> RoundOutcome:
+        one = torch.ones(1, dtype=torch.int64, device=device)
+        drafted = one * self._drafted
+        return RoundOutcome(one > 0, drafted, drafted, one * accepted, one < 0, torch.zeros(1, device=device))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return [1] bool: stop behind the token just drawn."""
+        self._drafted += 1
+        device = input_ids.device
+        if self._drafted < self.policy.first or self._drafted >= self.policy.max_depth:
+            return torch.tensor([self._drafted >= self.policy.max_depth], device=device)
+        logits = scores[-1].float() * (self._temperature or 1.0)
+        above = logits.new_zeros(1) if self._above is None else self._above.path_logprob
+        greedy = logits if self._temperature == 0.0 else None
+        row = Rows(logits, self._temperature, greedy, input_ids[:, -1], above, self._drafted)
+        self._above = row
+        past = torch.tensor([self._history.values(self._layout.history)], device=device)
+        columns = self._layout.base(logits.new_zeros(1, 0), past)
+        step: DraftStep = draft_step(self._drafted, self._layout.step(columns, compute(self._layout.node, row)))
+        keep, self._state = checked_keep(self.policy, step, self._state)
+        return ~keep[:, 0]

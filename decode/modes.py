@@ -1,0 +1,65 @@
+"""The verification modes by name."""
+
+from __future__ import annotations
+
+from ..policies.contract import StopPolicy
+from ..policies.errors import InputError, PolicyError, close_match
+from ..policies.features import FEATURES, Kind
+from .lossy import TargetInit, Typical
+from .matching import Match
+from .rejection import Block, Rejection, RejectionReplace
+from .topology import Topology
+from .verify import Verification
+
+MODES: dict[str, type[Verification]] = {
+    mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, TargetInit, Typical)
+}
+"""Every mode by name."""
+
+PLACE_FEATURES = ("depth", "branch_rank")
+"""POST features that tell where a token stands, not which it is."""
+
+
+def find_mode(name: str, temperature: float) -> Verification:
+    """Return the mode called `name`; at temperature 0 every one but `target_init` is greedy matching.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if name not in MODES:
+        raise InputError(f"--verification: expected one of {', '.join(MODES)}, not {name!r}{close_match(name, MODES)}")
+    return Match() if temperature == 0.0 and name != TargetInit.name else MODES[name]()
+
+
+def describe(name: str) -> str:
+    """Return a mode's name with its label, for reports."""
+    return f"{name} ({'lossless' if MODES[name].lossless else 'LOSSY'})"
+
+
+def is_trimming(policy: StopPolicy) -> bool:
+    """Whether a policy may leave drawn tokens out of the verification."""
+    return policy.trims or type(policy).select is not StopPolicy.select
+
+
+def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> None:
+    """Refuse what the mode cannot verify, or not without a bias.
+
+    Raises:
+        InputError: the tree is not of the mode's kind.
+        PolicyError: the policy reads what the mode does not have, or would trim by what must not matter.
+    """
+    if mode.chains_only and not topology.is_chain:
+        raise InputError(f"--verification {mode.name}: expected a chain, not the tree {topology.name}; use rejection")
+    names = [FEATURES[name] for name in policy.features]
+    noisy = [f.name for f in names if f.name.startswith("noisy_")]
+    if noisy and not isinstance(mode, Match):
+        raise PolicyError(
+            f"{policy.name}: reads {', '.join(noisy)}, which only match verification has; "
+            "use it, or a policy without them"
+        )
+    drawn = [f.name for f in names if f.kind is Kind.POST and f.name not in PLACE_FEATURES]
+    if mode.hides and is_trimming(policy) and drawn:
+        raise PolicyError(
+            f"{policy.name}: leaves drawn tokens out and reads {', '.join(drawn)} of them, which would bias the output "
+            f"under {mode.name}; use match verification, or features that do not depend on the drawn token"
+        )

@@ -1,0 +1,130 @@
+"""The rejection family: candidates drawn from q, accepted so that the output follows p. All lossless.
+
+- `rejection`: recursive rejection without replacement (MCSD, arXiv 2401.06706), for one candidate speculative sampling
+  (Leviathan et al., arXiv 2211.17192);
+- `rejection_replace`: the same with candidates drawn independently (SpecInfer, arXiv 2305.09781);
+- `block`: block verification of a chain (Sun et al., arXiv 2403.10444).
+
+At temperature 0 all of them are greedy matching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .candidates import Candidates
+from .noise import Choices, Purpose
+from .verify import Drawn, Verification
+
+
+class Rejection(Verification):
+    """Tries the candidates of a node one after the other, each against what the ones before have left of p."""
+
+    name, lossless, label, hides = "rejection", True, "ratio", True
+    replacement = False
+
+    def draw(
+        self, sampled: Tensor, widths: Sequence[int], found: Candidates, feeding: Sequence[int], choices: Choices
+    ) -> Drawn:
+        """Draw from q, each candidate from what the ones before have left of it; see `Verification.draw`."""
+        probs = torch.softmax(sampled.double(), -1)
+        node = len(found.tokens)
+        tokens: list[list[int]] = []
+        for q, width in zip(probs, widths, strict=True):
+            tokens.append([])
+            for _ in range(width):
+                token = choices.draw(q, node, Purpose.DRAFT)
+                tokens[-1].append(token)
+                node += 1
+                if not self.replacement:
+                    q = without(q, token)
+                    if q is None:  # every token that q knows is a candidate already
+                        break
+        return Drawn(tokens, None, list(probs))
+
+    def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
+        """Draw the first token from p."""
+        return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
+
+    def accept(
+        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
+    ) -> tuple[list[int], list[int]]:
+        """Walk down from the root; see `Verification.accept`."""
+        probs = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+        path = [0]
+        while True:
+            below, left = self._try(found, path[-1], probs, choices)
+            if below is None:
+                return path, [choices.draw(left, path[-1], Purpose.RESIDUAL)]
+            path.append(below)
+
+    def _try(
+        self, found: Candidates, place: int, probs: dict[int, Tensor], choices: Choices
+    ) -> tuple[int | None, Tensor]:
+        """Return the accepted child of `place`, or None, and the distribution to draw from then."""
+        left = probs[place]
+        q: Tensor | None = found.drawn_from.get(place)
+        for child in found.children[place]:
+            token = found.tokens[child]
+            assert q is not None
+            if child in probs:
+                if choices.accept(min(1.0, float(left[token] / q[token])), child):
+                    return child, left
+                left = residual(left, q)
+            if not self.replacement:
+                q = without(q, token)
+        return None, left
+
+
+class RejectionReplace(Rejection):
+    """The same with candidates that are drawn independently of each other, so that one may come twice."""
+
+    name, replacement = "rejection_replace", True
+
+
+class Block(Rejection):
+    """Accepts the longest prefix that the block's joint probability allows: never shorter on average, chains only."""
+
+    name, label, chains_only = "block", "block", True
+
+    def accept(
+        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
+    ) -> tuple[list[int], list[int]]:
+        """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept`."""
+        p = torch.softmax(sampled.double(), -1)
+        weight, weights, taken = 1.0, [1.0], 0
+        last = len(sent) - 1
+        for i in range(1, last + 1):
+            token, q = found.tokens[sent[i]], found.drawn_from[sent[i - 1]]
+            weight = min(1.0, weight * float(p[i - 1, token] / q[token]))
+            weights.append(weight)
+            chance = weight
+            if i < last:
+                left = float((weight * p[i] - found.drawn_from[sent[i]]).clamp_min(0.0).sum())
+                chance = left / (left + 1.0 - weight) if left > 0.0 else float(weight >= 1.0)
+            if choices.accept(chance, sent[i]):
+                taken = i
+        after = p[taken]
+        if taken < last:
+            after = residual(weights[taken] * after, found.drawn_from[sent[taken]], after)
+        return list(sent[: taken + 1]), [choices.draw(after, sent[taken], Purpose.RESIDUAL)]
+
+
+def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
+    """Return norm((p - q)_+) [V]; `otherwise` (or p) where nothing is left, which then happens with probability 0."""
+    left = (p - q).clamp_min(0.0)
+    total = left.sum()
+    if float(total) > 0.0:
+        return left / total
+    return p if otherwise is None else otherwise
+
+
+def without(q: Tensor, token: int) -> Tensor | None:
+    """Return q [V] with `token` taken out and renormalised, or None where nothing is left."""
+    left = q.clone()
+    left[token] = 0.0
+    total = left.sum()
+    return left / total if float(total) > 0.0 else None

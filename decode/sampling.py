@@ -1,0 +1,155 @@
+"""From raw logits to what is sampled: transformers' logits processors, each row with its own prefix, and the temperature."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..policies.errors import InputError
+
+_KEEP_STATE = (
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+)
+"""Transformers' own that remember earlier calls: a tree asks for many prefixes, in an order of its own."""
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """How the distribution that is sampled from differs from the model's, beside the temperature.
+
+    Attributes:
+        top_k, top_p, min_p: which tokens stay; 0, 1 and 0 leave all.
+        repetition_penalty: 1 = none.
+        no_repeat_ngram: length of the n-grams that may not come twice; 0 = any may.
+        min_new_tokens: no end of text before so many.
+        processors: more of transformers' logits processors, asked after these and before the temperature.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram: int = 0
+    min_new_tokens: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    def build(self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device) -> LogitsProcessorList:
+        """Return the processors of one text in the order of transformers' `generate`; empty if there is nothing to do.
+
+        Args:
+            temperature: 0 = greedy, which the warpers do not change.
+            prompt: its length.
+            eos: ids that end a text.
+            device: of the logits.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        made: list[LogitsProcessor] = []
+        try:
+            if self.repetition_penalty != 1.0:
+                made.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+            if self.no_repeat_ngram:
+                made.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram))
+            if self.min_new_tokens and eos:
+                made.append(MinNewTokensLengthLogitsProcessor(prompt, self.min_new_tokens, list(eos), str(device)))
+            made.extend(self.processors)
+            if temperature > 0:
+                warpers: list[LogitsProcessor] = []
+                if self.top_k:
+                    warpers.append(TopKLogitsWarper(self.top_k))
+                if self.top_p < 1.0:
+                    warpers.append(TopPLogitsWarper(float(self.top_p)))
+                if self.min_p > 0.0:
+                    warpers.append(MinPLogitsWarper(float(self.min_p)))
+                if (made or warpers) and temperature != 1.0:
+                    made.append(TemperatureLogitsWarper(float(temperature)))
+                made.extend(warpers)
+        except ValueError as error:
+            raise InputError(f"sampling: {error}") from None
+        return LogitsProcessorList(made)
+
+
+class Sampler:
+    """Turns raw logits into scores whose softmax is sampled from (or whose argmax is taken, when greedy).
+
+    Args:
+        processors: of one text, from `Shaping.build`; none = only the temperature.
+        temperature: of the text; already part of `processors` if there are any.
+        padding: tokens that stand left of every prefix.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
+        self.padding = list(padding)
+        self.reads_prefix = len(processors) > 0
+        self._processors, self._temperature = processors, temperature
+
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+        """Return [R, V] processed scores.
+
+        Args:
+            logits: [R, V] raw; left as they are.
+            prefixes: called for the R token lists that the rows continue, only if a processor wants them.
+        """
+        if not self.reads_prefix:
+            return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
+        lists = [[*self.padding, *prefix] for prefix in prefixes()]
+        out = torch.empty_like(logits)
+        for length in sorted(set(map(len, lists))):
+            rows = [row for row, tokens in enumerate(lists) if len(tokens) == length]
+            ids = torch.tensor([lists[row] for row in rows], device=logits.device)
+            out[rows] = self._processed(ids, logits[rows])
+        return out
+
+    def _processed(self, ids: Tensor, logits: Tensor) -> Tensor:
+        for processor in self._processors:
+            if hasattr(processor, "_prefix_allowed_tokens_fn"):  # it numbers the rows: each stands for the one text
+                logits = torch.cat([processor(i[None], row[None]) for i, row in zip(ids, logits, strict=True)])
+            else:
+                logits = processor(ids, logits)
+        return logits
+
+
+def check_processors(processors: Sequence[LogitsProcessor], vocabulary: int) -> None:
+    """Refuse, by name, a processor that keeps state between calls.
+
+    Known ones are refused as such; any other one is asked twice for the same rows with others in between, on a copy.
+
+    Raises:
+        InputError: one that remembers, or that changes its input.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (2, 6), generator=generator)
+    logits = torch.randn(2, vocabulary, generator=generator)
+    for processor in processors:
+        name = type(processor).__name__
+        if name in _KEEP_STATE:
+            raise InputError(
+                f"logits processor {name} keeps state between calls, which a tree of candidates cannot serve"
+            )
+        try:
+            probe = copy.deepcopy(processor)
+            first = [probe(ids[row : row + 1], logits[row : row + 1].clone()) for row in (0, 1, 0)]
+        except Exception:  # it may need a longer text, or a device: then it is taken at its word
+            continue
+        if not torch.equal(first[0], first[2]):
+            raise InputError(
+                f"logits processor {name} answers the same rows differently when asked again: it keeps state between "
+                "calls, which a tree of candidates cannot serve"
+            )

@@ -1,0 +1,163 @@
+"""The shape of a drafted tree: a parent list, and the attention mask that is built from it once and sliced.
+
+Rows number the tokens that a round may verify: first the roots (the anchor, or the alternatives to it), then the nodes
+in order of depth. A chain is the tree of width 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..policies.errors import InputError
+
+MOST_ROWS = 1024
+
+
+class Topology:
+    """A forest of candidates.
+
+    Args:
+        parent: by row, the row above it; -1 for the roots, which come first. Rows are in order of depth.
+
+    Attributes:
+        depth: by row; 0 for the roots.
+        children: by row, in order.
+        roots: their number.
+        deepest: the largest depth.
+    """
+
+    def __init__(self, parent: Sequence[int]) -> None:
+        self.parent = tuple(parent)
+        self.depth: list[int] = []
+        self.children: list[list[int]] = [[] for _ in self.parent]
+        for row, above in enumerate(self.parent):
+            if not -1 <= above < row or (above == -1 and any(self.depth)):
+                raise InputError(f"tree: row {row} cannot stand below row {above}")
+            self.depth.append(0 if above == -1 else self.depth[above] + 1)
+            if above >= 0:
+                self.children[above].append(row)
+        if not self.parent or self.depth != sorted(self.depth):
+            raise InputError("tree: expected rows in order of depth, at least one")
+        self.roots = self.depth.count(0)
+        self.deepest = self.depth[-1]
+        self.levels = [[row for row, d in enumerate(self.depth) if d == level] for level in range(self.deepest + 1)]
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    def __repr__(self) -> str:
+        return f"Topology({self.name})"
+
+    @property
+    def nodes(self) -> int:
+        """Rows that are drafted."""
+        return len(self.parent) - self.roots
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every level has one row."""
+        return len(self.parent) == self.deepest + 1
+
+    @cached_property
+    def width(self) -> int:
+        """The most rows of one depth that are drafted."""
+        return max((len(level) for level in self.levels[1:]), default=0)
+
+    @cached_property
+    def name(self) -> str:
+        """How `parse_tree` would be told: widths where they say it all, else the parent list."""
+        widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
+        start = [self.roots] if self.roots > 1 else []
+        if all(len(kinds) == 1 for kinds in widths):
+            return ",".join(str(w) for w in [*start, *(kinds.pop() for kinds in widths)]) or "0"
+        return "parents:" + ",".join(str(above - self.roots) for above in self.parent[self.roots :])
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """[rows, rows] bool: row i attends to row j, itself or an ancestor."""
+        sees = torch.eye(len(self), dtype=torch.bool)
+        for row, above in enumerate(self.parent):
+            if above >= 0:
+                sees[row] |= sees[above]
+        return sees
+
+    def limited(self, depth: int) -> Topology:
+        """Return the tree without what is deeper than `depth`."""
+        return self if depth >= self.deepest else Topology(self.parent[: self.depth.index(depth + 1)])
+
+    def rooted(self) -> Topology:
+        """Return the forest whose roots are this tree's nodes of depth 1: its first level is not drafted."""
+        if self.roots != 1 or self.deepest == 0:
+            raise InputError("tree: expected one root with candidates below it")
+        return Topology([above - 1 for above in self.parent[1:]])
+
+
+def chain(depth: int) -> Topology:
+    """Return the tree of width 1."""
+    return Topology(range(-1, depth))
+
+
+def from_widths(widths: Sequence[int]) -> Topology:
+    """Return the tree in which every node of depth j has `widths[j]` children, such as MCSD's 4, 2, 2, 1."""
+    parent, level = [-1], [0]
+    for width in widths:
+        if width < 1:
+            raise InputError(f"tree: expected widths of 1 or more, not {width}")
+        if len(parent) + len(level) * width > MOST_ROWS:
+            raise InputError(f"tree: more than {MOST_ROWS} tokens; use smaller widths")
+        first = len(parent)
+        parent.extend(row for row in level for _ in range(width))
+        level = list(range(first, len(parent)))
+    return Topology(parent)
+
+
+def from_parents(parents: Sequence[int]) -> Topology:
+    """Return the tree of a list of parents: for each node the index of another one in the list, or -1 for the anchor.
+
+    The nodes are renumbered by depth, siblings in the order of the list.
+    """
+    depth: list[int] = []
+    for node, above in enumerate(parents):
+        if not -1 <= above < node:
+            raise InputError(f"tree: node {node} has parent {above}; expected -1 or a node before it")
+        depth.append(0 if above < 0 else depth[above] + 1)
+    if len(depth) >= MOST_ROWS:
+        raise InputError(f"tree: more than {MOST_ROWS} tokens")
+    order = sorted(range(len(parents)), key=lambda node: depth[node])
+    row = {-1: 0, **{node: 1 + at for at, node in enumerate(order)}}
+    return Topology([-1, *(row[parents[node]] for node in order)])
+
+
+def parse_tree(text: str) -> Topology:
+    """Return the tree that `text` describes.
+
+    `4,2,2,1`: children by depth; `8`: eight candidates for the next token; `fork:4x5`: four branches of five tokens;
+    `chain:6`; `parents:-1,-1,0,0,1`: a parent list.
+    """
+    kind, _, rest = text.replace(" ", "").rpartition(":")
+    try:
+        if kind == "chain":
+            return chain(_counted(rest))
+        if kind == "fork" and (fork := re.fullmatch(r"(\d+)x(\d+)", rest)):
+            width, depth = int(fork[1]), _counted(fork[2])
+            return from_widths([width, *[1] * (depth - 1)])
+        if kind in ("", "parents"):
+            numbers = [int(part) for part in rest.split(",")]
+            return from_parents(numbers) if kind else from_widths(numbers)
+    except ValueError:
+        pass
+    raise InputError(
+        f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6 or parents:-1,-1,0, not {text!r}"
+    ) from None
+
+
+def _counted(text: str) -> int:
+    depth = int(text)
+    if not 1 <= depth < MOST_ROWS:
+        raise InputError(f"tree: expected a depth between 1 and {MOST_ROWS - 1}, not {depth}")
+    return depth
