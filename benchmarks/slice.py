@@ -25,12 +25,15 @@ import torch
 from specstop.cli.console import progress_bars
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.decode import Generation, Settings, plain_texts, stream_key
+from specstop.decode.alternate import run_alternating
+from specstop.decode.loop import Speculator
 from specstop.decode.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.train.data import seen_features
 from specstop.train.demo import Offline, Sizes, run_offline
-from specstop.train.live import compare_live, run_alternating
+from specstop.train.live import compare_live
 from specstop.train.replay import Replayed, replay
+from specstop.train.tune import fixed_grid
 
 TIE = 1e-4
 SEED = 0
@@ -96,9 +99,8 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, DEPTH)
     gauge = offline.gauge()
-    runs = run_alternating(
-        offline.models, prompts, policies, settings, profile=offline.profile, gauge=gauge, seed=SEED, progress=progress
-    )
+    ways = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
+    runs = run_alternating(ways, prompts, gauge=gauge, seed=SEED, progress=progress)
     tag = f"T={temperature:g}"
     texts(offline, temperature, sizes, prompts, policies, runs, bars)
     replays = [replay(arrays, policy, offline.profile) for policy in policies]
@@ -248,6 +250,9 @@ def gains(offline: Offline, temperature: float, bars: Bars) -> None:
     if temperature == 0.0:
         first = report.acceptance[0]
         bars.add("P(A >= 1), greedy", first, f"{first:.3f}; between 0.5 and 0.85", 0.5 <= first <= 0.85)
+    free = free_decisions(offline)
+    bars.values[f"learned policies with free decisions, T={temperature:g}"] = free
+    print("  with decisions for nothing: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in free.items()))
     learned = [line for line in report.lines if line.kind == "learned"]
     clear = [line.name for line in learned if line.to_best_fixed.low > 1.0]
     bars.add(
@@ -256,6 +261,13 @@ def gains(offline: Offline, temperature: float, bars: Bars) -> None:
         f"interval clear of 1: {', '.join(clear) or 'none'} of {len(learned)}",
         len(clear) == len(learned),
     )
+
+
+def free_decisions(offline: Offline) -> dict[str, float]:
+    """Return the learned policies' ratio to best fixed if a decision took no time: what deciding costs, and no more."""
+    free = offline.profile.with_decisions({policy.cost_name: 0.0 for policy in offline.learned})
+    fixed = max(played.rate for played in fixed_grid(offline.arrays, free))
+    return {policy.name: replay(offline.arrays, policy, free).rate / fixed for policy in offline.learned}
 
 
 def collecting(offline: Offline, temperature: float, sizes: Sizes, bars: Bars) -> None:

@@ -102,7 +102,7 @@ class CachedModel:
         self._cache = Cache(layers=list(self._layers))
         self._windows = window_layers(model)
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
-        self._trees: dict[int, Tensor] = {}
+        self._trees: dict[Topology, Tensor] = {}  # by identity; the topology is kept alive with its mask
         self._positions = torch.arange(capacity, device=model.device)[None]
         self._position_at = torch.zeros(1, capacity, dtype=torch.int64, device=model.device)  # by slot
 
@@ -167,7 +167,7 @@ class CachedModel:
         )
         if self._hidden:
             self.states = out.hidden_states[-1]
-        logits: Tensor = out.logits[..., : self.vocabulary]
+        logits: Tensor = out.logits[:, -rows:, : self.vocabulary]  # some models return all rows whatever they are told
         return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
     def read_tree(
@@ -182,9 +182,9 @@ class CachedModel:
             before: rows of the tree that are in the cache, by slot.
             rows: n rows to append.
         """
-        mask = self._trees.get(id(topology))
+        mask = self._trees.get(topology)
         if mask is None:
-            mask = self._trees[id(topology)] = self._behind_prefix(topology.sees)
+            mask = self._trees[topology] = self._behind_prefix(topology.sees)
         seen = [*before, *rows]
         prefix = self.capacity - base
         if seen == list(range(len(seen))):  # the whole tree up to here: a slice

@@ -94,6 +94,8 @@ def specstop_generate(
     rule = load_policy(policy) if isinstance(policy, str) else policy
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))
     texts = []
+    if text_streamer is not None:
+        text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
     for row, ids in enumerate(input_ids.tolist()):
         real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
         start = real.index(True) if True in real else 0

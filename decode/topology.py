@@ -71,11 +71,12 @@ class Topology:
     @cached_property
     def name(self) -> str:
         """How `parse_tree` would be told: widths where they say it all, else the parent list."""
+        if self.roots > 1:  # alternatives are named as candidates for the next token, which is what they are
+            return Topology([-1, *(above + 1 for above in self.parent)]).name
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
-        start = [self.roots] if self.roots > 1 else []
-        if all(len(kinds) == 1 for kinds in widths):
-            return ",".join(str(w) for w in [*start, *(kinds.pop() for kinds in widths)]) or "0"
-        return "parents:" + ",".join(str(above - self.roots) for above in self.parent[self.roots :])
+        if all(len(kinds) == 1 for kinds in widths) and list(self.parent) == sorted(self.parent):
+            return ",".join(str(kinds.pop()) for kinds in widths) or "0"
+        return "parents:" + ",".join(str(above - 1) for above in self.parent[1:])
 
     @cached_property
     def sees(self) -> Tensor:

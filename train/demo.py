@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..collect.prompts import encode, read_prompts
 from ..collect.run import collect, facts, reading_room
+from ..decode.alternate import run_alternating
+from ..decode.loop import Speculator
 from ..decode.pair import Pair, load_pair
 from ..decode.profile import Gauge, loop_decisions, measure_profile
 from ..decode.settings import Settings
@@ -18,7 +20,7 @@ from ..policies.folder import load_policy_folder
 from ..policies.progress import Progress, silent
 from .data import TraceArrays, trace_arrays
 from .evaluate import evaluate
-from .live import LiveLine, compare_live, run_alternating
+from .live import LiveLine, compare_live
 from .pair import demo_pair
 from .records import Report
 from .run import HEAD_KINDS, train
@@ -185,9 +187,8 @@ def demo(
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, sizes.depth)
     gauge = offline.gauge()
-    generations = run_alternating(
-        offline.models, prompts, policies, settings, profile=offline.profile, gauge=gauge, seed=seed, progress=progress
-    )
+    runs = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
+    generations = run_alternating(runs, prompts, gauge=gauge, seed=seed, progress=progress)
     live = compare_live(generations, policies, arrays, gauge.profile(offline.profile.decision_s))
     return Demo(offline.folder, offline.report, live)
 

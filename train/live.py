@@ -1,4 +1,4 @@
-"""Policies live, side by side: the same prompts in alternation, predicted beside measured."""
+"""Policies live, side by side: predicted beside measured."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..decode.loop import Speculator
-from ..decode.noise import stream_key
-from ..decode.pair import Pair
-from ..decode.profile import Gauge
 from ..decode.records import Generation, Tally
-from ..decode.settings import Settings
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
-from ..policies.progress import Progress, silent
 from .data import TraceArrays
 from .replay import replay
-
-GAUGE_EVERY = 3
-"""Prompts between two texts of the gauge."""
 
 
 @dataclass(frozen=True)
@@ -50,46 +41,6 @@ class LiveLine:
         return self.measured / self.predicted - 1.0
 
 
-def run_alternating(
-    pair: Pair,
-    prompts: Sequence[tuple[str, Sequence[int]]],
-    policies: Sequence[StopPolicy],
-    settings: Settings,
-    *,
-    profile: Profile | None = None,
-    gauge: Gauge | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> list[list[Generation]]:
-    """Decode every prompt with every policy, the order of policies turning from prompt to prompt.
-
-    Args:
-        pair: target and draft.
-        prompts: (id, token ids); the first one is decoded once more at the start, to warm up.
-        policies: P of them.
-        settings: shared.
-        profile: for policies that observe modelled seconds.
-        gauge: plays its texts in between, so that a profile of these very minutes comes out.
-        seed: of the streams.
-        progress: see `Progress`.
-
-    Returns:
-        By policy, by prompt.
-    """
-    runs = [Speculator(pair, policy, settings, profile) for policy in policies]
-    out: list[list[Generation]] = [[] for _ in runs]
-    for run in runs:
-        run.generate(prompts[0][1], stream_key(seed, prompts[0][0]))
-    for number, (name, tokens) in enumerate(prompts):
-        for turn in range(len(runs)):
-            which = (turn + number) % len(runs)
-            out[which].append(runs[which].generate(tokens, stream_key(seed, name)))
-        if gauge is not None and number % GAUGE_EVERY == 0:
-            gauge.play(number // GAUGE_EVERY)
-        progress("live", number + 1, len(prompts))
-    return out
-
-
 def compare_live(
     generations: Sequence[Sequence[Generation]],
     policies: Sequence[StopPolicy],
@@ -99,7 +50,7 @@ def compare_live(
     """Set measured beside predicted, both as ratios to the first policy.
 
     Args:
-        generations: of `run_alternating`.
+        generations: of `decode.alternate.run_alternating`.
         policies: the same.
         arrays: the traces of exactly those prompts.
         profile: of this machine.

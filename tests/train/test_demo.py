@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from conftest import make_prompts
 from specstop.collect.store import open_trace
+from specstop.decode.alternate import run_alternating
+from specstop.decode.loop import Speculator
 from specstop.decode.pair import Pair
 from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
 from specstop.policies.folder import load_policy_folder
 from specstop.train.demo import Demo, Sizes, demo
-from specstop.train.live import run_alternating
 from specstop.train.run import HEAD_KINDS
 
 SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3)
@@ -62,9 +63,8 @@ def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: 
 
     calls: list[tuple[str, int, int]] = []
     prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
-    rows = run_alternating(
-        pair, prompts, [FixedLength(0), FixedLength(2)], Settings(0.7, 10), progress=lambda *call: calls.append(call)
-    )
+    runs = [Speculator(pair, FixedLength(length), Settings(0.7, 10)) for length in (0, 2)]
+    rows = run_alternating(runs, prompts, progress=lambda *call: calls.append(call))
     assert [len(row) for row in rows] == [3, 3]
     assert [g.tokens for g in rows[0]] == [g.tokens for g in rows[1]]
     assert all(r.drafted == 0 for g in rows[0] for r in g.rounds)

@@ -1,0 +1,54 @@
+"""Several ways to decode the same prompts, in alternation: what a shared machine does to one, it does to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..policies.progress import Progress, silent
+from .noise import stream_key
+from .profile import Gauge
+from .records import Generation
+
+GAUGE_EVERY = 3
+"""Prompts between two texts of the gauge."""
+
+
+class Runner(Protocol):
+    """Whatever decodes a prompt: a `Speculator`, or another library."""
+
+    def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:
+        """Return the text of one stream."""
+
+
+def run_alternating(
+    runs: Sequence[Runner],
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    *,
+    gauge: Gauge | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> list[list[Generation]]:
+    """Decode every prompt in every way, the order of the ways turning from prompt to prompt.
+
+    Args:
+        runs: the ways.
+        prompts: (id, token ids); the first one is decoded once more at the start, to warm up.
+        gauge: plays its texts in between, so that a profile of these very minutes comes out.
+        seed: of the streams.
+        progress: see `Progress`.
+
+    Returns:
+        By way, by prompt.
+    """
+    out: list[list[Generation]] = [[] for _ in runs]
+    for run in runs:
+        run.generate(prompts[0][1], stream_key(seed, prompts[0][0]))
+    for number, (name, tokens) in enumerate(prompts):
+        for turn in range(len(runs)):
+            which = (turn + number) % len(runs)
+            out[which].append(runs[which].generate(tokens, stream_key(seed, name)))
+        if gauge is not None and number % GAUGE_EVERY == 0:
+            gauge.play(number // GAUGE_EVERY)
+        progress("live", number + 1, len(prompts))
+    return out
