@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from specstop.cli.console import progress_bars
 from specstop.collect.dense import Unroller, dense_rows
-from specstop.decode import Generation, Settings, plain_texts, stream_key
+from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.alternate import run_alternating
+from specstop.decode.cache import CachedModel
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
@@ -132,11 +133,12 @@ def texts(
 ) -> None:
     """Compare every text with plain decoding: `generate` at temperature 0, our plain sampling above it."""
     pair = offline.models
+    target = load_pair(offline.pair / "target", offline.pair / "draft", engine="plain").target
     ties, wrong, total = [], [], 0
     for number, (name, prompt) in enumerate(prompts):
         if temperature == 0.0:
             ids = torch.tensor([prompt], device=pair.device)
-            out = pair.target.generate(
+            out = target.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sizes.tokens
             )
             reference = out[0, len(prompt) :].tolist()
@@ -165,7 +167,8 @@ def texts(
 def target_gap(offline: Offline, name: str, tokens: list[int], temperature: float) -> float:
     """Return the target's best minus second score after `tokens`."""
     pair = offline.models
-    logits = pair.target(torch.tensor([tokens], device=pair.device)).logits[:, -1].float()
+    ids = torch.tensor([tokens], device=pair.device)
+    logits = CachedModel(pair.target, len(tokens), pair.vocabulary).read(ids, rows=1)[0]
     noise = gumbel(stream_key(SEED, name), torch.tensor([len(tokens)]), pair.vocabulary) if temperature else None
     best = match_scores(logits, temperature, noise).topk(2).values[0]
     return float(best[0] - best[1])

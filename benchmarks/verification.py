@@ -24,6 +24,7 @@ from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.alternate import run_alternating
+from specstop.decode.cache import CachedModel
 from specstop.policies import FixedLength
 from specstop.train.pair import demo_pair
 
@@ -144,7 +145,7 @@ def surprises(pair: Pair, prompts: Prompts, texts: list[Generation], temperature
     rows = []
     for (_, prompt), text in zip(prompts, texts, strict=True):
         ids = torch.tensor([[*prompt, *text.tokens]], device=pair.device)
-        logits = pair.target(ids).logits[0, len(prompt) - 1 : -1, : pair.vocabulary].float()
+        logits = CachedModel(pair.target, ids.shape[1], pair.vocabulary).read(ids)[0, len(prompt) - 1 : -1]
         logprob = torch.log_softmax(logits / temperature, -1)
         rows.append((-float(logprob.gather(-1, ids[0, len(prompt) :, None]).sum()), len(text.tokens)))
     return np.array(rows)

@@ -33,12 +33,12 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
     return str(folder / "target"), str(folder / "draft"), folder
 
 
-def open_pair(target: str, draft: str, device: str, dtype: str) -> Pair:
+def open_pair(target: str, draft: str, device: str, dtype: str, engine: str = "auto") -> Pair:
     """Load both models, without the libraries' own output."""
     from ..decode.pair import load_pair
 
     quiet_libraries()
-    return load_pair(target, draft, device=device, dtype=dtype)
+    return load_pair(target, draft, device=device, dtype=dtype, engine=engine)
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -21,6 +23,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from ..policies.progress import Progress, silent
 
@@ -46,6 +49,7 @@ def progress_bars(quiet: bool = False) -> Iterator[Progress]:
         TextColumn("{task.description:<14}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _RateColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -55,30 +59,63 @@ def progress_bars(quiet: bool = False) -> Iterator[Progress]:
 
         def advance(task: str, done: int, total: int) -> None:
             if task not in tasks:
-                tasks[task] = bars.add_task(task, total=total)
+                tasks[task] = bars.add_task(task, total=total, completed=done)
             bars.update(tasks[task], completed=done, total=total)
 
         yield advance
 
 
+class _RateColumn(ProgressColumn):
+    """How many a second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate of the last while, or of the whole task when it is finished."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.3g}/s")
+
+
 class _PlainProgress:
-    """One line when a task ends, and every 15 seconds in between with the time left."""
+    """One line when a task ends, and every 15 seconds in between with the rate and the time left."""
 
     def __init__(self) -> None:
-        self._began: dict[str, float] = {}
+        self._began: dict[str, tuple[float, int]] = {}
         self._last = time.monotonic()
 
     def __call__(self, task: str, done: int, total: int) -> None:
         now = time.monotonic()
-        began = self._began.setdefault(task, now)
+        began, before = self._began.setdefault(task, (now, done))
         if done < total and now - self._last < _PLAIN_EVERY_S:
             return
         self._last = now
-        spent = now - began
-        left = f", {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
-        say(f"{task}: {done} of {total}, {spent:.0f} s{left}")
+        say(progress_line(task, done, total, done - before, now - began))
         if done >= total:
             self._began.pop(task, None)
+
+
+def progress_line(task: str, done: int, total: int, new: int, spent: float) -> str:
+    """Return how far a task is; the rate counts the `new` units only, not those that a resumed run found done."""
+    line = f"{task}: {done} of {total}, {human_seconds(spent)}"
+    if new <= 0 or spent <= 0:
+        return line
+    rate = new / spent
+    return f"{line}, {rate:.3g}/s" + (f", {human_seconds((total - done) / rate)} left" if done < total else "")
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a time as people say it: 8 s, 3 min, 2.5 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def human_bytes(count: float) -> str:
+    """Return a size in decimal units: 730 kB, 1.2 GB."""
+    unit = "bytes"
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -16,6 +16,7 @@ from .options import (
     Device,
     Draft,
     Dtype,
+    Engine,
     Json,
     Limit,
     MaxNewTokens,
@@ -64,6 +65,7 @@ def decode(
     limit: Limit = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    engine: Engine = "auto",
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
@@ -87,7 +89,7 @@ def decode(
         chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
     else:
         chosen = find_prompts(prompts, names[2], "test", limit or (None if prompts else 1))
-    pair = open_pair(*names[:2], device, dtype)
+    pair = open_pair(*names[:2], device, dtype, engine)
     settings = Settings(
         temperature,
         max_new_tokens,

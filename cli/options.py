@@ -21,6 +21,9 @@ Policies = Annotated[
 Out = Annotated[Path, typer.Option(help="Where the result goes.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Engine = Annotated[
+    str, typer.Option(help="How models compute: auto, plain (transformers), packed (reordered weights), compact.")
+]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 = greedy.")]
 Seed = Annotated[int, typer.Option(help="Of the noise of every stream, or of splits and fits.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Length limit of each text.")]

@@ -17,6 +17,7 @@ from .options import (
     Device,
     Draft,
     Dtype,
+    Engine,
     Json,
     Overwrite,
     Policies,
@@ -39,6 +40,7 @@ def profile(
     repeats: Annotated[int, typer.Option(help="Texts timed at each context length.")] = 4,
     device: Device = "cpu",
     dtype: Dtype = "float32",
+    engine: Engine = "auto",
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -59,7 +61,7 @@ def profile(
         names = find_pair(target, draft, progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]
         chosen = find_prompts(prompts, names[2], "train", 32)
-        pair = open_pair(*names[:2], device, dtype)
+        pair = open_pair(*names[:2], device, dtype, engine)
         measured = measure_profile(
             pair,
             encode(chosen, pair.tokenizer, reading_room(pair, 1)),

@@ -21,10 +21,8 @@ from ..policies.progress import Progress, silent
 from .dense import Unroller, dense_rows
 from .prompts import Prompt, encode
 from .schema import Header, chain
-from .store import Trace, finished, open_for_writing, open_trace, write_shard
-
-BATCH = 16
-"""Prompts decoded side by side; part of what makes a shard's rows reproducible, so not an option."""
+from .shards import Plan, Work, record
+from .store import Trace
 
 PROMPTS_PER_SHARD = 32
 
@@ -43,27 +41,69 @@ def collect(
     shards: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    repair: bool = False,
     progress: Progress = silent,
 ) -> Trace:
     """Record dense chain traces: at every position of the target's text, what the draft proposes to depth K.
+
+    For a part of the run, as one of several processes, or to be stopped between shards: `plan_run` and `record`.
 
     Args:
         pair: target and draft.
         prompts: with unique ids.
         out: folder of the trace; it must be empty, or one of the flags must say what to do with it.
+        target, draft, depth, temperature, max_new_tokens, seed, shards: see `plan_run`.
+        resume: complete a run that was killed.
+        overwrite: delete what is there.
+        repair: with `resume`: move damaged shards aside and collect them again.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an option is out of range, a prompt too long, or the folder not empty.
+        TraceError: `resume`, but the folder holds another run; or the disk is full.
+    """
+    plan = plan_run(
+        pair,
+        prompts,
+        target=target,
+        draft=draft,
+        depth=depth,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        shards=shards,
+    )
+    return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
+
+
+def plan_run(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    target: str = "",
+    draft: str = "",
+    depth: int = 10,
+    temperature: float = 0.0,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    shards: int | None = None,
+    source: str = "",
+) -> Plan:
+    """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
+
+    Args:
+        pair: target and draft.
+        prompts: with unique ids.
         target, draft: names for the header.
         depth: K.
         temperature: 0 = greedy, else sampling with keyed noise.
         max_new_tokens: limit of each text.
         seed: of the streams.
         shards: number of shards; by default one for every 32 prompts.
-        resume: complete a run that was killed.
-        overwrite: delete what is there.
-        progress: see `Progress`.
+        source: where the prompts are from, for the data card.
 
     Raises:
-        InputError: an option is out of range, a prompt too long, or the folder not empty.
-        TraceError: `resume`, but the folder holds another run.
+        InputError: an option is out of range, or a prompt is too long.
     """
     if depth < 1:
         raise InputError(f"--depth: expected 1 or more, not {depth}")
@@ -73,6 +113,8 @@ def collect(
         raise InputError(f"--temperature: expected 0 or more, not {temperature}")
     if shards is not None and shards < 1:
         raise InputError(f"--shards: expected 1 or more, not {shards}")
+    if not prompts:
+        raise InputError("--prompts: expected at least one prompt")
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + depth))
     count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
     header = Header(
@@ -90,28 +132,18 @@ def collect(
         shards=count,
         prompts=len(prompts),
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
-        facts=facts(pair),
+        facts={**facts(pair), "prompts from": source},
     )
-    folder = open_for_writing(Path(out), header, resume=resume, overwrite=overwrite)
     unroller = Unroller(pair, depth, temperature)
-    dealt: list[list[int]] = [[] for _ in range(count)]
-    for sequence, prompt in enumerate(prompts):
-        dealt[int(_hash(prompt.id), 16) % count].append(sequence)
-    have = finished(folder, header)
-    done = sum(len(dealt[index]) for index in have)
-    progress("collect", done, len(prompts))
-    for index in sorted(set(range(count)) - have):
-        chunks: list[Any] = []
-        for start in range(0, len(dealt[index]), BATCH):
-            batch = [
-                (s, prompts[s].id, prompts[s].group, ids[s], stream_key(seed, prompts[s].id))
-                for s in dealt[index][start : start + BATCH]
-            ]
-            chunks += dense_rows(pair, unroller, batch, max_new_tokens)
-            done += len(batch)
-            progress("collect", done, len(prompts))
-        write_shard(folder, header, index, chunks)
-    return open_trace(folder)
+    work: list[list[Work]] = [[] for _ in range(count)]
+    for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+        key = stream_key(seed, prompt.id)
+        work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
+    return Plan(
+        header,
+        tuple(map(tuple, work)),
+        lambda batch: dense_rows(pair, unroller, batch, max_new_tokens),
+    )
 
 
 def reading_room(pair: Pair, new_tokens: int) -> int:

@@ -1,16 +1,18 @@
-"""The trace folder: Parquet shards that are there whole or not at all, and a header.
+"""The trace folder: Parquet shards that are there whole or not at all, a header, checksums and a data card.
 
     trace/header.json
+    trace/README.md
     trace/data/train-00000-of-00008.parquet
+    trace/checksums/train-00000-of-00008.sha256
+    trace/index.json                               once every shard is there
 
-`datasets.load_dataset` reads the folder as it is.
+`datasets.load_dataset` reads the folder as it is. Any number of processes may write into it.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +21,51 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..policies.errors import InputError, TraceError
-from ..policies.files import STAGE_PREFIX, claim_folder, write_atomic
-from .schema import HEADER_KEY, Header, arrow_schema
+from ..policies.files import STAGE_PREFIX, claim_folder
+from .card import CARD_FILE, data_card
+from .checksums import (
+    Checked,
+    check_shards,
+    damaged_text,
+    find_damage,
+    finished,
+    record_checksum,
+    shard_path,
+    write_index,
+)
+from .schema import Header, arrow_schema
+from .staging import full_disk_advice, put, staged, sweep
 
 HEADER_FILE = "header.json"
 
 
-def shard_path(folder: Path, index: int, count: int) -> Path:
-    """Return where shard `index` of `count` lies."""
-    return folder / "data" / f"train-{index:05d}-of-{count:05d}.parquet"
-
-
 def open_for_writing(folder: Path, header: Header, *, resume: bool = False, overwrite: bool = False) -> Path:
-    """Prepare a trace folder for the run that `header` describes.
+    """Prepare a trace folder for the run that `header` describes; processes that come together find one header.
 
     Raises:
         InputError: the folder is not empty and neither flag is given.
-        TraceError: `resume`, but the folder holds another run.
+        TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
-    for place in (folder, folder / "data"):
-        for left in place.glob(f"{STAGE_PREFIX}*"):  # of a run that was killed
-            left.unlink()
+    for place in (folder, folder / "data", folder / "checksums"):
+        sweep(place)
     folder = claim_folder(folder, overwrite=overwrite, resume=resume)
     path = folder / HEADER_FILE
-    if path.exists():
-        present = read_header(folder)
-        if not present.same_run(header):
-            mine, other = vars(header), vars(present)
-            names = [key for key in mine if key != "facts" and mine[key] != other[key]]
-            raise TraceError(
-                f"--resume: {folder} holds a run with another {', '.join(names)}; "
-                "give the same options as before, or choose another folder"
-            )
-    elif any(folder.iterdir()):
-        raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
-    else:
-        write_atomic(path, header.to_json() + "\n")
+    if not path.exists():
+        # A hidden file may be the header that another process is about to put there.
+        if any(not p.name.startswith(STAGE_PREFIX) for p in folder.iterdir()) and not path.exists():
+            raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
+        with full_disk_advice(folder, "free some and run the same command again with --resume"):
+            put(path, header.to_json() + "\n", once=True)
+    present = read_header(folder)
+    if not present.same_run(header):
+        mine, other = vars(header), vars(present)
+        names = [key for key in mine if key != "facts" and mine[key] != other[key]]
+        raise TraceError(
+            f"--resume: {folder} holds a run with another {', '.join(names)}; "
+            "give the same options as before, or choose another folder"
+        )
+    with full_disk_advice(folder, "free some and run the same command again with --resume"):
+        put(folder / CARD_FILE, data_card(present), once=True)
     return folder
 
 
@@ -66,33 +77,49 @@ def read_header(folder: Path) -> Header:
     return Header.from_json(path.read_bytes(), str(path))
 
 
-def finished(folder: Path, header: Header) -> set[int]:
-    """Return the indices of the shards that are there."""
-    return {i for i in range(header.shards) if shard_path(folder, i, header.shards).is_file()}
-
-
-def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one shard: under a temporary name, fsynced, renamed.
-
-    Args:
-        folder: of the trace.
-        header: of the trace.
-        index: of the shard.
-        rows: column chunks: each maps every column name to equally many values.
-    """
+def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return column chunks (each maps every column name to equally many values) as the table of a shard."""
     schema = arrow_schema(header)
     tables = [
         pa.table({name: _column(chunk[name], schema.field(name).type) for name in schema.names}, schema=schema)
         for chunk in rows
     ]
+    return pa.concat_tables(tables) if tables else schema.empty_table()
+
+
+def write_table(table: pa.Table, where: Any) -> None:
+    """Write a shard's table to a path or a buffer: the one place that chooses how a shard is encoded."""
+    pq.write_table(table, where, compression="zstd")
+
+
+def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write one shard: under a temporary name, fsynced, its checksum written down, renamed.
+
+    Args:
+        folder: of the trace.
+        header: of the trace.
+        index: of the shard.
+        rows: column chunks, as of `shard_table`.
+
+    Raises:
+        TraceError: the disk is full.
+    """
+    table = shard_table(header, rows)
     path = shard_path(folder, index, header.shards)
-    path.parent.mkdir(exist_ok=True)
-    stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{os.getpid()}")
-    pq.write_table(pa.concat_tables(tables) if tables else schema.empty_table(), stage, compression="zstd")
-    descriptor = os.open(stage, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    os.replace(stage, path)
+    with full_disk_advice(folder, _way_on(folder, header)), staged(path) as stage:
+        write_table(table, stage)
+        record_checksum(stage, path)
+
+
+def _way_on(folder: Path, header: Header) -> str:
+    have = [shard_path(folder, i, header.shards) for i in finished(folder, header)]
+    missing = header.shards - len(have)
+    size = sum(path.stat().st_size for path in have) / max(1, len(have)) * missing
+    need = f"about {max(1, round(size / 1e6))} MB" if have else "some"
+    return (
+        f"{len(have)} of {header.shards} shards are finished and stay; free {need} and run the same command again "
+        "with --resume"
+    )
 
 
 def _column(values: Any, kind: pa.DataType) -> pa.Array:
@@ -102,40 +129,111 @@ def _column(values: Any, kind: pa.DataType) -> pa.Array:
     return pa.array(values, kind)
 
 
-@dataclass(frozen=True)
 class Trace:
-    """A trace on disk: its header and its rows, memory-mapped, in shard order."""
+    """A trace on disk: its header, and its rows in shard order, read when they are asked for.
 
-    folder: Path
-    header: Header
-    rows: datasets.Dataset
+    Args:
+        folder: of the trace.
+        header: of the trace.
+        rows: in the place of those on disk, for instance a part of them.
+    """
+
+    def __init__(self, folder: Path, header: Header, rows: datasets.Dataset | None = None) -> None:
+        self.folder, self.header = folder, header
+        if rows is not None:
+            self.rows = rows
+
+    @cached_property
+    def rows(self) -> datasets.Dataset:
+        """All rows in memory."""
+        return datasets.Dataset(datasets.table.InMemoryTable(self.table()))
+
+    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return only these columns of all rows, so that a large trace need not fit into memory whole."""
+        if "rows" in vars(self):
+            chosen = self.rows if columns is None else self.rows.select_columns(list(columns))
+            return chosen.with_format("arrow")[:]
+        tables = list(self.shards(columns))
+        return pa.concat_tables(tables) if tables else arrow_schema(self.header).empty_table()
+
+    def shards(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Yield the table of each finished shard, one at a time, with these columns or all."""
+        for index in sorted(finished(self.folder, self.header)):
+            path = shard_path(self.folder, index, self.header.shards)
+            try:
+                yield pq.read_table(path, columns=None if columns is None else list(columns), memory_map=True)
+            except (OSError, pa.ArrowInvalid) as error:
+                what = str(error).splitlines()[0]
+                raise TraceError(damaged_text(self.folder, self.header, index, what)) from None
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows of the shards that are there; no row is read for it."""
+        if "rows" in vars(self):
+            return len(self.rows)
+        paths = [shard_path(self.folder, i, self.header.shards) for i in finished(self.folder, self.header)]
+        return sum(int(pq.read_metadata(path).num_rows) for path in paths)
+
+    @property
+    def finished(self) -> set[int]:
+        """The indices of the shards that are there."""
+        return finished(self.folder, self.header)
 
     @property
     def complete(self) -> bool:
         """Whether every shard is there."""
-        return len(finished(self.folder, self.header)) == self.header.shards
+        return len(self.finished) == self.header.shards
 
 
 def open_trace(folder: str | Path) -> Trace:
-    """Open a trace folder for reading.
+    """Open a trace folder for reading; every shard's checksum is compared first, its rows are read later.
 
     Raises:
-        TraceError: no trace, another schema, no finished shard, or a shard that cannot be read.
+        TraceError: no trace, another schema, no finished shard with rows, or a damaged shard, named.
     """
     folder = Path(folder)
     header = read_header(folder)
-    tables = []
-    for index in sorted(finished(folder, header)):
-        path = shard_path(folder, index, header.shards)
-        try:
-            table = pq.read_table(path, memory_map=True)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise TraceError(f"--traces: the shard {path} cannot be read: {str(error).splitlines()[0]}") from None
-        written = (table.schema.metadata or {}).get(HEADER_KEY, b"{}")
-        if not table.schema.equals(arrow_schema(header)) or not Header.from_json(written, str(path)).same_run(header):
-            raise TraceError(f"--traces: the shard {path} is of another run than {HEADER_FILE}; remove it and --resume")
-        tables.append(table)
-    if not sum(table.num_rows for table in tables):
+    for index, what in find_damage(folder, header).items():
+        raise TraceError(damaged_text(folder, header, index, what))
+    trace = Trace(folder, header)
+    if not trace.row_count:
         raise TraceError(f"--traces: {folder} has no finished shard with rows; run collect with --resume")
-    rows = datasets.Dataset(datasets.table.InMemoryTable(pa.concat_tables(tables)))
-    return Trace(folder, header, rows)
+    return trace
+
+
+def merge(folder: str | Path, *, repair: bool = False) -> Checked:
+    """Check that all shards of a trace are there and whole, and write its index.
+
+    Args:
+        folder: of the trace.
+        repair: move damaged shards into `quarantine/`, where they can be looked at; collecting again makes them good.
+
+    Raises:
+        TraceError: no trace, another schema, or a damaged shard and no `repair`.
+    """
+    folder = Path(folder)
+    header = read_header(folder)
+    moved = check_shards(folder, header, repair=repair)
+    have = finished(folder, header)
+    missing = tuple(index for index in range(header.shards) if index not in have)
+    with full_disk_advice(folder, "free some and merge again"):
+        rows = 0 if missing else write_index(folder, header)
+    return Checked(rows, missing, moved)
+
+
+__all__ = [
+    "HEADER_FILE",
+    "Checked",
+    "Trace",
+    "check_shards",
+    "finished",
+    "merge",
+    "open_for_writing",
+    "open_trace",
+    "read_header",
+    "shard_path",
+    "shard_table",
+    "write_index",
+    "write_shard",
+    "write_table",
+]

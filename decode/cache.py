@@ -101,6 +101,7 @@ class CachedModel:
         self._layers = [SlotLayer(capacity) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._windows = window_layers(model)
+        self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
         self._trees: dict[Topology, Tensor] = {}  # by identity; the topology is kept alive with its mask
         self._positions = torch.arange(capacity, device=model.device)[None]
@@ -152,7 +153,7 @@ class CachedModel:
         """
         start, count = self.length, tokens.shape[1]
         end = start + count
-        if mask is None and count <= _SLICED and end <= self.capacity:
+        if mask is None and count <= _SLICED and not (count == 1 and self._maskless):
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         if positions is None:
             positions = self._positions[:, start:end]

@@ -41,6 +41,8 @@ class DraftPhase:
         self._topology, self._eos, self._temperature = topology, frozenset(eos), temperature
         # What rejection sends to the target must not depend on tokens drawn later, so it selects level by level.
         self._select_each = mode.hides and is_trimming(guard.policy)
+        # For the same reason it drops a token that ends its branch as readily as any other: trimming is asked about it.
+        self._asks_ended = mode.hides and guard.policy.trims
 
     def run(self, text: Text, base: int, choices: Choices, allowed: int, watch: Stopwatch) -> Candidates:
         """Return the candidates of a round.
@@ -59,7 +61,7 @@ class DraftPhase:
         deepest = self._topology.deepest
         for depth in range(deepest + 1):
             if depth == min(allowed, deepest):
-                found.capped = depth < deepest
+                found.capped = depth < deepest or not self._going(found, alive)
                 break
             if depth >= self._guard.policy.first:
                 watch.start()
@@ -71,11 +73,13 @@ class DraftPhase:
                 alive = kept
                 found.decisions += 1
                 watch.lap("policy")
-            feeding = [place for place in alive if self._topology.children[found.rows[place]]]
+            going = self._going(found, alive)
+            feeding = [place for place in going if self._topology.children[found.rows[place]]]
             if not feeding:
+                found.capped = bool(alive) and not going
                 break
             places, level = self._grow(text, base, found, feeding, choices, level, watch)
-            alive = [place for place in places if found.tokens[place] not in self._eos]
+            alive = places if self._asks_ended else self._going(found, places)
             if self._select_each:
                 alive = self._selected(text, found, places, alive)
             if not alive:
@@ -84,6 +88,10 @@ class DraftPhase:
         if not self._select_each:
             self._selected(text, found, range(found.roots, len(found.tokens)), [])
         return found
+
+    def _going(self, found: Candidates, places: list[int]) -> list[int]:
+        """Return the places whose branch has not drawn an end of text."""
+        return [place for place in places if not found.depth[place] or found.tokens[place] not in self._eos]
 
     def _grow(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..policies.errors import InputError, PairError
+from .engine import choose_engine, speed_up
 
 DTYPES = {
     "float32": torch.float32,
@@ -21,6 +24,9 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+ATTENTION = ("sdpa", "eager")
+"""Attention backends that read the mask of a tree correctly."""
+
 _SAMPLES = 64
 _ALIGNMENT = 64
 
@@ -34,6 +40,8 @@ class Pair:
         tokenizer: of both.
         vocabulary: number of token ids that both models know.
         eos: ids that end a text.
+        engines: how target and draft compute (`engine.ENGINES`).
+        hashes: of both, where an engine no longer tells them from the models.
     """
 
     target: PreTrainedModel
@@ -41,6 +49,8 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase | None
     vocabulary: int
     eos: tuple[int, ...] = ()
+    engines: tuple[str, str] = ("plain", "plain")
+    hashes: tuple[str, str] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +65,8 @@ class Pair:
     @cached_property
     def fingerprint(self) -> dict[str, str]:
         """Short hashes of target, draft and tokenizer, by which traces and policies know their pair."""
-        hashes = {"target": model_hash(self.target), "draft": model_hash(self.draft)}
+        target, draft = self.hashes or (model_hash(self.target), model_hash(self.draft))
+        hashes = {"target": target, "draft": draft}
         if self.tokenizer is not None:
             vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()
             hashes["tokenizer"] = hashlib.blake2b(vocabulary, digest_size=8).hexdigest()
@@ -76,18 +87,12 @@ def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedT
     """Check two loaded models against each other and return them as a pair.
 
     Raises:
-        PairError: they lie on different devices, or a layer is of a kind that cannot be rolled back.
+        PairError: they lie on different devices, or one is of a kind that cannot be rolled back or read a tree.
     """
     if target.device != draft.device:
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in (("target", target), ("draft", draft)):
-        config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-        if kinds:
-            raise PairError(
-                f"the {role} has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
-                "expected full or sliding-window attention in every layer"
-            )
+        _check_kind(role, model)
     widths = [model.config.get_text_config().vocab_size for model in (target, draft)]
     if tokenizer is None and widths[0] != widths[1]:
         raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
@@ -96,15 +101,48 @@ def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedT
     return Pair(target.eval(), draft.eval(), tokenizer, min(widths), _eos(target, tokenizer))
 
 
+def _check_kind(role: str, model: PreTrainedModel) -> None:
+    """Refuse, by name, a model whose cache is no list of keys and values, or that takes positions or masks otherwise."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise PairError(
+            f"the {role} has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
+            "expected full or sliding-window attention in every layer"
+        )
+    if getattr(model, "_is_stateful", False) or config.is_encoder_decoder:
+        raise PairError(
+            f"the {role} is a {name}, whose cache cannot be rolled back here; expected a decoder of attention"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+        raise PairError(
+            f"the {role} is a {name}, which counts positions itself; expected a model that is told position_ids, since "
+            "candidates of one depth share one"
+        )
+    backend = model.config._attn_implementation
+    if backend not in ATTENTION:
+        raise PairError(
+            f"the {role} uses {backend} attention; expected {' or '.join(ATTENTION)}, which take the mask of a tree: "
+            f"call set_attn_implementation({ATTENTION[0]!r}) on it"
+        )
+
+
 def load_pair(
     target: str | Path,
     draft: str | Path,
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    attention: str = "sdpa",
+    attention: str | None = None,
+    engine: str = "auto",
 ) -> Pair:
     """Load a pair from two folders or hub names.
+
+    Args:
+        target, draft: folders or hub names.
+        device, dtype: of both models.
+        attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
+        engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
 
     Raises:
         PairError: a folder is missing or no model, the tokenizers differ, or the models do not fit together.
@@ -120,7 +158,11 @@ def load_pair(
     models = [
         _model(name, option, where, kind, attention) for name, option in ((target, "--target"), (draft, "--draft"))
     ]
-    return join(models[0], models[1], first)
+    pair = join(models[0], models[1], first)
+    names = (choose_engine(pair.target, engine), choose_engine(pair.draft, engine))
+    hashes = (model_hash(pair.target), model_hash(pair.draft))
+    fast = [speed_up(model, name) for model, name in zip((pair.target, pair.draft), names, strict=True)]
+    return dataclasses.replace(pair, target=fast[0], draft=fast[1], engines=names, hashes=hashes)
 
 
 def check_dtype(name: str) -> torch.dtype:
@@ -163,7 +205,9 @@ def _tokenizer(name: str | Path, option: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model(name: str | Path, option: str, device: torch.device, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _model(
+    name: str | Path, option: str, device: torch.device, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             _found(name, option), dtype=dtype, attn_implementation=attention

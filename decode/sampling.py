@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,18 @@ class Shaping:
     min_new_tokens: int = 0
     processors: tuple[LogitsProcessor, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, good, wanted in (
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
+            ("no_repeat_ngram", self.no_repeat_ngram >= 0, "0 or more"),
+            ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
+        ):
+            if not good:
+                raise InputError(f"--{name.replace('_', '-')}: expected {wanted}, not {getattr(self, name)}")
+
     def build(self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device) -> LogitsProcessorList:
         """Return the processors of one text in the order of transformers' `generate`; empty if there is nothing to do.
 
@@ -57,32 +70,26 @@ class Shaping:
             prompt: its length.
             eos: ids that end a text.
             device: of the logits.
-
-        Raises:
-            InputError: a value is out of range.
         """
         made: list[LogitsProcessor] = []
-        try:
-            if self.repetition_penalty != 1.0:
-                made.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
-            if self.no_repeat_ngram:
-                made.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram))
-            if self.min_new_tokens and eos:
-                made.append(MinNewTokensLengthLogitsProcessor(prompt, self.min_new_tokens, list(eos), str(device)))
-            made.extend(self.processors)
-            if temperature > 0:
-                warpers: list[LogitsProcessor] = []
-                if self.top_k:
-                    warpers.append(TopKLogitsWarper(self.top_k))
-                if self.top_p < 1.0:
-                    warpers.append(TopPLogitsWarper(float(self.top_p)))
-                if self.min_p > 0.0:
-                    warpers.append(MinPLogitsWarper(float(self.min_p)))
-                if (made or warpers) and temperature != 1.0:
-                    made.append(TemperatureLogitsWarper(float(temperature)))
-                made.extend(warpers)
-        except ValueError as error:
-            raise InputError(f"sampling: {error}") from None
+        if self.repetition_penalty != 1.0:
+            made.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.no_repeat_ngram:
+            made.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram))
+        if self.min_new_tokens and eos:
+            made.append(MinNewTokensLengthLogitsProcessor(prompt, self.min_new_tokens, list(eos), str(device)))
+        made.extend(self.processors)
+        if temperature > 0:
+            warpers: list[LogitsProcessor] = []
+            if self.top_k:
+                warpers.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1.0:
+                warpers.append(TopPLogitsWarper(float(self.top_p)))
+            if self.min_p > 0.0:
+                warpers.append(MinPLogitsWarper(float(self.min_p)))
+            if (made or warpers) and temperature != 1.0:
+                made.append(TemperatureLogitsWarper(float(temperature)))
+            made.extend(warpers)
         return LogitsProcessorList(made)
 
 
@@ -132,7 +139,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocabulary: int) -> 
     Known ones are refused as such; any other one is asked twice for the same rows with others in between, on a copy.
 
     Raises:
-        InputError: one that remembers, or that changes its input.
+        InputError: one that remembers.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (2, 6), generator=generator)

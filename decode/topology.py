@@ -150,7 +150,9 @@ def parse_tree(text: str) -> Topology:
         if kind in ("", "parents"):
             numbers = [int(part) for part in rest.split(",")]
             return from_parents(numbers) if kind else from_widths(numbers)
-    except ValueError:
+    except InputError:
+        raise
+    except ValueError:  # not numbers
         pass
     raise InputError(
         f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6 or parents:-1,-1,0, not {text!r}"

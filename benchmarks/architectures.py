@@ -1,0 +1,224 @@
+"""Greedy speculative text against the target's own `generate`, for every kind of model: is it the same?
+
+    python benchmarks/architectures.py --check
+    python benchmarks/architectures.py --quick
+
+Random models of a few thousand weights, the draft a noisy copy of the target. In float64 every text must be equal; in
+float32 a text may leave the plain one at a tie (the two best logits closer than 1e-4); bfloat16 is reported with the
+margins at which its texts part. The last line printed is one JSON object; `--check` exits with 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from specstop.decode import Pair, Settings, Speculator, Tally, join, load_pair
+from specstop.policies import Confidence, FixedLength, StopPolicy
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+TIE = 1e-4
+VOCABULARY = 64
+WINDOW = 6  # shorter than every text and than some trees
+IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+NARROW = {**IDS, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
+WIDE = {**NARROW, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 160, "initializer_range": 0.4}
+GROUPED = {**WIDE, "num_key_value_heads": 1, "head_dim": 16}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {**GROUPED, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in GROUPED.items() if k != "head_dim"}),
+    "qwen2-window": lambda: Qwen2Config(
+        **{k: v for k, v in GROUPED.items() if k != "head_dim"},
+        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
+    ),
+    "qwen3": lambda: Qwen3Config(**GROUPED),
+    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**GEMMA),
+    "gemma3": lambda: Gemma3TextConfig(**GEMMA),
+    "gpt2": lambda: GPT2Config(
+        **IDS, n_embd=32, n_layer=3, n_head=2, n_positions=160, initializer_range=0.4, tie_word_embeddings=False
+    ),
+    "gpt-neox": lambda: GPTNeoXConfig(**WIDE),
+    "opt": lambda: OPTConfig(
+        **NARROW, ffn_dim=48, num_hidden_layers=3, max_position_embeddings=160, init_std=0.4, word_embed_proj_dim=32
+    ),
+}  # fmt: skip
+"""Small configurations by name; those with a window have layers that see `WINDOW` tokens."""
+
+EAGER_ONLY = ("gemma2",)  # transformers has no other attention for its soft-capped scores
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES = (None, "3,2,1", "fork:4x4", "parents:-1,-1,0,0,1,2,5")
+POLICIES: tuple[StopPolicy, ...] = (FixedLength(4), Confidence(0.2))
+
+
+def build(name: str, dtype: torch.dtype, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
+    """Return a random model of one kind, whose text does not repeat itself at once."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention)
+    model.generation_config.eos_token_id = None
+    return model.to(dtype).eval()
+
+
+def noisy(model: PreTrainedModel, share: float = 0.02) -> PreTrainedModel:
+    """Return a copy with noise on its matrices, `share` of their own spread: accepted now and then."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.dim() > 1:
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                weight.add_((share * weight.double().std() * noise).to(weight.dtype))
+    return draft
+
+
+def prompts(count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Return random prompts of 1 to 20 tokens, and one that is longer than a slice of the causal mask."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [70 if i == 1 else 1 + 7 * i % 20 for i in range(count)]
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.inference_mode()
+def plain(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
+    """Return what the model's own `generate` adds to a prompt."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@torch.inference_mode()
+def margin(model: PreTrainedModel, prefix: Sequence[int]) -> float:
+    """Return the difference of the two best logits behind a prefix."""
+    best = model(torch.tensor([list(prefix)], device=model.device)).logits[0, -1].double().topk(2).values
+    return float(best[0] - best[1])
+
+
+@dataclass
+class Compared:
+    """Texts of one cell of the table against the plain ones.
+
+    Attributes:
+        margins: of the target's two best logits, where a text first differs.
+        accepted: of the tokens verified, the share accepted.
+    """
+
+    texts: int = 0
+    equal: int = 0
+    margins: list[float] = field(default_factory=list)
+    accepted: float = 0.0
+
+    @property
+    def ties(self) -> int:
+        """Texts that differ from a tie on."""
+        return sum(m < TIE for m in self.margins)
+
+    @property
+    def wrong(self) -> int:
+        """Texts that differ for no such reason."""
+        return len(self.margins) - self.ties
+
+
+def compare(
+    pair: Pair, policy: StopPolicy, tree: str | None, texts: Sequence[list[int]], expected: Sequence[list[int]], new: int
+) -> Compared:
+    """Decode `texts` with one policy and tree, and hold the result against `expected`."""
+    speculator = Speculator(pair, policy, Settings(0.0, new, tree=tree))
+    made = [speculator.generate(prompt) for prompt in texts]
+    out = Compared(len(made))
+    for prompt, generation, right in zip(texts, made, expected, strict=True):
+        got = list(generation.tokens)
+        if got == right:
+            out.equal += 1
+            continue
+        first = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
+        out.margins.append(margin(pair.target, [*prompt, *right[:first]]))
+    facts = Tally.of(made).summary()
+    out.accepted = facts["accepted"] / max(1, facts["verified"])
+    return out
+
+
+def pairs(names: Iterable[str], dtypes: Iterable[str], folder: Path | None) -> Iterable[tuple[str, str, str, Pair]]:
+    """Yield (kind, attention, dtype, pair); a pair from a folder comes last."""
+    for name in names:
+        for attention in ("eager",) if name in EAGER_ONLY else ("sdpa", "eager"):
+            for dtype in dtypes:
+                target = build(name, DTYPES[dtype], attention)
+                yield name, attention, dtype, join(target, noisy(target))
+    if folder:
+        for dtype in dtypes:
+            yield "pair", "sdpa", dtype, load_pair(folder / "target", folder / "draft", dtype=dtype)
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py, compared as well")
+    parser.add_argument("--out", type=Path, help="write the table to this JSON file")
+    parser.add_argument("--quick", action="store_true", help="few texts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a text differs without a tie")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    count, new = (2, 12) if args.quick else (8, 48)
+    begin, rows = time.perf_counter(), []
+    print(f"{'kind':15} {'attention':9} {'dtype':8} {'tree':25} {'policy':15} {'equal':>7} {'ties':>4} {'accepted':>8}  margins")
+    for name, attention, dtype, pair in pairs(CONFIGS, DTYPES, args.pair):
+        texts = prompts(count, vocabulary=pair.vocabulary)
+        expected = [plain(pair.target, prompt, new) for prompt in texts]
+        for tree in SHAPES:
+            for policy in POLICIES:
+                cell = compare(pair, policy, tree, texts, expected, new)
+                where = {"kind": name, "attention": attention, "dtype": dtype, "tree": tree, "policy": policy.name}
+                rows.append({**where, **asdict(cell), "ties": cell.ties, "wrong": cell.wrong})
+                print(
+                    f"{name:15} {attention:9} {dtype:8} {tree or 'chain':25} {policy.name:15} "
+                    f"{cell.equal:3}/{cell.texts:3} {cell.ties:4} {cell.accepted:8.2f}  "
+                    + " ".join(f"{m:.2g}" for m in cell.margins),
+                    flush=True,
+                )
+    facts: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 1), "cells": len(rows)}
+    for dtype in DTYPES:
+        some = [row for row in rows if row["dtype"] == dtype]
+        apart = [m for row in some for m in row["margins"]]
+        facts[dtype] = {
+            "texts": sum(row["texts"] for row in some),
+            "equal": sum(row["equal"] for row in some),
+            "ties": sum(row["ties"] for row in some),
+            "largest_margin": max(apart, default=0.0),
+        }
+    wrong = sum(row["wrong"] for row in rows if row["dtype"] == "float32")
+    wrong += sum(row["texts"] - row["equal"] for row in rows if row["dtype"] == "float64")
+    if args.out:
+        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+    met = wrong == 0 and not args.quick
+    if args.check:
+        print(f"{'met ' if met else 'MISS'}  texts that differ without a tie: {wrong} of {facts['cells']} cells")
+    print(json.dumps({**facts, "wrong": wrong}))
+    return int(args.check and not met)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

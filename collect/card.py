@@ -1,0 +1,66 @@
+"""The data card of a trace folder: what `datasets` and the hub need to read it as it is, and what a reader should know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from .schema import Header
+
+CARD_FILE = "README.md"
+
+
+def data_card(header: Header) -> str:
+    """Return the card; it depends on the header alone, so every process of a run writes the same one."""
+    front = {
+        "pretty_name": f"Draft traces of {header.draft or 'a draft'} for {header.target or 'a target'}",
+        "tags": ["speculative-decoding", "specstop"],
+        "configs": [
+            {"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]},
+        ],
+    }
+    lines = "\n".join(f"| {name} | {_cell(value)} |" for name, value in _facts(header).items())
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
+---
+# {front["pretty_name"]}
+
+At positions of the target's text: what the draft proposed, what it saw, and what the target accepted. Recorded by
+`specstop collect`; one row is one anchor, per-node columns are lists over the nodes of the topology.
+
+| what | value |
+|---|---|
+{lines}
+
+    from datasets import load_dataset
+    rows = load_dataset("path/to/this/folder", split="train", streaming=True)
+
+`header.json` holds everything that is true of all rows, `checksums/` the SHA-256 of every shard (`sha256sum -c
+checksums/*`). Columns behind the first rejection are void where `labelled` is false. Prompt ids and drafted tokens are
+in the rows: the licence of the prompts holds for them.
+"""
+
+
+def _facts(header: Header) -> dict[str, Any]:
+    widths = len(header.topology)
+    return {
+        "target": header.target or "not named",
+        "drafter": header.draft or "not named",
+        "temperature": f"{header.temperature:g}",
+        "verification": header.verification,
+        "depth": header.depth,
+        "nodes": widths,
+        "collector": header.collector,
+        "prompts": header.prompts,
+        "prompts from": header.facts.get("prompts from") or "not recorded",
+        "tokens of a text, at most": header.max_new_tokens,
+        "seed": header.seed,
+        "shards": header.shards,
+        "schema version": header.schema,
+        "features": ", ".join((*header.anchor_features, *header.features)),
+    }
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")

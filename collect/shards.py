@@ -1,0 +1,101 @@
+"""What a run will do, shard by shard, and doing it: the shards dealt to this process, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..policies.progress import Progress, silent
+from .processes import ALONE, Place
+from .schema import Header
+from .store import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
+
+BATCH = 16
+"""Prompts decoded side by side; part of what makes a shard's rows reproducible, so not an option."""
+
+Work = tuple[int, str, str, list[int], int]
+"""One prompt to collect: sequence, prompt id, group, token ids, stream key."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, checked before anything is written.
+
+    Attributes:
+        header: of its trace.
+        work: the prompts of each shard.
+        rows: returns the rows of a batch of prompts, as column chunks.
+    """
+
+    header: Header
+    work: tuple[tuple[Work, ...], ...]
+    rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
+
+    def batches(self, index: int) -> Iterator[Sequence[Work]]:
+        """Yield the batches of a shard; they never cross it."""
+        for start in range(0, len(self.work[index]), BATCH):
+            yield self.work[index][start : start + BATCH]
+
+
+def never() -> bool:
+    """Go on: the default answer to whether a run shall stop after this shard."""
+    return False
+
+
+def record(
+    plan: Plan,
+    out: Path,
+    *,
+    place: Place = ALONE,
+    resume: bool = False,
+    overwrite: bool = False,
+    repair: bool = False,
+    stop: Callable[[], bool] = never,
+    progress: Progress = silent,
+) -> Trace:
+    """Collect the missing shards that are dealt to this process into the trace folder `out`.
+
+    Whoever finds all shards there writes the index. The trace is checked when it is complete; otherwise it is returned
+    as far as it has come.
+
+    Args:
+        plan: from `plan_run`.
+        out: folder of the trace.
+        place: this process among others.
+        resume, overwrite: what to do with a folder that is not empty; several processes always resume.
+        repair: before resuming, compare all checksums and move damaged shards aside.
+        stop: asked after each shard.
+        progress: counts the prompts dealt to this process.
+
+    Raises:
+        InputError: the folder is not empty.
+        TraceError: it holds another run, or the disk is full.
+    """
+    header = plan.header
+    folder = open_for_writing(out, header, resume=resume or place.world > 1, overwrite=overwrite)
+    if repair:
+        check_shards(folder, header, repair=True)
+    mine = [index for index in range(header.shards) if place.takes(index)]
+    have = finished(folder, header)
+    task = "collect" if place.world == 1 else f"collect {place.rank}/{place.world}"
+    total = sum(len(plan.work[index]) for index in mine)
+    done = sum(len(plan.work[index]) for index in mine if index in have)
+    progress(task, done, total)
+    for index in mine:
+        if index in have:
+            continue
+        if stop():
+            break
+        chunks: list[Mapping[str, Any]] = []
+        for batch in plan.batches(index):
+            chunks += plan.rows(batch)
+            done += len(batch)
+            progress(task, done, total)
+        write_shard(folder, header, index, chunks)
+    if len(finished(folder, header)) < header.shards:
+        return Trace(folder, header)
+    trace = open_trace(folder)
+    write_index(folder, header)
+    return trace

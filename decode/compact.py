@@ -1,0 +1,166 @@
+"""A compact forward for models built like Llama: what they compute, in few operations.
+
+Small models spend most of their time between the matrix products. Here query, key and value are one product, gate and up
+another; norms and rotations are one operation each; the cache is written in place.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from .cache import window_layers
+from .packing import Packed
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
+_TABLE = 4096
+
+
+def compact_refusal(model: PreTrainedModel) -> str:
+    """Return why a model cannot have the compact forward, or nothing."""
+    config = model.config
+    if config.model_type not in _FAMILIES or not hasattr(model, "lm_head"):
+        return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
+    if model.device.type != "cpu":
+        return "the compact forward is for the CPU"
+    if model.dtype != torch.float32:
+        return f"the compact forward computes in float32, not {str(model.dtype).removeprefix('torch.')}"
+    if config._attn_implementation != "sdpa":
+        return f"the compact forward attends by sdpa, not {config._attn_implementation}"
+    if window_layers(model) is not None:
+        return "the compact forward has no sliding windows"
+    rotation = config.rope_parameters["rope_type"]
+    if rotation not in _ROTATIONS or config.hidden_act != "silu":
+        return f"the compact forward does not know {rotation} rotations with {config.hidden_act}"
+    if any(not isinstance(p, nn.Linear) for p in (model.lm_head, *_linears(model.model.layers[0]))):
+        return "its linear layers are not plain ones"
+    return ""
+
+
+def _linears(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+class _Layer:
+    """The weights of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        q, k, v, out, gate, up, down = _linears(layer)
+        self.qkv, self.out = _joined(q, k, v), _joined(out)
+        self.gate_up, self.down = _joined(gate, up), _joined(down)
+        self.before, self.between = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        attention = layer.self_attn
+        self.q_norm = getattr(getattr(attention, "q_norm", None), "weight", None)
+        self.k_norm = getattr(getattr(attention, "k_norm", None), "weight", None)
+
+
+def _joined(*linears: nn.Linear) -> Packed:
+    """Return several linear layers of one input as a single one."""
+    biases = [linear.bias.data for linear in linears if linear.bias is not None]
+    return Packed(torch.cat([linear.weight.data for linear in linears]), torch.cat(biases) if biases else None)
+
+
+class CompactModel(nn.Module):
+    """Stands in for a model of the Llama family wherever it is only called: same arguments, same logits.
+
+    Args:
+        model: from `from_pretrained`; it keeps its own weights, nothing of it is changed.
+
+    Attributes:
+        config, generation_config, device, dtype: the model's.
+    """
+
+    takes_no_mask = True  # None means causal, so that a single token needs no mask at all
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        inner, config = model.model, model.config
+        self.config, self.generation_config = config, model.generation_config
+        self.device, self.dtype = model.device, model.dtype
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        self._width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._eps = config.rms_norm_eps
+        self._embed = inner.embed_tokens.weight.data
+        self._layers = [_Layer(layer) for layer in inner.layers]
+        self._norm = inner.norm.weight
+        self._head = _joined(model.lm_head)
+        self._rotary = inner.rotary_emb
+        self._rotate(min(_TABLE, config.max_position_embeddings))
+        self.eval()
+
+    def _rotate(self, positions: int) -> None:
+        """Tabulate the rotations of so many positions: [P, 1, width], the sign of the rotated half in the sine."""
+        at = torch.arange(positions, device=self.device)[None]
+        cos, sin = self._rotary(torch.zeros(1, dtype=self.dtype, device=self.device), at)
+        half = sin.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        self._cos, self._sin = cos[0, :, None], sin[0, :, None]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Any,
+        use_cache: bool = True,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool = False,
+    ) -> SimpleNamespace:
+        """Return `logits` [B, rows, V], and `hidden_states` whose last one is [B, n, H] if asked for.
+
+        Args:
+            input_ids: [B, n].
+            attention_mask: [1 or B, 1, n, length + n] additive or boolean; None = causal.
+            position_ids: [1 or B, n].
+            past_key_values: a cache of `SlotLayer`s, which gets the new states.
+            use_cache: always.
+            logits_to_keep: how many of the last rows are wanted; 0 = all.
+            output_hidden_states: also return the last hidden states.
+        """
+        count = input_ids.shape[1]
+        start = past_key_values.layers[0].length
+        if start + count > len(self._cos):
+            self._rotate(min(2 * (start + count), max(start + count, self.config.max_position_embeddings)))
+        if attention_mask is None and count > 1 and start:
+            attention_mask = torch.ones(count, start + count, dtype=torch.bool).tril_(start)
+        cos, sin = self._cos[position_ids], self._sin[position_ids]
+        x = functional.embedding(input_ids, self._embed)
+        shape = (x.shape[-1],)
+        for layer, slots in zip(self._layers, past_key_values.layers, strict=True):
+            h = functional.rms_norm(x, shape, layer.before, self._eps)
+            x = x + self._attend(layer, slots, layer.qkv(h), cos, sin, attention_mask, count > 1 and not start)
+            h = functional.rms_norm(x, shape, layer.between, self._eps)
+            gate, up = layer.gate_up(h).chunk(2, -1)
+            x = x + layer.down(functional.silu(gate) * up)
+        kept = x if output_hidden_states else x[:, -logits_to_keep:]
+        kept = functional.rms_norm(kept, shape, self._norm, self._eps)
+        logits = self._head(kept[:, -logits_to_keep:])
+        return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
+
+    def _attend(
+        self, layer: _Layer, slots: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool
+    ) -> Tensor:
+        """Return [B, n, H] from the projections [B, n, .]."""
+        batch, count, _ = qkv.shape
+        heads, groups, width = self._heads, self._groups, self._width
+        qkv = qkv.view(batch, count, heads + 2 * groups, width)
+        if layer.q_norm is None:
+            qk = qkv[:, :, : heads + groups]
+        else:
+            q = functional.rms_norm(qkv[:, :, :heads], (width,), layer.q_norm, self._eps)
+            k = functional.rms_norm(qkv[:, :, heads : heads + groups], (width,), layer.k_norm, self._eps)
+            qk = torch.cat([q, k], 2)
+        qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)
+        keys, values = slots.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
+        out = functional.scaled_dot_product_attention(
+            qk[:, :heads], keys, values, mask, is_causal=causal and mask is None, enable_gqa=heads != groups
+        )
+        return layer.out(out.transpose(1, 2).reshape(batch, count, heads * width))

@@ -1,0 +1,115 @@
+"""Models that are a table: their logits depend on the whole prefix, which each row rebuilds through its mask.
+
+A forward pass leaves only token and position in the cache, so a wrong mask, position or compaction changes what a row sees
+and with it the distribution.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from specstop.decode.pair import Pair
+from torch import Tensor
+
+Prefix = tuple[Any, ...]
+NOTHING = float("-inf")
+KINDS = ("dense", "mixed", "sparse")
+
+
+class Law:
+    """Logits of target and draft behind a prefix, made up when it is first met.
+
+    Args:
+        vocabulary: number of tokens.
+        seed: of the numbers.
+        kind: `dense`: every token has a chance; `mixed`: by prefix also zeros in either, a draft that equals the target,
+            and ones that know a single token; `sparse`: both know two tokens.
+    """
+
+    def __init__(self, vocabulary: int, seed: int, kind: str = "dense") -> None:
+        assert kind in KINDS
+        self.vocabulary, self._seed, self._kind = vocabulary, seed, kind
+        self._rows: dict[Prefix, tuple[Tensor, Tensor]] = {}
+
+    def rows(self, prefix: Prefix) -> tuple[Tensor, Tensor]:
+        """Return the target's and the draft's logits [V]."""
+        if prefix not in self._rows:
+            p, q = self._made(random.Random(f"{self._seed} {self.vocabulary} {prefix}"))
+            self._rows[prefix] = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+        return self._rows[prefix]
+
+    def _made(self, chance: random.Random) -> tuple[list[float], list[float]]:
+        p = [1.2 * chance.gauss(0.0, 1.0) for _ in range(self.vocabulary)]
+        q = [logit + 0.8 * chance.gauss(0.0, 1.0) for logit in p]
+        tokens = chance.sample(range(self.vocabulary), self.vocabulary)
+        sort = {"dense": 0.0, "mixed": chance.random(), "sparse": 0.4}[self._kind]
+        if 0.2 <= sort < 0.5:
+            few = self.vocabulary - 2 if self._kind == "sparse" else 1
+            p = [NOTHING if token in tokens[:few] else logit for token, logit in enumerate(p)]
+            q = [NOTHING if token in tokens[1 : 1 + few] else logit for token, logit in enumerate(q)]
+        elif 0.5 <= sort < 0.65:
+            q = p
+        elif 0.65 <= sort < 0.9:
+            q = [logit if token == tokens[0] else NOTHING for token, logit in enumerate(q)]
+        elif sort >= 0.9:
+            p = [logit if token == tokens[0] else NOTHING for token, logit in enumerate(p)]
+        return p, q
+
+
+class Oracle(torch.nn.Module):
+    """One side of a law as a causal language model with one layer of cache.
+
+    Args:
+        law: of the logits.
+        side: 0 = target, 1 = draft.
+        attention: backend whose masks are read.
+    """
+
+    def __init__(self, law: Law, side: int, attention: str = "sdpa") -> None:
+        super().__init__()
+        self.law, self.side = law, side
+        self.dtype, self.device = torch.float64, torch.device("cpu")
+        text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None)
+        self.config = SimpleNamespace(get_text_config=lambda: text, _attn_implementation=attention)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Any,
+        logits_to_keep: int,
+        **rest: Any,
+    ) -> SimpleNamespace:
+        count = input_ids.shape[1]
+        tokens, positions = past_key_values.update(
+            input_ids[:, None, :, None].double(), position_ids[:, None, :, None].double(), 0
+        )
+        slots = list(zip(positions.flatten().long().tolist(), tokens.flatten().long().tolist(), strict=True))
+        first = len(slots) - count
+        if attention_mask is None:
+            sees = [[slot <= first + row for slot in range(len(slots))] for row in range(count)]
+        else:
+            mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+            assert mask.shape == (1, 1, count, len(slots))
+            sees = mask[0, 0].tolist()
+        kept = sees[-logits_to_keep:]
+        rows = [self.law.rows(read_prefix([s for s, seen in zip(slots, row, strict=True) if seen])) for row in kept]
+        return SimpleNamespace(logits=torch.stack([row[self.side] for row in rows])[None])
+
+
+def read_prefix(seen: list[tuple[int, int]]) -> Prefix:
+    """Return the tokens of (position, token) pairs, or the pairs where the positions are not those of a text."""
+    seen.sort()
+    if [position for position, _ in seen] == list(range(len(seen))):
+        return tuple(token for _, token in seen)
+    return tuple(seen)
+
+
+def oracle_pair(law: Law, eos: tuple[int, ...] = (), attention: str = "sdpa") -> Pair:
+    """Return both sides of a law as a pair."""
+    models = (Oracle(law, side, attention) for side in (0, 1))
+    return Pair(*models, None, law.vocabulary, eos)  # type: ignore[arg-type]

@@ -1,0 +1,144 @@
+"""The rejection family is exact: every sequence of choices of the shipped loop, compared with the target's own texts."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from deciders import DECIDERS
+from enumeration import EXACT, Case, Enumerator, Proof, all_cases, distance, other_cases, prove, prove_within
+from oracle import KINDS, Law, oracle_pair
+from specstop.decode.noise import Purpose
+
+LEAVES = 700
+"""So many at most in each case here; `benchmarks/exactness.py` goes through all cases with more."""
+
+
+def sample(decider: str, count: int) -> list[Case]:
+    """Return some cases of a policy, of different modes and shapes."""
+    cases = [case for case in all_cases() if case.decider == decider]
+    return random.Random(decider).sample(cases, count)
+
+
+def check(case: Case) -> Proof:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # policies that fail say so, once each
+        case, proof = prove_within(case, LEAVES)
+    assert proof.reused == 0, f"{case}: a random number was used twice"
+    assert proof.distance <= EXACT, f"{case}: {proof.distance:.1e} from the target's distribution"
+    return proof
+
+
+@pytest.mark.parametrize("decider", DECIDERS)
+def test_texts_have_the_targets_distribution_under_any_policy(decider: str) -> None:
+    proofs = [check(case) for case in sample(decider, 3)]
+    assert sum(proof.leaves for proof in proofs) > 30
+    assert sum(proof.accepted for proof in proofs) > 0
+
+
+@pytest.mark.parametrize("case", random.Random(1).sample(list(other_cases()), 8), ids=str)
+def test_other_drafters_vocabularies_and_masks(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("decider", [name for name in DECIDERS if name.startswith(("trims-u", "trims-a", "selects"))])
+@pytest.mark.parametrize("mode", ["rejection", "rejection_replace"])
+def test_leaving_out_what_ends_a_text_is_exact(decider: str, mode: str) -> None:
+    """A branch that has drawn an end of text is dropped like any other."""
+    proof = check(Case(mode, "2,1", decider, "sparse", 22, eos=True, new=5))
+    assert proof.accepted > 0
+    assert proof.dropped > 0 or decider in ("trims-by-alive", "selects-by-token")
+
+
+@pytest.mark.parametrize("mode", ["rejection", "rejection_replace", "block"])
+def test_policies_that_leave_tokens_out_do(mode: str) -> None:
+    for decider in ("trims-unsure", "trims-as-rounds-went", "selects-by-round", "selects-unsure"):
+        proof = check(Case(mode, "chain:2", decider, "mixed", 2, new=4))
+        assert 0 < proof.dropped < proof.drafted, decider
+
+
+def test_later_rounds_draft_and_accept() -> None:
+    proof = check(Case("rejection", "2,1", "fixed", "sparse", 1, new=5))
+    assert proof.later > 100
+
+
+def test_target_init_with_one_root_is_exact() -> None:
+    for tree in ("chain:2", "chain:3", "1,2"):
+        for eos in (False, True):
+            check(Case("target_init", tree, "fixed", "mixed", 1, eos=eos))
+
+
+@pytest.mark.parametrize(("mode", "tree"), [("target_init", "2"), ("target_init", "2,1"), ("typical", "2,1")])
+def test_lossy_modes_are_far_from_the_target(mode: str, tree: str) -> None:
+    far = [prove(Case(mode, tree, "fixed", "dense", seed, new=3), 4000).distance for seed in range(8)]
+    if (mode, tree) == ("target_init", "2"):
+        assert max(far) <= EXACT  # roots without anything below them: the first one is taken
+    else:
+        assert sum(far) / len(far) > 0.05
+
+
+def test_the_enumerator_goes_through_all_answers_and_knows_what_depends() -> None:
+    source = Enumerator()
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.2], dtype=torch.float64)
+
+    def independent() -> tuple[int, bool]:
+        return source.categorical(probs, 1, 0, Purpose.DRAFT), source.bernoulli(0.25, 1, 0, Purpose.ACCEPT)
+
+    law = {run: source.probability for run in source.runs(independent)}
+    assert set(law) == {(token, answer) for token in (0, 2, 3) for answer in (True, False)}
+    assert law[2, True] == pytest.approx(0.3 * 0.25) and sum(law.values()) == pytest.approx(1.0)
+    assert source.reused == 0
+
+    def dependent() -> tuple[bool, int]:
+        return source.bernoulli(0.25, 1, 0, Purpose.ACCEPT), source.categorical(probs, 1, 0, Purpose.ACCEPT)
+
+    law = {run: source.probability for run in source.runs(dependent)}
+    assert law == pytest.approx({(True, 0): 0.25, (False, 0): 0.25, (False, 2): 0.3, (False, 3): 0.2})
+    assert source.reused > 0
+    assert distance(law, {}) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_have_what_their_kind_says(kind: str) -> None:
+    law = Law(3, 0, kind)
+    rows = [law.rows((0, *divmod(at, 3))) for at in range(9)] + [law.rows((at,)) for at in range(40)]
+    p, q = (torch.softmax(torch.stack(side), -1) for side in zip(*rows, strict=True))
+    if kind == "dense":
+        assert bool((p > 0).all() and (q > 0).all())
+    elif kind == "sparse":
+        assert bool(((p > 0).sum(-1) == 2).all() and ((q > 0).sum(-1) == 2).all())
+    else:
+        assert bool(((q > 0).sum(-1) == 1).any() and ((p > 0).sum(-1) == 1).any())
+        assert bool((p == q).all(-1).any())
+        assert bool(((p == 0) & (q > 0)).any() and ((p > 0) & (q == 0)).any())
+    assert torch.equal(torch.stack(law.rows((1, 2))), torch.stack(Law(3, 0, kind).rows((1, 2))))
+
+
+def test_an_oracle_tells_positions_and_masks_apart() -> None:
+    law = Law(4, 0, "dense")
+    model = oracle_pair(law).target
+
+    def read(positions: list[int], mask: torch.Tensor | None) -> torch.Tensor:
+        class Slots:
+            update = staticmethod(lambda keys, values, layer: (keys, values))
+
+        ids = torch.tensor([[2, 0, 1]])
+        return model(ids, mask, torch.tensor([positions]), Slots(), 1).logits[0, -1]
+
+    causal = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
+    right = law.rows((2, 0, 1))[0]
+    assert torch.equal(read([0, 1, 2], None), right) and torch.equal(read([0, 1, 2], causal), right)
+    assert not torch.equal(read([0, 1, 3], causal), right)
+    blind = causal.clone()
+    blind[..., 2, 1] = False
+    assert not torch.equal(read([0, 1, 2], blind), right)
+    assert torch.equal(read([0, 2, 1], causal), law.rows((2, 1, 0))[0])
+
+
+def test_cases_are_as_many_as_they_should_be() -> None:
+    cases = list(all_cases())
+    assert len(cases) == len(set(cases)) == len(DECIDERS) * (9 + 9 + 3) * 2 * 2
+    assert {replace(case, seed=0, decider="fixed").eos for case in cases} == {False, True}

@@ -1,0 +1,276 @@
+"""Logits processors in chain and tree: the text of plain decoding with them, and never a token that they forbid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import EOS, NEW, VOCABULARY
+from specstop.decode.loop import Speculator
+from specstop.decode.noise import gumbel
+from specstop.decode.pair import Pair
+from specstop.decode.sampling import Sampler, Shaping, check_processors
+from specstop.decode.settings import Settings
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.errors import InputError
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
+from transformers import SequenceBiasLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import logits_process
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]
+KEY = 91
+
+
+def allowed(batch: int, ids: Tensor) -> list[int]:
+    """Tokens that leave another remainder by 3 than the last one: the answer depends on the prefix."""
+    assert batch == 0, "every row stands for the one text"
+    return [token for token in range(VOCABULARY) if token % 3 != int(ids[-1]) % 3]
+
+
+class Alternating(LogitsProcessor):
+    """Forbids low tokens behind a text of even length: the answer depends on how long the prefix is."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.masked_fill(torch.arange(VOCABULARY) < 20, -torch.inf) if input_ids.shape[1] % 2 == 0 else scores
+
+
+class InPlace(LogitsProcessor):
+    """Writes into its input, as it may."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, 7] = -torch.inf
+        return scores
+
+
+PREFIX = PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
+BIAS = SequenceBiasLogitsProcessor({(9,): 2.0, (10, 11): 5.0})
+GREEDY: dict[str, tuple[Shaping, dict[str, Any]]] = {
+    "repetition": (Shaping(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
+    "n-gram": (Shaping(no_repeat_ngram=1), {"no_repeat_ngram_size": 1}),
+    "min-new": (Shaping(min_new_tokens=19), {"min_new_tokens": 19}),
+    "together": (
+        Shaping(repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9),
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
+    ),
+    "prefix": (Shaping(processors=(PREFIX,)), {"prefix_allowed_tokens_fn": allowed}),
+    "own": (Shaping(processors=(Alternating(), BIAS)), {"logits_processor": LogitsProcessorList([Alternating(), BIAS])}),
+}
+
+
+def speculate(pair: Pair, prompts: Sequence[list[int]], policy: Any, settings: Settings, key: int = KEY) -> list[list[int]]:
+    speculator = Speculator(pair, policy, settings)
+    return [list(speculator.generate(prompt, key + i).tokens) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_text_is_that_of_generate_with_the_same_options(
+    pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
+) -> None:
+    shaping, options = GREEDY[name]
+    prompts = prompt_ids[::2]
+    expected, bare = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        for more, out in ((options, expected), ({}, bare)):
+            made = pair.target.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **more
+            )
+            out.append(made[0, len(prompt) :].tolist())
+    for mode in ("match", "rejection"):
+        for policy in (FixedLength(3), Confidence(0.4)):
+            settings = Settings(0.0, NEW, tree=tree, shaping=shaping, verification=mode)
+            assert speculate(pair, prompts, policy, settings) == expected
+    assert sum(a != b for a, b in zip(expected, bare, strict=True)) >= 2, "the option changes the text"
+
+
+SAMPLED: dict[str, tuple[Shaping, Callable[[int], list[LogitsProcessor]]]] = {
+    "top-k": (Shaping(top_k=4), lambda n: [TopKLogitsWarper(4)]),
+    "top-p": (Shaping(top_p=0.7), lambda n: [TopPLogitsWarper(0.7)]),
+    "min-p": (Shaping(min_p=0.2), lambda n: [MinPLogitsWarper(0.2)]),
+    "all": (
+        Shaping(top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9,
+                processors=(Alternating(),)),
+        lambda n: [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2),
+                   MinNewTokensLengthLogitsProcessor(n, 9, [EOS]), Alternating(), TopKLogitsWarper(9),
+                   TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)],
+    ),
+    "prefix": (Shaping(processors=(PREFIX,)), lambda n: [PREFIX]),
+    "in place": (Shaping(processors=(InPlace(),)), lambda n: [InPlace()]),
+}  # fmt: skip
+WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+def processors_of(name: str, prompt: int, temperature: float) -> LogitsProcessorList:
+    """In the order of `generate`: the temperature before the first warper."""
+    made = SAMPLED[name][1](prompt)
+    first = next((i for i, p in enumerate(made) if isinstance(p, WARPERS)), len(made))
+    return LogitsProcessorList([*made[:first], TemperatureLogitsWarper(temperature), *made[first:]])
+
+
+@torch.no_grad()
+def slow_text(pair: Pair, prompt: list[int], key: int, processors: LogitsProcessorList, new: int) -> list[int]:
+    """Plain sampling by the keyed noise: no cache, no draft, one row at a time."""
+    text = list(prompt)
+    while len(text) < len(prompt) + new and text[len(prompt) :][-1:] != [EOS]:
+        ids = torch.tensor([text])
+        scores = processors(ids, pair.target(ids).logits[:, -1])
+        noise = gumbel(key, torch.tensor([len(text)]), pair.vocabulary, torch.float64)
+        text.append(int((torch.log_softmax(scores, -1) + noise).argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(
+    pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
+) -> None:
+    prompts, temperature = prompt_ids[1::3], 1.3
+    expected = [
+        slow_text(pair, prompt, KEY + i, processors_of(name, len(prompt), temperature), NEW)
+        for i, prompt in enumerate(prompts)
+    ]
+    settings = Settings(temperature, NEW, tree=tree, shaping=SAMPLED[name][0])
+    for policy in (FixedLength(4), Confidence(0.3)):
+        assert speculate(pair, prompts, policy, settings) == expected
+    bare = speculate(pair, prompts, FixedLength(4), dataclasses.replace(settings, shaping=Shaping()))
+    assert bare != expected, "the processors change the text"
+
+
+@torch.no_grad()
+def banned(pair: Pair, prompt: list[int], text: list[int], processors: LogitsProcessorList) -> int:
+    """How many tokens of a text the processors forbid at their place."""
+    count = 0
+    for at, token in enumerate(text):
+        ids = torch.tensor([[*prompt, *text[:at]]])
+        count += bool(processors(ids, pair.target(ids).logits[:, -1])[0, token] == -torch.inf)
+    return count
+
+
+@pytest.mark.parametrize("mode", ["rejection", "rejection_replace", "block"])
+@pytest.mark.parametrize("tree", [None, "4,2", "parents:-1,-1,0,0,1,2,5"])
+def test_a_forbidden_token_never_appears_under_rejection(
+    pair: Pair, prompt_ids: list[list[int]], tree: str | None, mode: str
+) -> None:
+    """Among them trees that ask for more candidates than the processors leave."""
+    if mode == "block" and tree is not None:
+        return
+    prompts = prompt_ids[::3]
+    cases = {**SAMPLED, "top-2": (Shaping(top_k=2), lambda n: [TopKLogitsWarper(2)])}
+    for name, (shaping, _) in cases.items():
+        settings = Settings(1.3, 14, tree=tree, shaping=shaping, verification=mode)
+        texts = speculate(pair, prompts, FixedLength(3), settings)
+        for prompt, text in zip(prompts, texts, strict=True):
+            made = LogitsProcessorList(cases[name][1](len(prompt)))
+            processors = processors_of(name, len(prompt), 1.3) if name in SAMPLED else made
+            assert banned(pair, prompt, text, processors) == 0
+        assert speculate(pair, prompts, FixedLength(3), settings) == texts
+        assert speculate(pair, prompts, FixedLength(3), settings, KEY + 7) != texts
+
+
+def test_the_support_check_can_fail(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    text = speculate(pair, prompt_ids[-1:], FixedLength(3), Settings(1.3, 14))[0]
+    assert banned(pair, prompt_ids[-1], text, LogitsProcessorList([TopKLogitsWarper(1)])) > 0
+
+
+def test_warpers_do_not_touch_greedy_text(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    bare = speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW))
+    shaping = Shaping(top_k=3, top_p=0.5, min_p=0.3)
+    assert speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW, shaping=shaping)) == bare
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature: float) -> None:
+    """Prefixes of different lengths in one call, as a tree of alternatives asks for them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, VOCABULARY, generator=generator, dtype=torch.float64)
+    prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
+    shaping = Shaping(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
+    for padding in ([], [0, 0, 3]):
+        sampler = Sampler(shaping.build(temperature, 1, (EOS,), torch.device("cpu")), temperature, padding)
+        before = logits.clone()
+        together = sampler(logits, lambda: prefixes)
+        assert torch.equal(logits, before), "the raw logits are left as they are"
+        for row, prefix in enumerate(prefixes):
+            chain = shaping.build(temperature, 1, (EOS,), torch.device("cpu"))
+            assert torch.equal(together[row], chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0])
+
+
+def test_without_a_processor_nobody_asks_for_prefixes() -> None:
+    sampler = Sampler(LogitsProcessorList(), 0.5)
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sampler(logits, lambda: pytest.fail("asked")), logits / 0.5)
+
+
+class Counting(LogitsProcessor):
+    """Adds up its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores + self.calls * torch.arange(scores.shape[1])
+
+
+class Remembering(LogitsProcessor):
+    """Forbids what it saw in the last call."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        out = scores.clone()
+        out[:, self.last] = -torch.inf
+        self.last = int(input_ids[0, -1])
+        return out
+
+
+@pytest.mark.parametrize("kind", [Counting, Remembering])
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_a_processor_of_ones_own_that_keeps_state_is_refused_by_name(
+    pair: Pair, kind: type[LogitsProcessor], verification: str
+) -> None:
+    processor = kind()
+    settings = Settings(0.7, 4, shaping=Shaping(processors=(Alternating(), processor)), verification=verification)
+    with pytest.raises(InputError, match=f"logits processor {kind.__name__} .* keeps state between calls") as error:
+        Speculator(pair, FixedLength(2), settings)
+    assert "\n" not in str(error.value)
+    assert vars(processor) == vars(kind()), "it was tried on a copy"
+
+
+def test_known_processors_that_keep_state_are_refused_by_name(pair: Pair) -> None:
+    guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair.target)
+    mark = logits_process.SynthIDTextWatermarkLogitsProcessor(
+        ngram_len=3, keys=[1, 2], sampling_table_size=16, sampling_table_seed=0, context_history_size=4,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    for processor in (guidance, mark):
+        with pytest.raises(InputError, match=f"logits processor {type(processor).__name__} keeps state"):
+            check_processors([processor], VOCABULARY)
+
+
+def test_processors_without_state_pass(pair: Pair) -> None:
+    check_processors([PREFIX, BIAS, Alternating(), InPlace(), *processors_of("all", 3, 0.7)], VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [("top_k", -1, "0 or more"), ("top_p", 0.0, "above 0 and at most 1"), ("top_p", 1.5, "above 0"),
+     ("min_p", -0.1, "between 0 and 1"), ("min_p", 2.0, "between 0 and 1"), ("repetition_penalty", 0.0, "above 0"),
+     ("no_repeat_ngram", -2, "0 or more"), ("min_new_tokens", -1, "0 or more"), ("top_p", float("nan"), "above 0")],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_its_option(option: str, value: float, wanted: str) -> None:
+    with pytest.raises(InputError, match=f"--{option.replace('_', '-')}: expected {wanted}.*, not {value}"):
+        Shaping(**{option: value})
