@@ -30,7 +30,7 @@ def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="JSON Lines file or folder; default: the standard library")
-    parser.add_argument("--size", choices=("small", "15m"), default="small", help="recipe")
+    parser.add_argument("--size", choices=("small", "15m", "100m"), default="small", help="recipe")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the pair to")
     parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
     parser.add_argument("--quick", action="store_true", help="a few steps and prompts, to see that it runs")

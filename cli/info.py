@@ -15,6 +15,8 @@ from .options import Json
 if TYPE_CHECKING:
     from ..collect.store import Trace
 
+_NAMED = 6
+
 
 def info(
     path: Annotated[Path, typer.Argument(help="A trace folder, a policy folder, or a profile.")],
@@ -22,58 +24,118 @@ def info(
 ) -> None:
     """Describe a trace, a policy folder or a latency profile."""
     if (path / "header.json").is_file():
-        from ..collect.store import open_trace
-
-        facts, rows = describe_trace(open_trace(path))
-    elif (path / "policy.json").is_file():
-        facts, rows = _policy(path), []
+        _show_trace(path, json)
+        return
+    if (path / "policy.json").is_file():
+        facts = _policy(path)
     elif path.is_file():
-        facts, rows = _profile(path), []
+        facts = _profile(path)
     else:
         raise InputError(f"expected a trace folder, a policy folder or a profile, but {path} is none of them")
     if json:
         print_json(facts)
         return
     table(str(path), ("what", "value"), flat(facts))
+
+
+def _show_trace(path: Path, json: bool) -> None:
+    from ..collect.store import open_trace
+
+    trace = open_trace(path)
+    facts, rows = describe_trace(trace)
+    sample = sample_rows(trace)
+    if json:
+        print_json({**facts, "sample": dict(sample)})
+        return
+    table(str(path), ("what", "value"), flat(facts))
     if rows:
         table("acceptance", ("depth", "P(A >= depth)", "anchors"), rows)
+    if trace.header.depth < len(trace.header.topology):
+        table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branch_rows(trace))
+    table("a row", ("what", "value"), sample)
 
 
 def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """Return the plain facts of a trace, and its acceptance by depth as table rows."""
     import numpy as np
 
-    from ..collect.store import finished
-
     header = trace.header
-    rows = trace.rows.with_format("numpy")
-    length, cut = np.asarray(rows["accepted_length"][:]), np.asarray(rows["cut"][:])
-    uncut = length[~cut.astype(bool)]
+    columns = trace.table(["accepted_length", "cut", "prompt_id", "group"])
+    length, cut = columns["accepted_length"].to_numpy(), columns["cut"].to_numpy().astype(bool)
+    uncut = length[~cut]
+    depths = np.arange(1, header.depth + 1)
     table_rows = (
-        [
-            (str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum())))
-            for k in range(1, header.depth + 1)
-        ]
+        [(str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum()))) for k in depths]
         if len(uncut)
         else []
     )
+    groups = columns["group"].unique().to_pylist()
     facts = {
         "kind": "trace",
+        "schema": header.schema,
         "collector": header.collector,
         "target": header.target,
         "draft": header.draft,
         "verification": f"{header.verification} (lossless)",
         "temperature": header.temperature,
         "depth": header.depth,
+        "nodes": len(header.topology),
         "prompts": header.prompts,
+        "prompts with rows": len(columns["prompt_id"].unique()),
+        "prompts from": header.facts.get("prompts from") or "not recorded",
+        "groups": f"{len(groups)}: {', '.join(map(str, groups[:_NAMED]))}{', ...' if len(groups) > _NAMED else ''}",
         "anchors": len(length),
         "cut": int(cut.sum()),
-        "shards": f"{len(finished(trace.folder, header))} of {header.shards}",
+        "accepted length, mean": float(uncut.mean()) if len(uncut) else 0.0,
+        "max new tokens": header.max_new_tokens,
+        "shards": f"{len(trace.finished)} of {header.shards}",
+        "bytes": sum(path.stat().st_size for path in (trace.folder / "data").glob("*.parquet")),
         "features": ", ".join((*header.anchor_features, *header.features)),
         "seed": header.seed,
         "made on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
     }
     return facts, table_rows
+
+
+def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
+    """Return acceptance of each node of a tree as table rows: depth, branch, P(accepted), rows it is known of."""
+    import numpy as np
+
+    columns = trace.table(["accepted", "labelled"])
+    nodes = len(trace.header.topology)
+    accepted, labelled = (
+        np.concatenate([np.asarray(c.flatten()).astype(bool) for c in columns[name].chunks]).reshape(-1, nodes)
+        for name in ("accepted", "labelled")
+    )
+    depths: list[int] = []
+    ranks: dict[int, int] = {}
+    rows = []
+    for node, parent in enumerate(trace.header.topology):
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        ranks[parent] = ranks.get(parent, 0) + 1
+        known = int(labelled[:, node].sum())
+        share = f"{(accepted & labelled)[:, node].sum() / known:.3f}" if known else "-"
+        behind = f"node {parent}" if parent >= 0 else "the anchor"
+        rows.append((str(depths[-1]), f"{ranks[parent]} of {behind}", share, str(known)))
+    return rows
+
+
+def sample_rows(trace: Trace) -> list[tuple[str, str]]:
+    """Return the first row with an accepted token, or the first of all, as table rows: what a row looks like."""
+    import pyarrow.compute as pc
+
+    table = next((t for t in trace.shards() if t.num_rows), None)
+    if table is None:
+        return []
+    chosen = table.filter(pc.greater(table["accepted_length"], 0)).slice(0, 1)
+    (row,) = (chosen if chosen.num_rows else table.slice(0, 1)).to_pylist()
+    return [(name, _short(value)) for name, value in row.items()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_short(v) for v in value[:_NAMED]) + (" ..." if len(value) > _NAMED else "")
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _policy(path: Path) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -112,13 +114,29 @@ def _folder(path: Path, split: str | None) -> Any:
 def _load(name: str, path: str, configuration: str | None, split: str | None) -> Any:
     import datasets
 
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(path, configuration, split=split or "train")
+        with _silence():
+            return datasets.load_dataset(path, configuration, split=split or "train")
     except Exception as error:  # of half a dozen unrelated classes: offline, no such name, no such split, no data files
         raise _unreadable(name, error) from None
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keep bars and advice of the libraries off the console; what goes wrong is raised."""
+    import datasets
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if bars:
             datasets.enable_progress_bars()
 

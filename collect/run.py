@@ -15,14 +15,16 @@ import torch
 
 from ..decode.noise import stream_key
 from ..decode.pair import Pair
+from ..decode.topology import chain, parse_tree
 from ..policies.errors import InputError
-from ..policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
+from ..policies.features import ANCHOR_FEATURES
 from ..policies.progress import Progress, silent
 from .dense import Unroller, dense_rows
 from .prompts import Prompt, encode
-from .schema import Header, chain
+from .schema import Header, parents
 from .shards import Plan, Work, record
 from .store import Trace
+from .unroll import node_features
 
 PROMPTS_PER_SHARD = 32
 
@@ -35,6 +37,7 @@ def collect(
     target: str = "",
     draft: str = "",
     depth: int = 10,
+    tree: str | None = None,
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -44,7 +47,7 @@ def collect(
     repair: bool = False,
     progress: Progress = silent,
 ) -> Trace:
-    """Record dense chain traces: at every position of the target's text, what the draft proposes to depth K.
+    """Record dense traces: at every position of the target's text, the chain or tree that the draft proposes.
 
     For a part of the run, as one of several processes, or to be stopped between shards: `plan_run` and `record`.
 
@@ -52,7 +55,7 @@ def collect(
         pair: target and draft.
         prompts: with unique ids.
         out: folder of the trace; it must be empty, or one of the flags must say what to do with it.
-        target, draft, depth, temperature, max_new_tokens, seed, shards: see `plan_run`.
+        target, draft, depth, tree, temperature, max_new_tokens, seed, shards: see `plan_run`.
         resume: complete a run that was killed.
         overwrite: delete what is there.
         repair: with `resume`: move damaged shards aside and collect them again.
@@ -68,6 +71,7 @@ def collect(
         target=target,
         draft=draft,
         depth=depth,
+        tree=tree,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -83,6 +87,7 @@ def plan_run(
     target: str = "",
     draft: str = "",
     depth: int = 10,
+    tree: str | None = None,
     temperature: float = 0.0,
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -95,7 +100,8 @@ def plan_run(
         pair: target and draft.
         prompts: with unique ids.
         target, draft: names for the header.
-        depth: K.
+        depth: K of a chain.
+        tree: what `decode.topology.parse_tree` reads, in the place of a chain.
         temperature: 0 = greedy, else sampling with keyed noise.
         max_new_tokens: limit of each text.
         seed: of the streams.
@@ -115,7 +121,8 @@ def plan_run(
         raise InputError(f"--shards: expected 1 or more, not {shards}")
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + depth))
+    topology = chain(depth) if tree is None else parse_tree(tree)
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
     count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
     header = Header(
         target=target,
@@ -124,8 +131,8 @@ def plan_run(
         vocabulary=pair.vocabulary,
         eos=pair.eos,
         temperature=temperature,
-        topology=chain(depth),
-        features=CHAIN_FEATURES,
+        topology=parents(topology),
+        features=node_features(topology),
         anchor_features=ANCHOR_FEATURES,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -134,7 +141,7 @@ def plan_run(
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         facts={**facts(pair), "prompts from": source},
     )
-    unroller = Unroller(pair, depth, temperature)
+    unroller = Unroller(pair, topology, temperature)
     work: list[list[Work]] = [[] for _ in range(count)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)

@@ -1,9 +1,10 @@
 """What a trace is: the columns of a row, the header, and their version. The one module that knows.
 
-A row is one anchor. Per-node columns are fixed-size lists over the topology's N nodes (for a chain: depths 1..K). Every node
-carries its features, also behind a rejection, because a live policy does not know that a branch has failed. What depends
-on the target (`accepted`, `target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind
-an EOS.
+A row is one anchor, or one round of a live run. Per-node columns are fixed-size lists over the topology's N nodes, by depth,
+siblings in falling order of their scores (for a chain: depths 1..K). Every drawn node carries its features, also behind a
+rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
+`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (Under verifications
+other than `match`, `target_prob` is known wherever the target has read the node.)
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import pyarrow as pa
 
+from ..decode.topology import Topology
 from ..policies.errors import TraceError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEADER_KEY = b"specstop"
+
+TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
+"""Seconds of a live round by phase, as `decode.records.Round` has them."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +39,17 @@ class Header:
         eos: ids that end a text.
         verification: whose acceptance the labels are; `label` says of what kind.
         temperature: of the sampling.
-        topology: parent of each node, -1 = the anchor; a chain is -1, 0, 1, ...
+        topology: parent of each node, -1 = the anchor, in order of depth; a chain is -1, 0, 1, ...
         features, anchor_features: names recorded at each node, and once per anchor.
         max_new_tokens: limit of each text; rows stop there, labels look past it.
         seed: of the streams.
         shards: number of shards of a complete trace.
         prompts: number of prompts, and `prompts_hash` of their ids and token ids.
-        collector: "dense".
+        collector: "dense", or "live".
+        texts: "target": the target's own; "completions": given ones, of which anchors are left out.
+        policy: that a live run was under, "" for dense traces.
+        explore: share of its rounds that were drafted to full depth whatever the policy said.
+        mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
         facts: device, dtype, threads, versions.
     """
 
@@ -61,16 +70,27 @@ class Header:
     verification: str = "match"
     label: str = "match"
     collector: str = "dense"
+    texts: str = "target"
+    policy: str = ""
+    explore: float = 0.0
+    mix: float = 0.0
     schema: int = SCHEMA_VERSION
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def tree(self) -> Topology:
+        """The topology as the loop knows it: row 0 is the anchor, row i + 1 node i."""
+        return Topology([-1, *(above + 1 for above in self.topology)])
+
+    @property
     def depth(self) -> int:
         """K, the deepest node."""
-        depths: list[int] = []
-        for parent in self.topology:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
+        return self.tree.deepest
+
+    @property
+    def has_every_anchor(self) -> bool:
+        """Whether each position of a text has its row, so that any policy can be replayed."""
+        return self.collector == "dense" and self.texts == "target"
 
     def to_json(self) -> str:
         """Return the header as JSON."""
@@ -126,6 +146,11 @@ def chain(depth: int) -> tuple[int, ...]:
     return tuple(range(-1, depth - 1))
 
 
+def parents(tree: Topology) -> tuple[int, ...]:
+    """Return a tree of one root as a header keeps it."""
+    return tuple(above - 1 for above in tree.parent[1:])
+
+
 def arrow_schema(header: Header) -> pa.Schema:
     """Return the Parquet schema of a trace with this header, the header in its metadata."""
     nodes = len(header.topology)
@@ -151,4 +176,16 @@ def arrow_schema(header: Header) -> pa.Schema:
         ("accepted_length", pa.int32()),
         ("cut", pa.bool_()),  # the text ends within the tree
     ]
+    if header.collector == "live":
+        columns += [
+            ("drawn", per_node(pa.bool_())),
+            ("sent", per_node(pa.bool_())),  # verified
+            ("explored", pa.bool_()),
+            ("committed", pa.int32()),
+            ("decisions", pa.int32()),
+            ("backlog", pa.int32()),  # committed tokens that the draft had not read
+            *((name, pa.float64()) for name in TIMES),
+        ]
+    if header.mix:
+        columns.append(("mixed", pa.bool_()))  # the draft read its own sample in this place
     return pa.schema(columns, metadata={HEADER_KEY: header.to_json().encode()})

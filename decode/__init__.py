@@ -1,5 +1,6 @@
 """The speculative decoder: trees, caches, drafters, verification, the round loop, latency profile, Hugging Face surface."""
 
+from .bench import bench
 from .drafters import LookupDrafter, ModelDrafter
 from .hf import PolicyStoppingCriteria, specstop_generate
 from .loop import Speculator
@@ -25,6 +26,7 @@ __all__ = [
     "Speculator",
     "Tally",
     "Topology",
+    "bench",
     "decode",
     "join",
     "load_pair",

@@ -66,6 +66,14 @@ class Candidates:
         """Tokens drawn from the draft."""
         return len(self.tokens) - self.roots
 
+    def fed(self) -> list[int]:
+        """Return by depth of the topology how many places the draft read to draw below them."""
+        count = [0] * max(self.topology.deepest, 1)
+        for depth, below in zip(self.depth, self.children, strict=True):
+            if below:
+                count[depth] += 1
+        return count
+
     def sent(self) -> list[int]:
         """Return the places that the target verifies: the roots and all nodes without a dropped one above or at them."""
         out: list[bool] = []

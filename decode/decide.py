@@ -16,12 +16,12 @@ from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, chec
 from ..policies.errors import SpecstopWarning
 from ..policies.features import Layout, Rows, compute
 from ..policies.history import HistoryOne
-from ..policies.single import Row, compute_row
+from ..policies.single import Reader, Row
 from .candidates import Candidates
 from .settings import Text
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Base:
     """What is known of a round before drafting: `columns` [1, .] as a tensor, or `row` as numbers."""
 
@@ -29,7 +29,7 @@ class Base:
     row: list[float] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Level:
     """The tokens of one depth as their features are computed from them: the places, and a row for each."""
 
@@ -37,7 +37,7 @@ class Level:
     rows: Rows | Row
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Logits:
     """The draft's side of one depth.
 
@@ -72,6 +72,7 @@ class Decider:
         self._one = policy.keep_one if chain and device.type == "cpu" and _up_to_date(type(policy)) else None
         self._chain = chain
         self._follows_path = "path_logprob" in self.layout.node
+        self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
 
     def level(
         self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
@@ -87,9 +88,7 @@ class Decider:
         """
         depth = found.depth[places[0]]
         if self._one is not None:
-            parent: Any = None
-            if self._follows_path:
-                parent = above.rows.path_logprob if above is not None else 0.0
+            parent: Any = above.rows if above is not None and self._follows_path else 0.0
             token = found.tokens[places[0]]
             return Level(places, Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled))
         device = logits.raw.device
@@ -126,9 +125,9 @@ class Decider:
         """
         past = history.values(self.layout.history)
         if self._one is not None:
-            anchors = self.layout.anchor
-            known = compute_row(anchors, Row(anchor_row, 0.0, None, anchor, None, 0)) if anchors else []
-            return Base(row=known + past)
+            if self.layout.anchor:
+                past = self._read_anchor(Row(anchor_row, 0.0, None, anchor)) + past
+            return Base(row=past)
         device = anchor_row.device
         rows = Rows(anchor_row, tokens=torch.tensor([anchor], device=device))
         return Base(columns=self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device)))
@@ -151,7 +150,7 @@ class Decider:
             nodes = None
             if level is not None:
                 assert isinstance(level.rows, Row)
-                nodes = compute_row(self.layout.node, level.rows)
+                nodes = self._read(level.rows)
             go_on, state = self._one(depth, self.layout.step_one(base.row, nodes), state)
             return list(alive) if go_on else [], state
         assert base.columns is not None

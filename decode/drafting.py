@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ class DraftPhase:
         topology: the tree of a round, no deeper than settings and policy allow.
         eos: ids that end a text; a branch that draws one is not extended.
         temperature: of the sampling.
+        on_level: told of the tokens drawn at each depth and the logits they are from.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class DraftPhase:
         topology: Topology,
         eos: Sequence[int],
         temperature: float,
+        on_level: Callable[[Candidates, Sequence[int], Logits], None] | None = None,
     ) -> None:
+        self._on_level = on_level
         self._drafter, self._mode, self._guard = drafter, mode, guard
         self._topology, self._eos, self._temperature = topology, frozenset(eos), temperature
         # What rejection sends to the target must not depend on tokens drawn later, so it selects level by level.
@@ -125,6 +128,8 @@ class DraftPhase:
                 owner.append(at)
         shaped = sampled if text.sampler.reads_prefix and self._temperature > 0 else None
         logits = Logits(raw, shaped, drawn.scores, owner)
+        if self._on_level is not None:
+            self._on_level(found, places, logits)
         return places, self._guard.decider.level(found, places, logits, self._temperature, above)
 
     def _selected(self, text: Text, found: Candidates, places: Sequence[int], alive: list[int]) -> list[int]:

@@ -51,14 +51,13 @@ def specstop_generate(
     profile: Profile | None = None,
     seed: int | None = None,
     text_streamer: BaseStreamer | None = None,
-    attention_mask: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with a stop policy: the decoding method that `generate(custom_generate=...)` calls.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, attention_mask, model_kwargs: what
-            `generate` prepares. Rows of a batch are decoded one after the other.
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate`
+            prepares, the attention mask among it. Rows of a batch are decoded one after the other.
         draft_model: proposes the tokens; not needed with `drafter="lookup"`.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification, tree: see `Settings`.
@@ -94,6 +93,7 @@ def specstop_generate(
     rule = load_policy(policy) if isinstance(policy, str) else policy
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))
     texts = []
+    attention_mask = model_kwargs.get("attention_mask")  # a parameter of that name would be handed over twice
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
     for row, ids in enumerate(input_ids.tolist()):

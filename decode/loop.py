@@ -24,6 +24,7 @@ from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
 from .modes import check_mode, find_mode
 from .noise import Choices, KeyedSource, Source
+from .observer import Observer, Seen
 from .pair import Pair
 from .records import Generation, Round
 from .sampling import Sampler, check_processors
@@ -43,6 +44,7 @@ class Speculator:
         profile: supplies the modelled seconds that policies observe; verifications of chains are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
         drafter: proposes the candidates; the pair's draft model by default.
+        observer: looks on, as a collector does.
 
     Raises:
         PolicyError, InputError: policy, mode, tree or logits processors do not go together; the message says which.
@@ -56,6 +58,7 @@ class Speculator:
         profile: Profile | None = None,
         source: Callable[[int, int], Source] | None = None,
         drafter: Drafter | None = None,
+        observer: Observer | None = None,
     ) -> None:
         if policy.vectors:
             raise PolicyError(f"{policy.name}: reads {', '.join(policy.vectors)}; this loop hands over scalars only")
@@ -69,20 +72,19 @@ class Speculator:
         self._guard = Guard(policy, pair.device, chain, self.settings.fallback)
         self._drafter = drafter or ModelDrafter(pair)
         self._eos = () if self.settings.ignore_eos else pair.eos
+        self._observer = observer
+        on_level = observer.level if observer else None
         self._phase = DraftPhase(
-            self._drafter, self.mode, self._guard, self.topology, self._eos, self.settings.temperature
+            self._drafter, self.mode, self._guard, self.topology, self._eos, self.settings.temperature, on_level
         )
         self._padded = profile.padded() if profile and chain else ()
-        self._source = source or self._keyed
+        self._source = source
         self._target = CachedModel(pair.target, 0, pair.vocabulary, self._drafter.reads_hidden)
 
     @property
     def policy(self) -> StopPolicy:
         """The policy in charge: the one given, until it fails."""
         return self._guard.policy
-
-    def _keyed(self, key: int, window: int) -> Source:
-        return KeyedSource(key, self.pair.vocabulary, window, self.pair.logits_dtype, self.pair.device)
 
     @torch.inference_mode()
     def generate(
@@ -127,7 +129,7 @@ class Speculator:
         self._reserve(len(prompt) + settings.max_new_tokens)
         seen = len(padding) + len(prompt)
         processors = settings.shaping.build(settings.temperature, seen, self._eos, self.pair.device)
-        source = self._source(key, self.topology.deepest + 1)
+        source = self._open_source(key, self.topology.deepest + 1)
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
         sampler = Sampler(processors, settings.temperature, padding)
         text = Text(prompt, len(prompt), source, sampler, [], logits, None, HistoryOne(), self._hidden(-1))
@@ -137,6 +139,11 @@ class Speculator:
             self._extend(text, text.roots)
         self._guard.start(text, key)
         return text
+
+    def _open_source(self, key: int, window: int) -> Source:
+        if self._source is not None:
+            return self._source(key, window)
+        return KeyedSource(key, self.pair.vocabulary, window, self.pair.logits_dtype, self.pair.device)
 
     def _reserve(self, tokens: int) -> None:
         """Empty both caches, with room for `tokens` and a round beyond them."""
@@ -170,6 +177,7 @@ class Speculator:
         begin = watch.now()
         context, anchor = len(text.tokens), text.generated
         base = context if self.mode.deferred else context - 1
+        anchor_row = text.anchor_row
         backlog = self._drafter.backlog(text.tokens)
         choices = self._choices(text, base)
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
@@ -187,7 +195,7 @@ class Speculator:
             self._guard.observe(text, outcome)
         watch.lap("policy")
         laps = watch.laps
-        return Round(
+        record = Round(
             anchor,
             context,
             found.drafted,
@@ -203,6 +211,9 @@ class Speculator:
             laps["policy"],
             watch.now() - begin,
         )
+        if self._observer is not None:
+            self._observer.round(Seen(text, anchor_row, found, sent, path, logits, sampled, record))
+        return record
 
     def _verify(
         self, text: Text, base: int, found: Candidates, sent: Sequence[int], watch: Stopwatch
@@ -285,7 +296,8 @@ class Speculator:
             seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
         else:
             decision_s = self.profile.decision(self.policy.cost_name)
+            fed = None if found.topology.is_chain else torch.tensor([found.fed()], device=one.device)
             seconds = self.profile.round_seconds(
-                one * context, drafted, sent, one * backlog, one * found.decisions, decision_s
+                one * context, drafted, sent, one * backlog, one * found.decisions, decision_s, fed
             )
         return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))

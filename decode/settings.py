@@ -121,10 +121,13 @@ def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, 
     """Return the criterion that ends a text behind any of `strings`; none for none.
 
     Raises:
-        InputError: the pair has no tokenizer, or a string is empty.
+        InputError: the pair has no tokenizer or one that cannot tell where a string ends, or a string is empty.
     """
     if not strings:
         return ()
     if pair.tokenizer is None or not all(strings):
         raise InputError("--stop: expected strings that are not empty, and a pair with a tokenizer")
-    return (StopStringCriteria(pair.tokenizer, list(strings)),)
+    try:
+        return (StopStringCriteria(pair.tokenizer, list(strings)),)
+    except (ValueError, KeyError) as error:  # a tokenizer of whole words, say, loses the text that transformers tries it with
+        raise InputError(f"--stop: this pair's tokenizer cannot be searched for strings ({error})") from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
 from .contract import DraftStep, State, StopPolicy
 from .errors import PolicyError
-from .single import Array
 
 
 class FixedLength(StopPolicy):
@@ -42,6 +43,7 @@ class Confidence(StopPolicy):
         if not isinstance(max_depth, int) or max_depth < 1:
             raise PolicyError(f"confidence: expected a whole max_depth of 1 or more, not {max_depth}")
         self.threshold = threshold
+        self._least = float(np.float32(threshold))  # as a float32 tensor compares with it
         self.max_depth = max_depth
         self.name = f"confidence:{threshold:g}"
 
@@ -49,6 +51,6 @@ class Confidence(StopPolicy):
         """Keep the branches whose token is likely enough."""
         return step.alive & (step.features[..., 0] >= self.threshold), state
 
-    def keep_one(self, depth: int, features: Array, state: State) -> tuple[bool, State]:
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
         """Decide for one row; see `StopPolicy.keep_one`."""
-        return bool(features[0] >= np.float32(self.threshold)), state
+        return features[0] >= self._least, state

@@ -36,22 +36,19 @@ class Calibrator:
                 raise PolicyError(
                     "calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]"
                 )
-
-        self._bounds, self._start, self._level, self._slope = (
-            _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
-        )
-
-        self._steps = [piece.tolist() for piece in (self._bounds, self._start, self._level, self._slope)]
+        pieces = _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
+        self._bounds, self._start, self._level, self._slope = pieces
+        self._steps = [piece.tolist() for piece in pieces] if kind == "isotonic" else None
 
     def one(self, logit: float) -> float:
         """Return the probability of one logit."""
-        if self.kind == "isotonic":
+        if self._steps is not None:
             bounds, start, level, slope = self._steps
             at = bisect.bisect_left(bounds, logit)
             value: float = level[at] + slope[at] * (logit - start[at])
             return value
         odds = logit / self.temperature
-        return 1.0 / (1.0 + math.exp(-odds)) if odds > -700.0 else 0.0
+        return 0.0 if odds < -700.0 else 1.0 / (1.0 + math.exp(-odds))
 
     @property
     def scale(self) -> float | None:

@@ -107,8 +107,8 @@ class StopPolicy:
         raise TypeError(f"{type(self).__name__} does not implement keep()")
 
     keep_one: ClassVar[Callable[..., tuple[bool, State]] | None] = None
-    """`keep` for one stream with one branch on the CPU, without tensors: (depth, features [F] float32 array, state) ->
-    (draft on, state). Optional; it must decide as `keep` does. Its state is its own."""
+    """`keep` for one stream with one branch on the CPU, without tensors: (depth, F features as plain float32 numbers, state)
+    -> (draft on, state). Optional; it must decide as `keep` does. Its state is its own."""
 
     def select(self, tree: DraftTree, state: State) -> Tensor | None:
         """Return [S, N] bool, the nodes to verify (closed under parents), once after drafting; None = all."""

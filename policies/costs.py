@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,10 @@ class CostTable:
         draft_token_s: each further token of a backlog.
         verify_s: a verification of n = 0, 1, ..., K drafted tokens (n + 1 rows), as measured.
         later_draft_s: each draft step behind the first; None = as the first of one token.
+        tree_draft_s: of a tree, points (rows, seconds) of a draft step behind the first that reads so many tokens; none =
+            as much dearer than one row as verifying is.
+        tree_verify_s: of a tree, points (drafted tokens, seconds) of a verification; none = as of chains. Between points
+            costs are linear.
     """
 
     context: float
@@ -39,6 +44,28 @@ class CostTable:
     draft_token_s: float
     verify_s: tuple[float, ...]
     later_draft_s: float | None = None
+    tree_draft_s: tuple[tuple[int, float], ...] = ()
+    tree_verify_s: tuple[tuple[int, float], ...] = ()
+
+    def tree_draft(self, most: int) -> tuple[float, ...]:
+        """Return the seconds of a later draft step of a tree that reads 0, 1, ..., `most` rows; none cost nothing."""
+        later = self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
+        scale = later / self.verify_s[0] if self.verify_s[0] else 0.0
+        points = self.tree_draft_s or tuple((n + 1, scale * s) for n, s in enumerate(self.verify_s))
+        return (0.0, *_between(points, range(1, most + 1)))
+
+    def tree_verify(self, most: int) -> tuple[float, ...]:
+        """Return the seconds of a verification of a tree's 0, 1, ..., `most` tokens."""
+        return _between(self.tree_verify_s or tuple(enumerate(self.verify_s)), range(most + 1))
+
+
+def _between(points: Sequence[tuple[int, float]], at: Sequence[int]) -> tuple[float, ...]:
+    """Return what lies on the line through the points; beyond them it goes on as it rises over all."""
+    x, y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    rise = max((y[-1] - y[0]) / (x[-1] - x[0]), 0.0) if len(x) > 1 else 0.0
+    places = np.asarray(at, dtype=np.float64)
+    inside = np.interp(places, x, y) + rise * np.maximum(places - x[-1], 0.0)
+    return tuple(inside.tolist())
 
 
 @dataclass(frozen=True)
@@ -53,6 +80,8 @@ class Profile:
         decision_s: one decision, features included, by the policy's `cost_name`.
         temperature: of the sampling it was measured under.
         facts: device, dtype, threads, versions, spread: what a reader wants to know.
+        tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
+            in a chain, where each step drafts one.
     """
 
     low: CostTable
@@ -63,6 +92,7 @@ class Profile:
     decision_s: Mapping[str, float] = field(default_factory=dict)
     temperature: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    tree_outside_s: tuple[float, float, float] | None = None
 
     @property
     def max_depth(self) -> int:
@@ -80,7 +110,8 @@ class Profile:
     def same_costs(self, record: Mapping[str, Any]) -> bool:
         """Whether a profile's JSON form has the same costs of everything but decisions."""
         mine = self.to_dict()
-        return all(record.get(key) == mine[key] for key in ("low", "high", "step_s", "round_s", "prefill_s"))
+        keys = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s")
+        return all(record.get(key) == mine[key] for key in keys)
 
     def padded(self) -> tuple[int, ...]:
         """Return for n = 0..K drafted tokens how many are best verified: filling up to a cheaper size costs less."""
@@ -95,6 +126,7 @@ class Profile:
         backlog: Tensor,
         decisions: Tensor,
         decision_s: float,
+        fed: Tensor | None = None,
     ) -> Tensor:
         """Return [S] float64 seconds of rounds.
 
@@ -104,21 +136,45 @@ class Profile:
             backlog: [S] committed tokens that the draft has not read yet.
             decisions: [S] times the policy was asked.
             decision_s: of the policy.
+            fed: [S, K] of trees: how many tokens the draft read at each of its steps; None = chains, one a step.
         """
+        decided = decision_s * decisions.double()
+        if fed is not None:
+            low, high = (self._tree_calls(side, verified, backlog, fed) for side in (self.low, self.high))
+            per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
+            outside = per_round + per_step * (fed > 0).sum(1).double() + per_token * drafted.double()
+            return self._at(context, low, high) + outside + decided
         verified = torch.tensor(self.padded(), device=verified.device)[verified]
         low = self._calls(self.low, drafted, verified, backlog)
         high = self._calls(self.high, drafted, verified, backlog)
+        return self._at(context, low, high) + self.round_s + self.step_s * drafted.double() + decided
+
+    def _at(self, context: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """Return the seconds of model calls at `context`, given those at the two contexts measured."""
         span = self.high.context - self.low.context
         weight = (context.double() - self.low.context) / span if span else torch.zeros_like(low)
-        calls = (low + (high - low) * weight).clamp_min(0.25 * torch.minimum(low, high))
-        return calls + self.round_s + self.step_s * drafted.double() + decision_s * decisions.double()
+        return (low + (high - low) * weight).clamp_min(0.25 * torch.minimum(low, high))
 
     @staticmethod
-    def _calls(table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
+    def _first_step(table: CostTable, backlog: Tensor) -> Tensor:
         one, two = table.draft_s
+        backlog = backlog.double()
+        return one + (two - one) * (backlog > 1).double() + (backlog - 2).clamp_min(0) * table.draft_token_s
+
+    def _tree_calls(self, table: CostTable, verified: Tensor, backlog: Tensor, fed: Tensor) -> Tensor:
+        most = [int(counts.max()) if counts.numel() else 0 for counts in (fed, verified)]
+        draft, verify = (
+            torch.tensor(seconds, dtype=torch.float64, device=fed.device)
+            for seconds in (table.tree_draft(most[0]), table.tree_verify(most[1]))
+        )
+        first = self._first_step(table, backlog) * (fed[:, 0] > 0)
+        return first + draft[fed[:, 1:]].sum(1) + verify[verified]
+
+    @classmethod
+    def _calls(cls, table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
+        one = table.draft_s[0]
         verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
-        backlog, drafted = backlog.double(), drafted.double()
-        first = one + (two - one) * (backlog > 1).double() + (backlog - 2).clamp_min(0) * table.draft_token_s
+        first, drafted = cls._first_step(table, backlog), drafted.double()
         later = one if table.later_draft_s is None else table.later_draft_s
         return (first + (drafted - 1) * later) * (drafted > 0) + verify[verified]
 
@@ -166,11 +222,13 @@ class Profile:
                     float(raw[side]["draft_token_s"]),
                     tuple(float(x) for x in raw[side]["verify_s"]),
                     None if raw[side].get("later_draft_s") is None else float(raw[side]["later_draft_s"]),
+                    *(_points(raw[side].get(name)) for name in ("tree_draft_s", "tree_verify_s")),
                 )
                 for side in ("low", "high")
             ]
             if len(tables[0].verify_s) != len(tables[1].verify_s) or not tables[0].verify_s:
                 raise ValueError("verify_s: both contexts need the same lengths")
+            outside = raw.get("tree_outside_s")
             return Profile(
                 tables[0],
                 tables[1],
@@ -180,6 +238,11 @@ class Profile:
                 {str(k): float(v) for k, v in raw["decision_s"].items()},
                 float(raw["temperature"]),
                 dict(raw["facts"]),
+                None if outside is None else (float(outside[0]), float(outside[1]), float(outside[2])),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None
+
+
+def _points(raw: Any) -> tuple[tuple[int, float], ...]:
+    return tuple((int(n), float(seconds)) for n, seconds in raw or ())

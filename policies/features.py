@@ -15,12 +15,12 @@ distribution that is sampled from, and the `noisy_*` features that distribution 
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -275,15 +275,17 @@ class Layout:
         self._known_first = len(anchor_at) + len(history_at)
         self._back = None if order == sorted(order) else torch.tensor(order).argsort()
         self._order = None if self._back is None else self._back.tolist()
+        self._unknown = [0.0] * len(self.node)
 
     def base(self, anchor: Tensor, history: Tensor) -> Tensor:
         """Return [S, .], the ANCHOR [S, .] and HISTORY [S, .] columns side by side: what is known at depth 0."""
         return torch.cat([anchor, history.to(anchor.dtype)], -1)
 
-    def step_one(self, base: list[float], nodes: list[float] | None = None) -> Any:
-        """Return [F] float32 of one stream as an array, from the values of `base` and of the nodes. See `step`."""
-        both = base + (nodes if nodes is not None else [0.0] * len(self.node))
-        return np.array(both if self._order is None else [both[at] for at in self._order], dtype=np.float32)
+    def step_one(self, base: list[float], nodes: list[float] | None = None) -> list[float]:
+        """Return the F features of one stream, rounded to float32, from the values of `base` and of the nodes. See `step`."""
+        both = base + (self._unknown if nodes is None else nodes)
+        rounded = array("f", both if self._order is None else [both[at] for at in self._order])
+        return rounded.tolist()
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

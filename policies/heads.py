@@ -7,6 +7,8 @@ the same features and x_1..x_j accepted. At depth 0 only `next` means anything.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import log
+from operator import mul
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +17,12 @@ from torch import Tensor
 
 from .errors import PolicyError
 from .features import Kind, feature
-from .single import Array
+from .forest import forest
+from .layers import Layers
 
+_FOREST = ("feature", "threshold", "missing_left", "leaf", "base")
 _EDGE = 1e-6
+_LOW, _HIGH = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))  # where torch.logit clips float32
 
 
 class Head(Protocol):
@@ -28,8 +33,8 @@ class Head(Protocol):
     def logits(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., 2], accept and next, of features [..., F] at one depth."""
 
-    def logits_one(self, features: Array, depth: int) -> list[float]:
-        """Return [accept, next] of one row [F] float32: what `logits` returns for it."""
+    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+        """Return [accept, next] of one row of F float32 numbers: what `logits` returns for it."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that the head consists of."""
@@ -47,7 +52,7 @@ class Basis:
         kinds = [feature(name) for name in names]
         odds = [i for i, f in enumerate(kinds) if f.is_probability]
         self._odds = torch.tensor(odds, dtype=torch.int64)
-        self._odds_one = np.array(odds, dtype=np.int64)
+        self._odds_one = odds
         node = [f.kind in (Kind.PRE, Kind.POST) for f in kinds]
         self.first_mask = torch.tensor([not flag for flag in [*node, *(node[i] for i in odds)]], dtype=torch.float32)
         self.mean, self.scale = mean, scale
@@ -64,10 +69,14 @@ class Basis:
         odds = torch.logit(features.index_select(-1, self._odds.to(features.device)), eps=_EDGE)
         return torch.cat([features, odds], -1)
 
-    def expand_one(self, features: Array) -> Array:
-        """Return [F'] of one row [F]; see `expand`."""
-        odds = features[self._odds_one].clip(_EDGE, 1.0 - _EDGE)
-        return np.concatenate([features, np.log(odds / (1.0 - odds))])
+    def expand_one(self, features: Sequence[float]) -> list[float]:
+        """Return F' numbers of one row; see `expand`."""
+        columns = list(features)
+        for at in self._odds_one:
+            p = features[at]
+            p = _LOW if p < _LOW else _HIGH if p > _HIGH else p
+            columns.append(log(p / (1.0 - p)))
+        return columns
 
     def __call__(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., F'] for features [..., F]; at depth 0 the columns that are not known yet are 0."""
@@ -98,17 +107,18 @@ class LinearHead:
         expect(bias, (3,), "bias")
         self._later = self.basis.fold(weight[:2], bias[:2], first=False)
         self._first = self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)
-        self._one = [(w.numpy(), b.numpy()) for w, b in (self._later, self._first)]
+        self._one = [(*w.double().tolist(), *b.double().tolist()) for w, b in (self._later, self._first)]
 
     def logits(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
         weight, bias = self._later if depth else self._first
         return torch.nn.functional.linear(self.basis.expand(features), weight, bias)
 
-    def logits_one(self, features: Array, depth: int) -> list[float]:
-        """Return [accept, next] of one row; see `Head`."""
-        weight, bias = self._one[0 if depth else 1]
-        return list((weight @ self.basis.expand_one(features) + bias).tolist())
+    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+        """Return [accept, next] of one row; see `Head`. A few products are cheaper than one call of an array library."""
+        accept, following, above, beyond = self._one[0 if depth else 1]
+        x = self.basis.expand_one(features)
+        return [sum(map(mul, accept, x), above), sum(map(mul, following, x), beyond)]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
@@ -140,8 +150,7 @@ class MLPHead:
         (weight, bias), *self._rest = pairs
         self._later = self.basis.fold(weight[:, :-1], bias, first=False)
         self._first = self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True)
-        self._one = [(w.numpy(), b.numpy()) for w, b in (self._later, self._first)]
-        self._rest_one = [(w.numpy(), b.numpy()) for w, b in self._rest]
+        self._one = [Layers([layer, *self._rest]) for layer in (self._later, self._first)]
 
     def logits(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
@@ -150,13 +159,9 @@ class MLPHead:
             x = torch.nn.functional.linear(torch.nn.functional.silu(x), weight, bias)
         return x
 
-    def logits_one(self, features: Array, depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
-        weight, bias = self._one[0 if depth else 1]
-        x = weight @ self.basis.expand_one(features) + bias
-        for weight, bias in self._rest_one:
-            x = weight @ (x / (1.0 + np.exp(-x.clip(-80.0, None)))) + bias
-        return list(x.tolist())
+        return self._one[0 if depth else 1](self.basis.expand_one(features))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
@@ -175,7 +180,7 @@ class TreesHead:
     kind = "xgboost"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = take(tensors, ("feature", "threshold", "missing_left", "leaf", "base"))
+        self._tensors = take(tensors, _FOREST)
         split, leaf = self._tensors["feature"], self._tensors["leaf"]
         for name, kind in (("feature", torch.int64), ("missing_left", torch.bool)):
             if self._tensors[name].dtype != kind:
@@ -196,19 +201,8 @@ class TreesHead:
         self._inner_at = torch.arange(trees) * inner[2]
         self._leaf_at = torch.arange(trees) * 2**self.depth - inner[2]
         self._all_missing_left = bool(self._missing.all())
-        self._one = [
-            t.numpy()
-            for t in (
-                self._split,
-                self._threshold,
-                self._missing,
-                self._inner_at,
-                self._leaf_at,
-                self._leaf,
-                self._tensors["base"],
-            )
-        ]
         self._base = self._tensors["base"]
+        self._one = forest(*(self._tensors[name] for name in _FOREST)) if trees else None
 
     def logits(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
@@ -225,18 +219,12 @@ class TreesHead:
         scores = leaves.view(flat.shape[0], 2, -1).sum(-1) + self._base
         return scores.view(*features.shape[:-1], 2)
 
-    def logits_one(self, features: Array, depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
-        split, threshold, missing, inner_at, leaf_at, leaf, base = self._one
-        x = features.take(split)
-        right = x >= threshold
-        if not self._all_missing_left:
-            right |= np.isnan(x) & ~missing
-        step = right + np.int64(1)
-        at = np.zeros(len(inner_at), dtype=np.int64)
-        for _ in range(self.depth):
-            at = 2 * at + step.take(at + inner_at)
-        return list((leaf.take(at + leaf_at).reshape(2, -1).sum(-1) + base).tolist())
+        if self._one is not None:
+            return self._one(features)
+        row: list[float] = self.logits(torch.tensor([[*features]]), depth)[0].tolist()
+        return row
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""

@@ -13,7 +13,6 @@ from .calibration import Calibrator
 from .contract import DraftStep, State, StopPolicy
 from .heads import Head
 from .rules import Rule
-from .single import Array
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,15 @@ class LearnedPolicy(StopPolicy):
             return accept, following
         return self.accept(logits[..., 0]), self.following(logits[..., 1])
 
-    def keep_one(self, depth: int, features: Array, state: State) -> tuple[bool, State]:
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
         """Decide for one row; see `StopPolicy.keep_one`. The state is S_j."""
-        scores = self.head.logits_one(features, depth)
-        accept, following = self.accept.one(scores[0]), self.following.one(scores[1])
-        survival = 1.0 if depth == 0 else accept if depth == self.first else state * accept
-        return bool(self.rule.keep(depth, accept, survival, following)), survival
+        accept, following = self.head.logits_one(features, depth)
+        following = self.following.one(following)
+        if depth == 0:
+            return self.rule.keep(0, 0.0, 1.0, following), 1.0
+        accept = self.accept.one(accept)
+        survival = accept if depth == self.first else state * accept
+        return self.rule.keep(depth, accept, survival, following), survival
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that the rule keeps; the state is S_j by branch."""

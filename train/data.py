@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from ..collect.schema import Header
 from ..collect.store import Trace
 from ..decode.noise import stream_key
+from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import Layout
 from ..policies.history import HISTORY_FEATURES
@@ -20,7 +24,7 @@ from ..policies.history import HISTORY_FEATURES
 
 @dataclass(frozen=True)
 class TraceArrays:
-    """Rows sorted by sequence and anchor: the anchors of sequence s are the rows offset[s], offset[s] + 1, ...
+    """Rows sorted by sequence and anchor: those of sequence s are the rows offset[s] .. offset[s] + rows[s] - 1.
 
     Attributes:
         header: of the trace.
@@ -31,10 +35,14 @@ class TraceArrays:
         prompt_tokens: [S].
         text_tokens: [S] tokens of each text, EOS or the limit included.
         accepted: [N] accepted length A.
-        tokens: [N, K] drawn by the draft.
+        tokens: [N, K] drawn by the draft, K nodes.
         ends: [N, K] bool, nodes that drew EOS.
         cut: [N] bool.
         columns: [N] of each ANCHOR feature and [N, K] of each node feature.
+        path: [N, K] bool, accepted nodes; None for chains, where the accepted length says it.
+        drawn: [N, K] bool, nodes that a live run drafted; None = all.
+        anchors: [N], where a trace has not every anchor; None = they follow one another.
+        extra: other columns that were asked for.
     """
 
     header: Header
@@ -51,11 +59,20 @@ class TraceArrays:
     ends: Tensor
     cut: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
+    path: Tensor | None = None
+    drawn: Tensor | None = None
+    anchors: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
+    def tree(self) -> Topology:
+        """The topology; row 0 is the anchor, row i + 1 node i."""
+        return self.header.tree
+
+    @cached_property
     def depth(self) -> int:
         """K of the trace."""
-        return self.header.depth
+        return self.tree.deepest
 
     @property
     def sequences(self) -> int:
@@ -74,63 +91,111 @@ class TraceArrays:
         """Return ([N, anchor features], [N, K, node features]) of `names`, each in their order; HISTORY is left out."""
         layout = Layout(names)
         anchor, node = [self.column(n) for n in layout.anchor], [self.column(n) for n in layout.node]
-        rows, depth = self.ends.shape
+        rows, nodes = self.ends.shape
         return (
             torch.stack(anchor, -1) if anchor else torch.zeros(rows, 0),
-            torch.stack(node, -1) if node else torch.zeros(rows, depth, 0),
+            side_by_side(node) if node else torch.zeros(rows, nodes, 0),
         )
+
+    def find(self, sequence: Tensor, anchor: Tensor) -> Tensor:
+        """Return the rows of these anchors; -1 where the trace has none."""
+        if self.anchors is None:
+            at = anchor - self.first_anchor[sequence]
+            inside = (at >= 0) & (at < self.rows[sequence])
+            return torch.where(inside, self.offset[sequence] + at, -1)
+        wanted = sequence * _FAR + anchor
+        at = torch.searchsorted(self._known, wanted).clamp_max(len(self._known) - 1)
+        return torch.where(self._known[at] == wanted, at, -1)
+
+    @cached_property
+    def _known(self) -> Tensor:
+        assert self.anchors is not None
+        return torch.repeat_interleave(torch.arange(self.sequences), self.rows) * _FAR + self.anchors
 
     def subset(self, keep: Sequence[int]) -> TraceArrays:
         """Return only the sequences `keep`, in that order."""
         at = torch.tensor(list(keep), dtype=torch.int64)
         counts = self.rows[at]
         index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
-        return TraceArrays(
-            self.header,
-            [self.prompt_ids[i] for i in keep],
-            [self.groups[i] for i in keep],
-            self.keys[at],
-            counts.cumsum(0) - counts,
-            counts,
-            self.first_anchor[at],
-            self.prompt_tokens[at],
-            self.text_tokens[at],
-            self.accepted[index],
-            self.tokens[index],
-            self.ends[index],
-            self.cut[index],
-            {name: values[index] for name, values in self.columns.items()},
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
+        return dataclasses.replace(
+            self,
+            prompt_ids=[self.prompt_ids[i] for i in keep],
+            groups=[self.groups[i] for i in keep],
+            keys=self.keys[at],
+            offset=counts.cumsum(0) - counts,
+            rows=counts,
+            first_anchor=self.first_anchor[at],
+            prompt_tokens=self.prompt_tokens[at],
+            text_tokens=self.text_tokens[at],
+            accepted=self.accepted[index],
+            tokens=self.tokens[index],
+            ends=self.ends[index],
+            cut=self.cut[index],
+            columns={name: values[index] for name, values in self.columns.items()},
+            path=part(self.path),
+            drawn=part(self.drawn),
+            anchors=part(self.anchors),
+            extra={name: values[index] for name, values in self.extra.items()},
         )
 
 
-def trace_arrays(trace: Trace, features: Sequence[str] | None = None) -> TraceArrays:
+_FAR = 1 << 32
+"""More than any anchor."""
+
+
+def side_by_side(columns: Sequence[Tensor]) -> Tensor:
+    """Return [N, K, F] of F columns [N, K]; without a copy where they already lie side by side, as `trace_arrays` lays them."""
+    first = columns[0]
+    lies = all(
+        c.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and c.storage_offset() == first.storage_offset() + at
+        and c.stride() == first.stride()
+        for at, c in enumerate(columns)
+    )
+    if not lies or (len(columns) > 1 and first.stride(-1) < len(columns)):
+        return torch.stack(list(columns), -1)
+    return first.as_strided((*first.shape, len(columns)), (*first.stride(), 1))
+
+
+def trace_arrays(trace: Trace, features: Sequence[str] | None = None, extra: Sequence[str] = ()) -> TraceArrays:
     """Read a trace into memory.
 
     Args:
         trace: from `open_trace`.
-        features: only these; by default every recorded one.
+        features: only these, which lets a large trace fit; by default every recorded one.
+        extra: other columns to keep.
 
     Raises:
-        TraceError: a sequence misses an anchor.
+        TraceError: a dense sequence misses an anchor, or one is there twice.
     """
     header = trace.header
-    wanted = [*header.anchor_features, *header.features]
-    if features is not None:
-        wanted = [n for n in wanted if n in features]
-    rows = trace.rows.with_format("numpy")
-    sequence, anchor = np.asarray(rows["sequence"][:]), np.asarray(rows["anchor"][:])
-    order = np.lexsort((anchor, sequence))
+    names = [*(features or ()), *header.anchor_features, *header.features]  # the order a policy reads them in
+    wanted = [n for n in dict.fromkeys(names) if features is None or n in features]
+    sequence, anchor = (_read(trace, name, np.int64) for name in ("sequence", "anchor"))
+    order: Any = np.lexsort((anchor, sequence))
+    order = slice(None) if np.array_equal(order, np.arange(len(order))) else order
     sequence, anchor = sequence[order], anchor[order]
     _, start, count = np.unique(sequence, return_index=True, return_counts=True)
-    inside = np.arange(len(order)) - np.repeat(start, count)
-    if not np.array_equal(anchor - np.repeat(anchor[start], count), inside):
+    follows = np.array_equal(anchor - np.repeat(anchor[start], count), np.arange(len(anchor)) - np.repeat(start, count))
+    twice = bool(((np.diff(anchor) == 0) & (np.diff(sequence) == 0)).any())
+    if twice or (header.has_every_anchor and not follows):
         raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
 
-    def read(name: str) -> np.ndarray[Any, Any]:
-        return np.asarray(rows[name][:])[order]
+    def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(_read(trace, name, kind)[order][of]))
 
-    ids, groups = np.asarray(rows["prompt_id"][:])[order][start], np.asarray(rows["group"][:])[order][start]
-    tokens = torch.from_numpy(read("tokens").astype(np.int64))
+    ids, groups = (np.asarray(_read(trace, name, None))[order][start] for name in ("prompt_id", "group"))
+    tokens = read("tokens", np.int32)
+    node_names = [n for n in wanted if n in header.features]
+    block = torch.empty(*tokens.shape, len(node_names))
+    for at, name in enumerate(node_names):
+        block[..., at] = read(name, np.float32)
+    columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
+    live = header.collector == "live"
     return TraceArrays(
         header=header,
         prompt_ids=[str(x) for x in ids],
@@ -138,15 +203,31 @@ def trace_arrays(trace: Trace, features: Sequence[str] | None = None) -> TraceAr
         keys=torch.tensor([stream_key(header.seed, str(name)) for name in ids]),
         offset=torch.from_numpy(start.astype(np.int64)),
         rows=torch.from_numpy(count.astype(np.int64)),
-        first_anchor=torch.from_numpy(anchor[start].astype(np.int64)),
-        prompt_tokens=torch.from_numpy(read("prompt_tokens")[start].astype(np.int64)),
-        text_tokens=torch.from_numpy(read("text_tokens")[start].astype(np.int64)),
-        accepted=torch.from_numpy(read("accepted_length").astype(np.int64)),
+        first_anchor=torch.from_numpy(anchor[start]),
+        prompt_tokens=read("prompt_tokens", np.int64, start),
+        text_tokens=read("text_tokens", np.int64, start),
+        accepted=read("accepted_length", np.int64),
         tokens=tokens,
-        ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int64)),
-        cut=torch.from_numpy(read("cut").astype(bool)),
-        columns={name: torch.from_numpy(read(name).astype(np.float32)) for name in wanted},
+        ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int32)),
+        cut=read("cut", bool),
+        columns={**columns, **dict(zip(node_names, block.unbind(-1), strict=True))},
+        path=None if header.tree.is_chain and not live else read("accepted", bool),
+        drawn=read("drawn", bool) if live else None,
+        anchors=None if follows else torch.from_numpy(anchor),
+        extra={name: read(name, None) for name in extra},
     )
+
+
+def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:
+    """Return a column as an array [N] or [N, K]; one at a time, so that a large trace need not fit whole."""
+    column = trace.table([name]).column(0).combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0)
+    if pa.types.is_fixed_size_list(column.type):
+        values = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+    else:
+        values = column.to_numpy(zero_copy_only=False)
+    return values if kind is None else values.astype(kind, copy=False)
 
 
 def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:

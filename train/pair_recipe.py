@@ -129,6 +129,20 @@ RECIPES: dict[str, PairRecipe] = {
         own_rows=512,
         own_steps=2000,
     ),
+    "100m": PairRecipe(
+        vocabulary=4096,
+        target=ModelShape(hidden=768, layers=14, heads=12, intermediate=2048),
+        draft=ModelShape(hidden=256, layers=2, heads=4, intermediate=688),
+        steps=60,
+        batch=2,
+        length=256,
+        target_rate=1e-3,
+        draft_rate=4e-3,
+        text_bytes=500_000,
+        own_rows=16,
+        own_tokens=64,
+        own_steps=60,
+    ),
     "tiny": PairRecipe(
         vocabulary=320,
         target=ModelShape(hidden=64, layers=2, heads=2, intermediate=128),
@@ -149,4 +163,4 @@ RECIPES: dict[str, PairRecipe] = {
         own_batch=4,
     ),
 }
-"""Recipes by name: `small` is the demo pair, `15m` trains longer, `tiny` is for tests."""
+"""Recipes by name: `small` is the demo pair, `15m` trains longer, `100m` is for timing only, `tiny` is for tests."""

@@ -8,13 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case, all_cases, other_cases
 from deciders import DECIDERS
-from enumeration import EXACT, Case, Enumerator, Proof, all_cases, distance, other_cases, prove, prove_within
+from enumeration import EXACT, Enumerator, Proof, distance, prove, prove_within
 from oracle import KINDS, Law, oracle_pair
 from specstop.decode.noise import Purpose
 
 LEAVES = 700
 """So many at most in each case here; `benchmarks/exactness.py` goes through all cases with more."""
+LOSSY = 0.05
+"""Mean total variation over random tables that a lossy mode exceeds."""
 
 
 def sample(decider: str, count: int) -> list[Case]:
@@ -34,7 +37,7 @@ def check(case: Case) -> Proof:
 
 @pytest.mark.parametrize("decider", DECIDERS)
 def test_texts_have_the_targets_distribution_under_any_policy(decider: str) -> None:
-    proofs = [check(case) for case in sample(decider, 3)]
+    proofs = [check(case) for case in sample(decider, 4)]
     assert sum(proof.leaves for proof in proofs) > 30
     assert sum(proof.accepted for proof in proofs) > 0
 
@@ -44,13 +47,16 @@ def test_other_drafters_vocabularies_and_masks(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("decider", [name for name in DECIDERS if name.startswith(("trims-u", "trims-a", "selects"))])
-@pytest.mark.parametrize("mode", ["rejection", "rejection_replace"])
-def test_leaving_out_what_ends_a_text_is_exact(decider: str, mode: str) -> None:
-    """A branch that has drawn an end of text is dropped like any other."""
-    proof = check(Case(mode, "2,1", decider, "sparse", 22, eos=True, new=5))
-    assert proof.accepted > 0
-    assert proof.dropped > 0 or decider in ("trims-by-alive", "selects-by-token")
+@pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "trims-as-rounds-went", "selects-by-round"])
+@pytest.mark.parametrize(("mode", "tree"), [("rejection", "2,1"), ("rejection_replace", "2,1"), ("block", "chain:2")])
+def test_a_token_that_ends_the_text_is_left_out_like_any_other(mode: str, tree: str, decider: str) -> None:
+    proof = check(Case(mode, tree, decider, "mixed", 2, eos=True))
+    assert 0 < proof.dropped < proof.drafted
+
+
+def test_a_policy_cannot_tell_an_end_of_text_by_the_branches_it_is_asked_about() -> None:
+    for seed in (1, 2):
+        check(Case("rejection", "2,1", "trims-by-alive", "mixed", seed, eos=True))
 
 
 @pytest.mark.parametrize("mode", ["rejection", "rejection_replace", "block"])
@@ -61,23 +67,22 @@ def test_policies_that_leave_tokens_out_do(mode: str) -> None:
 
 
 def test_later_rounds_draft_and_accept() -> None:
-    proof = check(Case("rejection", "2,1", "fixed", "sparse", 1, new=5))
+    proof = prove(Case("rejection", "2,1", "fixed", "sparse", 1, new=5))
+    assert proof.distance <= EXACT
     assert proof.later > 100
 
 
 def test_target_init_with_one_root_is_exact() -> None:
     for tree in ("chain:2", "chain:3", "1,2"):
-        for eos in (False, True):
-            check(Case("target_init", tree, "fixed", "mixed", 1, eos=eos))
+        check(Case("target_init", tree, "fixed", "mixed", 1))
+        check(Case("target_init", tree, "fixed", "mixed", 2, eos=True))
 
 
-@pytest.mark.parametrize(("mode", "tree"), [("target_init", "2"), ("target_init", "2,1"), ("typical", "2,1")])
-def test_lossy_modes_are_far_from_the_target(mode: str, tree: str) -> None:
-    far = [prove(Case(mode, tree, "fixed", "dense", seed, new=3), 4000).distance for seed in range(8)]
-    if (mode, tree) == ("target_init", "2"):
-        assert max(far) <= EXACT  # roots without anything below them: the first one is taken
-    else:
-        assert sum(far) / len(far) > 0.05
+@pytest.mark.parametrize("mode", ["target_init", "typical"])
+def test_lossy_modes_are_far_from_the_target(mode: str) -> None:
+    new = 2 if mode == "target_init" else 3
+    far = [prove(Case(mode, "2,1", "fixed", "dense", seed, new=new)).distance for seed in range(6)]
+    assert sum(far) / len(far) > LOSSY
 
 
 def test_the_enumerator_goes_through_all_answers_and_knows_what_depends() -> None:
@@ -140,5 +145,5 @@ def test_an_oracle_tells_positions_and_masks_apart() -> None:
 
 def test_cases_are_as_many_as_they_should_be() -> None:
     cases = list(all_cases())
-    assert len(cases) == len(set(cases)) == len(DECIDERS) * (9 + 9 + 3) * 2 * 2
+    assert len(cases) == len(set(cases)) == len(DECIDERS) * (9 + 9 + 3) * 3 * 2
     assert {replace(case, seed=0, decider="fixed").eos for case in cases} == {False, True}

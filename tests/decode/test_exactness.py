@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cases import CHAINS, TREES
+from conditionals import pit
+from noise_tables import NOISE_POLICIES, Table, noise_case, plain_on_noise, speculate_on_noise
 from scipy import stats
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from torch import Tensor
 from zoo import ZOO
@@ -40,16 +45,6 @@ class Bigram(torch.nn.Module):
         states = torch.zeros(1, 1, input_ids.shape[1], 1)
         past_key_values.update(states, states, 0)
         return SimpleNamespace(logits=self.table[input_ids[:, -logits_to_keep:]])
-
-
-class Table:
-    """Noise by absolute position from a table."""
-
-    def __init__(self, noise: Tensor) -> None:
-        self.noise = noise
-
-    def gumbel(self, position: int, count: int) -> Tensor:
-        return self.noise[position : position + count]
 
 
 def bigrams(vocabulary: int, seed: int, eos: tuple[int, ...] = ()) -> Pair:
@@ -83,6 +78,22 @@ def test_any_noise_gives_the_text_of_plain_sampling_with_it(
     assert not eos or len(set(lengths)) > 3
 
 
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+@pytest.mark.parametrize("tree", [*CHAINS, *TREES, "3,2,1"])
+def test_any_noise_gives_the_text_of_plain_sampling_in_any_tree(tree: str, drafter: str) -> None:
+    """On tables of the whole prefix, with one policy after the other."""
+    chance = random.Random(f"{tree} {drafter}")
+    accepted = 0
+    for policy in NOISE_POLICIES:
+        case = noise_case(tree, drafter, policy, chance)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # policies that fail say so
+            generation = speculate_on_noise(case)
+        assert list(generation.tokens) == plain_on_noise(case), case
+        accepted += sum(r.accepted for r in generation.rounds)
+    assert accepted > 0
+
+
 @pytest.mark.parametrize("policy", [FixedLength(3), ZOO["trimming"]], ids=lambda p: p.name)
 def test_three_tokens_over_many_keys_have_the_targets_distribution(policy: StopPolicy) -> None:
     """Chi-square over the 27 outcomes of 3 tokens from 2,000 keys, one round of drafting among them."""
@@ -108,3 +119,26 @@ def test_a_perfect_draft_is_always_accepted_and_an_opposite_one_never() -> None:
     for other, efficiency in ((twin, 5), (opposite, 1)):
         rounds = Speculator(other, FixedLength(4), Settings(0.0, 31)).generate([0]).rounds
         assert all(r.committed == efficiency for r in rounds if not r.cut)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tree"),
+    [("rejection", "chain:3"), ("rejection", "2,1"), ("rejection_replace", "2,2"), ("block", "chain:3")],
+)
+def test_a_real_model_s_tokens_come_as_often_as_in_plain_sampling(pair: Pair, mode: str, tree: str) -> None:
+    """Of 300 texts of four tokens each, against the target's own conditionals along the text; see `pit`."""
+    policy = Confidence(0.3, 3)
+    speculator = Speculator(pair, policy, Settings(0.7, 4, ignore_eos=True, verification=mode, tree=tree))
+    prompt, keys = [5, 9, 11], [stream_key(1, f"{mode} {i}") for i in range(300)]
+    generations = [speculator.generate(prompt, key) for key in keys]
+    assert sum(r.accepted for g in generations for r in g.rounds) > 60
+    shares = pit(pair, prompt, [list(g.tokens) for g in generations], 0.7)
+    assert len(shares) == 1200
+    assert stats.kstest(shares, "uniform").pvalue > FALSE_ALARM
+
+
+def test_the_test_on_a_real_model_sees_a_lossy_mode(pair: Pair) -> None:
+    speculator = Speculator(pair, FixedLength(3), Settings(0.7, 4, ignore_eos=True, verification="typical"))
+    prompt = [5, 9, 11]
+    texts = [list(speculator.generate(prompt, stream_key(1, str(i))).tokens) for i in range(300)]
+    assert stats.kstest(pit(pair, prompt, texts, 0.7), "uniform").pvalue < FALSE_ALARM

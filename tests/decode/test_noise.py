@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
-from specstop.decode.noise import KeyedSource, gumbel, match_scores, mix, stream_key, uniform
+from specstop.decode.noise import KeyedSource, Purpose, fresh_uniform, gumbel, match_scores, mix, stream_key, uniform
 
-FALSE_ALARM = 1e-4  # of each statistical test here; keys are fixed, so a test that passes goes on passing
+FALSE_ALARM = 2e-6  # of each of some 50 statistical tests, 1e-4 of all; keys are fixed: what passes goes on passing
 KEYS = [stream_key(seed, f"prompt {i}", i % 2) for seed in (0, 1) for i in range(3)]
 
 
@@ -123,3 +124,86 @@ def test_the_argmax_of_scores_is_a_draw_from_the_softmax() -> None:
     expected = torch.softmax(logits[0] / 0.8, -1) * 20000
     assert math.isclose(float(expected.sum()), 20000)
     assert stats.chisquare(counts.numpy(), expected.numpy()).pvalue > FALSE_ALARM
+
+
+COUNT = 12000
+FRESH = {
+    "node": lambda i: (7, 3, i, Purpose.ACCEPT),
+    "round": lambda i: (7, i, 2, Purpose.RESIDUAL),
+    "round and node": lambda i: (-5, i // 40, i % 40, Purpose.DRAFT),
+    "key": lambda i: (i, 1, 0, Purpose.DRAFT),
+    "hashed key": lambda i: (stream_key(3, str(i)), 1, 1, Purpose.ACCEPT),
+}
+
+
+@pytest.mark.parametrize("along", FRESH)
+def test_fresh_numbers_are_uniform_and_do_not_repeat(along: str) -> None:
+    values = [fresh_uniform(*FRESH[along](i)) for i in range(COUNT)]
+    assert 0.0 < min(values) and max(values) < 1.0
+    assert stats.kstest(values, "uniform").pvalue > FALSE_ALARM
+    assert len(set(values)) == COUNT
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda r, n, p: (r, n, Purpose.RESIDUAL if p is Purpose.ACCEPT else Purpose.ACCEPT),
+        lambda r, n, p: (r, n, Purpose.DRAFT),
+        lambda r, n, p: (r, n + 1, p),
+        lambda r, n, p: (r + 1, n, p),
+        lambda r, n, p: (r + 1, n + 1, Purpose.RESIDUAL),
+        lambda r, n, p: (n, r + 200, p),
+    ],
+    ids=["purpose", "draft", "node", "round", "all", "round and node exchanged"],
+)
+def test_fresh_numbers_of_neighbours_are_independent(step: Any) -> None:
+    """Chi-square of 8 x 8 cells over pairs whose keys differ by a step."""
+    places = [(1 + i // 60, i % 60, Purpose.ACCEPT) for i in range(COUNT)]
+    cells = torch.zeros(64)
+    for place in places:
+        first, second = fresh_uniform(KEYS[0], *place), fresh_uniform(KEYS[0], *step(*place))
+        cells[int(first * 8) * 8 + int(second * 8)] += 1
+    assert stats.chisquare(cells.numpy()).pvalue > FALSE_ALARM
+
+
+def test_fresh_numbers_do_not_depend_on_the_keyed_noise() -> None:
+    """They are made from the same mixing of key, round or position, and node or token."""
+    noise = uniform(KEYS[1], torch.arange(120), 100)
+    pairs = [(noise[r, n], fresh_uniform(KEYS[1], r, n, Purpose.DRAFT)) for r in range(120) for n in range(100)]
+    cells = torch.zeros(64)
+    for first, second in pairs:
+        cells[int(first * 8) * 8 + int(second * 8)] += 1
+    assert stats.chisquare(cells.numpy()).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_categorical_draws_have_their_probabilities(scale: float) -> None:
+    """Weights need not sum to 1, and what has none is never drawn, be it first, last or between."""
+    weights = scale * torch.tensor([0.0, 0.3, 0.0, 0.05, 0.6, 0.05, 0.0], dtype=torch.float64)
+    source = KeyedSource(KEYS[4], 7, 1, torch.float64)
+    counts = torch.zeros(7)
+    for i in range(COUNT):
+        counts[source.categorical(weights, i // 30, i % 30, Purpose.RESIDUAL)] += 1
+    some = weights > 0
+    assert not counts[~some].any()
+    expected = (weights / weights.sum() * COUNT)[some]
+    assert stats.chisquare(counts[some].numpy(), expected.numpy(), sum_check=False).pvalue > FALSE_ALARM
+
+
+def test_bernoulli_draws_have_their_probability() -> None:
+    source = KeyedSource(KEYS[5], 7, 1, torch.float64)
+    for prob in (0.02, 0.5, 0.93):
+        hits = sum(source.bernoulli(prob, i // 30, i % 30, Purpose.ACCEPT) for i in range(COUNT))
+        assert stats.binomtest(hits, COUNT, prob).pvalue > FALSE_ALARM
+    assert all(source.bernoulli(1.0, i, 0, Purpose.ACCEPT) for i in range(500))
+    assert not any(source.bernoulli(0.0, i, 0, Purpose.ACCEPT) for i in range(500))
+
+
+@pytest.mark.parametrize("number", [2.0**-54, 0.5, 1.0 - 2.0**-53])
+def test_extreme_numbers_draw_tokens_that_have_a_chance(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    monkeypatch.setattr("specstop.decode.noise.fresh_uniform", lambda *args: number)
+    source = KeyedSource(0, 4, 1, torch.float64)
+    for weights in ([0.0, 0.1, 0.2, 0.0], [0.0, 1.0 / 3.0, 0.0, 0.0], [0.7, 0.0, 0.0, 0.1]):
+        token = source.categorical(torch.tensor(weights, dtype=torch.float64), 0, 0, Purpose.DRAFT)
+        assert weights[token] > 0.0
+    assert source.bernoulli(1.0, 0, 0, Purpose.ACCEPT) and not source.bernoulli(0.0, 0, 0, Purpose.ACCEPT)

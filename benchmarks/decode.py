@@ -1,0 +1,192 @@
+"""The live loop against transformers' assisted generation, and against the time of its own forwards.
+
+    python benchmarks/make_pair.py --size 100m --out pairs/100m
+    python benchmarks/decode.py --check --pair pairs/100m
+
+The embedded pair always runs; `--pair` adds others. For each pair, greedy and at T = 0.7, alternating per prompt: our best
+fixed length over the library's best assisted setting; the share of a round outside model calls and policy; the floor (the
+same forwards with nothing between them) over the loop; trees; memory over a long run. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from specstop.cli.console import progress_bars
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import reading_room
+from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
+from specstop.decode.alternate import run_alternating
+from specstop.decode.assisted import PLAIN, SETTINGS, Assisted
+from specstop.decode.bench import bench_line, speed_ratio
+from specstop.decode.cache import CachedModel
+from specstop.decode.topology import chain
+from specstop.policies import FixedLength
+from specstop.train.pair import demo_pair
+
+LENGTHS = (1, 2, 3, 4, 6, 8)
+TREES = ("4", "2,1", "2,2,1", "2,2,1,1", "4,2,1", "4,2,2,1", "fork:2x4", "fork:4x4")
+FLOOR_TREE = "2,2,1,1"
+LONG = 2048
+Prompts = list[tuple[str, list[int]]]
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, nargs="*", default=[], help="folders of further pairs")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--engine", default="auto", help="how our models compute")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    count, tokens = (3, 32) if options.quick else (40, 128)
+    results: dict[str, Any] = {}
+    missed: list[str] = []
+    with progress_bars() as progress:
+        for folder in [demo_pair(progress=progress), *options.pair]:
+            pair = load_pair(folder / "target", folder / "draft", engine=options.engine)
+            stock = load_pair(folder / "target", folder / "draft", engine="plain")
+            read = read_prompts(folder / "prompts-test.jsonl", count)
+            ids = encode(read, pair.tokenizer, reading_room(pair, tokens))
+            prompts = list(zip([p.id for p in read], ids, strict=True))
+            print(f"\n{folder.name}, engines {' and '.join(pair.engines)}, {torch.get_num_threads()} threads")
+            figures = results[folder.name] = {}
+            for temperature in (0.0, 0.7):
+                figures[f"T={temperature:g}"] = measure(pair, stock, prompts, tokens, temperature, missed, progress)
+            figures["memory"] = memory(pair, prompts[0][1], missed)
+    checked = not options.quick and count >= 40
+    line = json.dumps({"checked": checked, "missed": missed, "pairs": results})
+    if options.out:
+        options.out.write_text(line + "\n")
+    print(f"compared: {count} prompts of {tokens} tokens, greedy and T = 0.7, on {', '.join(results)}")
+    print(line)
+    return int(options.check and (bool(missed) or not checked))
+
+
+def measure(
+    pair: Pair, stock: Pair, prompts: Prompts, tokens: int, temperature: float, missed: list[str], progress: Any
+) -> dict[str, Any]:
+    """Return the figures of one pair at one temperature, and print them."""
+    names = ["plain", *(f"fixed:{k}" for k in LENGTHS), *TREES, PLAIN.name, *(s.name for s in SETTINGS)]
+    runs: list[Any] = [Speculator(pair, FixedLength(k), Settings(temperature, tokens)) for k in (0, *LENGTHS)]
+    for tree in TREES:
+        depth = parse_tree(tree).deepest
+        runs.append(Speculator(pair, FixedLength(depth), Settings(temperature, tokens, tree=tree)))
+    runs += [Assisted(stock, setting, temperature, tokens) for setting in (PLAIN, *SETTINGS)]
+    texts = dict(zip(names, run_alternating(runs, prompts, progress=progress), strict=True))
+    lines = {name: bench_line(name, row, texts["plain"]) for name, row in texts.items()}
+    print(f" T = {temperature:g}")
+    for line in lines.values():
+        interval = f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}] of plain"
+        print(f"  {line.name:<26}{line.tokens_per_s:>8.1f} tokens/s  {interval}")
+    ours = max((f"fixed:{k}" for k in LENGTHS), key=lambda name: lines[name].tokens_per_s)
+    theirs = max((s.name for s in SETTINGS), key=lambda name: lines[name].tokens_per_s)
+    figures: dict[str, Any] = {"tokens_per_s": {name: line.tokens_per_s for name, line in lines.items()}}
+
+    def bar(name: str, value: Any, text: str, met: bool) -> None:
+        figures[name] = value
+        print(f" {'met ' if met else 'MISS'}  {name}: {text}")
+        if not met:
+            missed.append(f"T={temperature:g}: {name}: {text}")
+
+    ratio = speed_ratio(texts[ours], texts[theirs])
+    text = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] ({ours} over {theirs}); at least 2.3"
+    bar("best fixed over best assisted", ratio, text, ratio[0] >= 2.3)
+    tree = max(TREES, key=lambda name: lines[name].tokens_per_s)
+    print(f"  best tree {tree}: {speed_ratio(texts[tree], texts[ours])[0]:.2f} of {ours}")
+    for name in (ours, FLOOR_TREE):
+        rounds = [r for g in texts[name] for r in g.rounds]
+        outside = sum(r.outside_s for r in rounds) / sum(r.seconds for r in rounds)
+        bar(f"outside forwards and policy, {name}", outside, f"{outside:.1%} of a round; at most 15%", outside <= 0.15)
+        shape = chain(LENGTHS[-1]) if name == ours else parse_tree(name)
+        share = floor(pair, prompts, temperature, tokens, shape, ours if name == ours else name)
+        bar(f"floor over loop, {name}", share, f"{share:.3f}; at least 0.85", share >= 0.85)
+    return figures
+
+
+def floor(pair: Pair, prompts: Prompts, temperature: float, tokens: int, shape: Topology, name: str) -> float:
+    """Return the time of the same forwards alone over that of the loop, text by text in alternation."""
+    depth = int(name.partition(":")[2]) if shape.is_chain else shape.deepest
+    settings = Settings(temperature, tokens, tree=None if shape.is_chain else name)
+    loop, bare = Speculator(pair, FixedLength(depth), settings), Bare(pair, shape)
+    loop_s = bare_s = 0.0
+    for number, (prompt_id, prompt) in enumerate(prompts[:1] + prompts):
+        text = loop.generate(prompt, stream_key(0, prompt_id))
+        seconds = bare.play(prompt, text)
+        if number:
+            loop_s += sum(r.seconds for r in text.rounds)
+            bare_s += seconds
+    return bare_s / loop_s
+
+
+class Bare:
+    """Forwards of the shapes of a text that was decoded, and nothing else."""
+
+    def __init__(self, pair: Pair, shape: Topology) -> None:
+        self._shape = shape
+        self._target, self._draft = (CachedModel(m, LONG, pair.vocabulary) for m in (pair.target, pair.draft))
+
+    @torch.inference_mode()
+    def play(self, prompt: list[int], text: Generation) -> float:
+        """Return the seconds of the forwards of all rounds."""
+        everything = [*prompt, *text.tokens, *([0] * len(self._shape))]
+        ids = torch.tensor([everything])
+        for model in (self._target, self._draft):
+            model.roll_back(0)
+            model.read(ids[:, : len(prompt)], rows=1)
+        self._draft.roll_back(0)
+        seconds = 0.0
+        for r in text.rounds:
+            base = r.context - 1
+            self._target.roll_back(base)
+            self._draft.roll_back(min(self._draft.length, r.context - r.backlog))
+            begin = time.perf_counter()
+            (self._chain if self._shape.is_chain else self._tree)(ids, base, r.context, r.drafted, r.verified)
+            seconds += time.perf_counter() - begin
+        return seconds
+
+    def _chain(self, ids: torch.Tensor, base: int, context: int, drafted: int, verified: int) -> None:
+        for step in range(drafted):
+            start = self._draft.length if step == 0 else context + step - 1
+            self._draft.read(ids[:, start : context + step], rows=1)
+        self._target.read(ids[:, base : base + verified + 1])
+
+    def _tree(self, ids: torch.Tensor, base: int, context: int, drafted: int, verified: int) -> None:
+        shape, tokens, fed = self._shape, [0] * len(self._shape), [0]
+        depth = next(d for d in range(shape.deepest + 1) if sum(map(len, shape.levels[1 : d + 1])) >= drafted)
+        if depth:
+            self._draft.read(ids[:, self._draft.length : context], rows=1)
+        for level in shape.levels[1:depth]:
+            rows = [row for row in level if shape.children[row]]
+            self._draft.read_tree(tokens[: len(rows)], base, shape, fed, rows)
+            fed += rows
+        rows = list(range(1 + verified))
+        self._target.read_tree(tokens[: len(rows)], base, shape, [], rows)
+
+
+def memory(pair: Pair, prompt: list[int], missed: list[str]) -> dict[str, float]:
+    """Return the peak memory after a long text of few rounds, and what one of many rounds adds to it, in MiB."""
+    peaks, rounds = [], []
+    for length in (8, 8, 0):
+        settings = Settings(0.7, LONG - len(prompt) - 16, ignore_eos=True)
+        rounds.append(len(Speculator(pair, FixedLength(length), settings).generate(prompt, 1).rounds))
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    grown = peaks[2] - peaks[1]
+    met = grown <= 0.01 * peaks[1]
+    more = f"{rounds[2]} rounds take {grown:+.1f} MiB more than {rounds[1]}, which take {peaks[1]:.0f}"
+    print(f" {'met ' if met else 'MISS'}  peak memory: {more}")
+    if not met:
+        missed.append(f"peak memory grows by {grown:.1f} MiB")
+    return {"peak_mib": peaks[1], "grown_mib": grown}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

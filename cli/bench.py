@@ -1,0 +1,102 @@
+"""`specstop bench`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import find_pair, find_prompts, open_pair
+from .console import print_json, progress_bars, table
+from .options import (
+    Config,
+    Depth,
+    Device,
+    Draft,
+    Dtype,
+    Engine,
+    Json,
+    MaxNewTokens,
+    Policies,
+    Prompts,
+    Quiet,
+    Seed,
+    Set,
+    Target,
+    Temperature,
+)
+
+if TYPE_CHECKING:
+    from ..decode.bench import BenchLine
+
+
+def bench(
+    prompts: Prompts = None,
+    target: Target = None,
+    draft: Draft = None,
+    policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
+    library: Annotated[
+        bool, typer.Option("--library/--no-library", help="Also run transformers' generate and its assisted settings.")
+    ] = True,
+    temperature: Temperature = 0.0,
+    max_new_tokens: MaxNewTokens = 128,
+    depth: Depth = 20,
+    tree: Annotated[str | None, typer.Option(help="4,2,2,1, fork:4x5, ...; default: chains.")] = None,
+    verification: Annotated[str, typer.Option(help="As of `specstop decode`.")] = "match",
+    seed: Seed = 0,
+    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 20,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    engine: Engine = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
+) -> None:
+    """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
+    from ..collect.prompts import encode
+    from ..collect.run import reading_room
+    from ..decode.bench import bench as run
+    from ..decode.modes import describe
+    from ..decode.settings import Settings
+    from ..policies.specs import load_policy
+
+    rules = [load_policy(spec) for spec in policy]
+    settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)
+    with progress_bars(quiet or json) as progress:
+        names = find_pair(target, draft, progress)
+        chosen = find_prompts(prompts, names[2], "test", limit)
+        pair = open_pair(*names[:2], device, dtype, engine)
+        stock = open_pair(*names[:2], device, dtype, "plain") if library else None
+        tokens = encode(chosen, pair.tokenizer, reading_room(pair, max_new_tokens))
+        lines = run(
+            pair,
+            list(zip([p.id for p in chosen], tokens, strict=True)),
+            rules,
+            settings=settings,
+            library=stock,
+            seed=seed,
+            progress=progress,
+        )
+    if json:
+        print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
+        return
+    title = (
+        f"{len(chosen)} prompts, T = {temperature:g}, {describe(verification)}, engines {' and '.join(pair.engines)}"
+    )
+    show_bench(lines, title)
+
+
+def show_bench(lines: list[BenchLine], title: str) -> None:
+    """Print the table."""
+    rows = [
+        (
+            line.name,
+            f"{line.tokens_per_s:.1f}",
+            f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}]",
+            f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
+            " ".join(f"{phase} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005),
+        )
+        for line in lines
+    ]
+    table(title, ("way", "tokens/s", "of plain [95%]", "tokens per call", "where the time goes"), rows)

@@ -1,0 +1,99 @@
+"""Transformers' own decoding as a way to compare with: `generate`, plain or with its assistant."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import candidate_generator
+
+from .pair import Pair
+from .records import Generation
+
+
+@dataclass(frozen=True)
+class AssistedSetting:
+    """One setting of assisted generation.
+
+    Attributes:
+        name: as shown.
+        tokens: `num_assistant_tokens`; 0 = `generate` without an assistant.
+        schedule: `constant` or `heuristic`.
+        threshold: `assistant_confidence_threshold`; 0 switches the rule off.
+        adapts: let the stock loop refit the threshold after each round (it does where scikit-learn is installed).
+    """
+
+    name: str
+    tokens: int
+    schedule: str = "constant"
+    threshold: float = 0.0
+    adapts: bool = False
+
+
+PLAIN = AssistedSetting("generate", 0)
+DEFAULTS = AssistedSetting("assistant, defaults", 20, "constant", 0.4, adapts=True)
+SETTINGS = (
+    *(AssistedSetting(f"assistant, constant {k}", k) for k in (2, 4, 6, 8)),
+    AssistedSetting("assistant, heuristic 5", 5, "heuristic"),
+    *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4, 0.6)),
+    DEFAULTS,
+)
+"""What users of assisted generation can set, from fixed lengths to its defaults."""
+
+
+class Assisted:
+    """Decodes with transformers alone.
+
+    Args:
+        pair: loaded with `engine="plain"`.
+        setting: of its assistant.
+        temperature: 0 = greedy.
+        max_new_tokens: length limit.
+        ignore_eos: go on after the end-of-text token.
+    """
+
+    def __init__(
+        self, pair: Pair, setting: AssistedSetting, temperature: float, max_new_tokens: int, ignore_eos: bool = False
+    ) -> None:
+        self.name = setting.name
+        self._pair, self._setting = pair, setting
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            self._options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if ignore_eos:
+            self._options["eos_token_id"] = None
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:
+        """Return the text and its seconds; rounds are not reported by the library."""
+        ids = torch.tensor([list(prompt)], device=self._pair.device)
+        torch.manual_seed(key % 2**63)
+        options = dict(self._options)
+        target: Any = self._pair.target
+        with self._set(self._pair.draft):
+            if self._setting.tokens:
+                options["assistant_model"] = self._pair.draft
+            if self._pair.device.type == "cuda":
+                torch.cuda.synchronize(self._pair.device)
+            begin = time.perf_counter()
+            out = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            tokens = tuple(out[0, len(prompt) :].tolist())  # waits for the device
+            seconds = time.perf_counter() - begin
+        return Generation(tokens, (), len(prompt), 0.0, seconds)
+
+    @contextlib.contextmanager
+    def _set(self, draft: PreTrainedModel) -> Iterator[None]:
+        """Give the assistant its setting for one text."""
+        config, setting = draft.generation_config, self._setting
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = setting.tokens or None, setting.schedule
+        config.assistant_confidence_threshold = setting.threshold
+        with contextlib.ExitStack() as stack:
+            if not setting.adapts:
+                stack.enter_context(mock.patch.object(candidate_generator, "is_sklearn_available", lambda: False))
+            yield

@@ -1,0 +1,112 @@
+"""`bench`: policies, plain decoding and transformers' own loops on the same prompts, in alternation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..policies.baselines import FixedLength
+from ..policies.contract import StopPolicy
+from ..policies.costs import Profile
+from ..policies.errors import InputError
+from ..policies.progress import Progress, silent
+from .alternate import Runner, run_alternating
+from .assisted import PLAIN, SETTINGS, Assisted
+from .loop import Speculator
+from .pair import Pair
+from .records import Generation, Tally
+from .settings import Settings
+
+_REPLICATES = 2000
+
+
+@dataclass(frozen=True)
+class BenchLine:
+    """One way to decode, measured.
+
+    Attributes:
+        name: of the way.
+        tokens_per_s: generated tokens over all seconds.
+        ratio: to the first way, in the same run; with its 95% bootstrap interval over prompts in `low`, `high`.
+        block_efficiency: tokens per target call; 0 where it is not reported.
+        shares: of the seconds, by phase; empty where they are not reported.
+        same_text: prompts whose text equals the first way's.
+    """
+
+    name: str
+    tokens_per_s: float
+    ratio: float
+    low: float
+    high: float
+    block_efficiency: float
+    shares: dict[str, float]
+    same_text: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the line as plain values."""
+        return asdict(self)
+
+
+def bench(
+    pair: Pair,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    policies: Sequence[StopPolicy],
+    *,
+    settings: Settings | None = None,
+    library: Pair | None = None,
+    profile: Profile | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> list[BenchLine]:
+    """Measure ways to decode side by side; the first line is our plain decoding.
+
+    Args:
+        pair: on which policies run.
+        prompts: (id, token ids).
+        policies: to compare.
+        settings: shared by all.
+        library: the same pair with the engine `plain`; given, transformers' `generate` and assisted settings run too.
+        profile: see `Speculator`.
+        seed: of the streams.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: there is no prompt.
+    """
+    if not prompts:
+        raise InputError("bench: expected at least one prompt")
+    settings = settings or Settings()
+    runs: list[Runner] = [Speculator(pair, policy, settings, profile) for policy in (FixedLength(0), *policies)]
+    names = ["plain", *(policy.name for policy in policies)]
+    if library is not None:
+        for setting in (PLAIN, *SETTINGS):
+            runs.append(Assisted(library, setting, settings.temperature, settings.max_new_tokens, settings.ignore_eos))
+            names.append(setting.name)
+    texts = run_alternating(runs, prompts, seed=seed, progress=progress)
+    return [bench_line(name, row, texts[0]) for name, row in zip(names, texts, strict=True)]
+
+
+def bench_line(name: str, texts: Sequence[Generation], base: Sequence[Generation]) -> BenchLine:
+    """Return the line of one way, as ratio to another one on the same prompts."""
+    tally = Tally.of(texts)
+    ratio, low, high = speed_ratio(texts, base)
+    total = sum(tally.shares().values())
+    shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
+    same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
+    return BenchLine(name, tally.tokens_per_s, ratio, low, high, tally.block_efficiency, shares, same)
+
+
+def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation]) -> tuple[float, float, float]:
+    """Return tokens/s of `texts` over that of `base`, with the 95% bootstrap interval over prompts."""
+    a, b = (np.array([(len(g.tokens), g.seconds) for g in side]) for side in (texts, base))
+    generator = np.random.default_rng(0)
+
+    def of(at: Any) -> float:
+        return float(a[at, 0].sum() / a[at, 1].sum() * b[at, 1].sum() / b[at, 0].sum())
+
+    draws = [of(generator.integers(0, len(a), len(a))) for _ in range(_REPLICATES)]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return of(np.arange(len(a))), float(low), float(high)

@@ -1,0 +1,320 @@
+"""`specstop collect` and `merge`: which prompts, how a run is stopped, shared and mended, and what it would take."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import cli, files
+from conftest import make_prompts
+from specstop.cli.console import human_bytes, human_seconds, progress_bars, progress_line
+from specstop.cli.interrupt import finish_first
+from specstop.collect import shards
+from specstop.collect.store import Trace, open_trace, shard_path
+from transformers import AutoTokenizer
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("options")
+    made = make_prompts(COUNT, "c", 50)
+    lines = [{"question_id": p.id, "turns": [p.text, "more"], "category": f"g{i % 2}"} for i, p in enumerate(made)]
+    (folder / "bench.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    (folder / "plain.txt").write_text("\n".join(p.text for p in made))
+    tokenizer = AutoTokenizer.from_pretrained(pair_folder / "target")
+    tokenizer.chat_template = (
+        "{% for m in messages %}w3 {{ m['content'] }}{% endfor %}{% if add_generation_prompt %} w4{% endif %}"
+    )
+    (folder / "chat").mkdir()
+    for file in (pair_folder / "target").iterdir():
+        (folder / "chat" / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(folder / "chat")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collect(home: Path, pair_folder: Path) -> list[object]:
+    return ["collect", "--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64",
+            "--prompts", home / "bench.jsonl", "--preset", "spec-bench", "--depth", 2, "--max-new-tokens", 5,
+            "--shards", 4, "--json"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def done(collect: list[object], home: Path) -> Trace:
+    answer = cli(*collect, "--out", home / "done")
+    assert answer.code == 0, answer.err
+    return open_trace(home / "done")
+
+
+def ids(trace: Trace) -> set[str]:
+    return set(trace.table(["prompt_id"])["prompt_id"].to_pylist())
+
+
+def same_rows(first: Trace, second: Trace) -> bool:
+    return bool(first.rows.data.table.equals(second.rows.data.table))
+
+
+def test_groups_and_the_source_travel_to_the_trace(done: Trace) -> None:
+    assert set(done.table(["group"])["group"].to_pylist()) == {"g0", "g1"}
+    assert done.header.facts["prompts from"].endswith("bench.jsonl, preset spec-bench")
+    assert "bench.jsonl, preset spec-bench |" in (done.folder / "README.md").read_text()
+
+
+def test_both_sides_together_are_everything(collect: list[object], done: Trace, tmp_path: Path) -> None:
+    sides = []
+    for side in ("train", "test"):
+        answer = cli(*collect, "--side", side, "--test-share", 0.4, "--out", tmp_path / side)
+        assert answer.code == 0, answer.err
+        sides.append(ids(open_trace(tmp_path / side)))
+    assert sides[0] | sides[1] == ids(done)
+    assert not sides[0] & sides[1]
+
+
+def test_chosen_prompts_run_again_from_the_saved_configuration(
+    collect: list[object], done: Trace, tmp_path: Path
+) -> None:
+    answer = cli(*collect, "--shuffle-seed", 3, "--deduplicate", "--limit", 6, "--group", "question_id", "--out",
+                 tmp_path / "a")  # fmt: skip
+    assert answer.code == 0, answer.err
+    first = open_trace(tmp_path / "a")
+    assert first.header.prompts == 6
+    rows = first.table(["prompt_id", "group"]).to_pylist()
+    assert all(row["prompt_id"] == row["group"] for row in rows)
+    answer = cli("collect", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b", "--json")
+    assert answer.code == 0, answer.err
+    assert same_rows(open_trace(tmp_path / "b"), first)
+
+
+def test_a_plain_text_is_a_prompt_a_line(collect: list[object], home: Path, done: Trace, tmp_path: Path) -> None:
+    command = [c for c in collect if c not in ("--preset", "spec-bench")]
+    answer = cli(*command, "--prompts", home / "plain.txt", "--out", tmp_path / "out")
+    assert answer.code == 0, answer.err
+    assert open_trace(tmp_path / "out").row_count == done.row_count
+
+
+def test_the_chat_template_is_written_around_each_prompt(
+    collect: list[object], home: Path, done: Trace, tmp_path: Path
+) -> None:
+    answer = cli(*collect, "--chat", "--target", home / "chat", "--out", tmp_path / "out")
+    assert answer.code == 0, answer.err
+    lengths = [dict(zip(*t.table(["prompt_id", "prompt_tokens"]).to_pydict().values(), strict=True))
+               for t in (open_trace(tmp_path / "out"), done)]  # fmt: skip
+    assert {name: length - 2 for name, length in lengths[0].items()} == {n: lengths[1][n] for n in lengths[0]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "spec-bnch"], "did you mean 'spec-bench'?"),
+        (["--preset", "demo"], "--preset demo: brings its own prompts"),
+        (["--side", "left"], "--side: expected train or test, not 'left'"),
+        (["--test-share", "1.5"], "--test-share: expected more than 0"),
+        (["--column", "turn"], 'bench.jsonl, line 1: expected an object with a non-empty string "turn", but it has'),
+        (["--split", "test"], "--split: expected a data set"),
+        (["--chat"], "--chat: the tokenizer has no chat template"),
+        (["--repair"], "--repair: expected --resume with it"),
+        (["--shards", "0"], "--shards: expected 1 or more"),
+        (["--prompts", "hf:a/b/c"], "--prompts: expected hf:organisation/name"),
+    ],
+)
+def test_a_bad_choice_is_one_line_and_exit_code_2(
+    collect: list[object], tmp_path: Path, options: list[str], message: str
+) -> None:
+    answer = cli(*collect, *options, "--out", tmp_path / "out")
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1
+    assert message in answer.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_preset_without_a_home_asks_for_a_file(pair_folder: Path, tmp_path: Path) -> None:
+    answer = cli("collect", "--target", pair_folder / "target", "--draft", pair_folder / "draft", "--preset",
+                 "spec-bench", "--out", tmp_path / "out")  # fmt: skip
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "--prompts: expected a file for --preset spec-bench" in answer.err
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
+    collect: list[object], done: Trace, tmp_path: Path
+) -> None:
+    answer = cli(*collect, "--dry-run", "--out", tmp_path / "out")
+    assert (answer.code, answer.err) == (0, "")
+    facts = json.loads(answer.out)
+    assert (facts["prompts"], facts["shards"], facts["tried"], facts["processes"]) == (COUNT, 4, 16, 1)
+    assert facts["rows"] == pytest.approx(done.row_count, rel=0.25)
+    assert not (tmp_path / "out").exists()
+    shown = cli(*[c for c in collect if c != "--json"], "--quiet", "--dry-run", "--out", tmp_path / "out")
+    assert "expected, from 16 of 24 prompts" in shown.out
+
+
+def test_a_dry_run_warns_of_a_disk_that_is_too_small(
+    collect: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    answer = cli(*collect, "--dry-run", "--out", tmp_path / "out")
+    assert answer.err == "warning: the trace will not fit on the disk; choose another --out, or fewer prompts\n"
+
+
+def test_each_process_collects_its_shards_and_merge_says_what_is_lost(
+    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    answer = cli(*collect, "--out", out)
+    assert json.loads(answer.out) == {"rank": 1, "world": 2, "complete": False, "shards": "2 of 4"}
+    merged = cli("merge", out)
+    assert merged.code == 2
+    assert "2 shards are missing (0, 2); run the collect command again with --resume" in merged.err
+    assert merged.err.count("\n") == 1
+    refused = cli(*collect, "--out", out, "--overwrite")
+    assert refused.code == 2
+    assert "--overwrite: expected one process" in refused.err
+    monkeypatch.setenv("RANK", "0")
+    assert json.loads(cli(*collect, "--out", out).out)["shards"] == "4 of 4"
+    assert same_rows(open_trace(out), done)
+    assert json.loads(cli("merge", out, "--json").out) == {"rows": done.row_count, "missing": [], "quarantined": []}
+    monkeypatch.setenv("RANK", "2")
+    assert "RANK: expected less than WORLD_SIZE (2), not 2" in cli(*collect, "--out", out).err
+
+
+def test_a_damaged_shard_is_named_moved_aside_and_made_good(collect: list[object], done: Trace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert cli(*collect, "--out", out).code == 0
+    path = shard_path(out, 2, 4)
+    path.write_bytes(path.read_bytes()[:-1])
+    for command in (["merge", out], ["info", out], [*collect, "--out", out, "--resume"]):
+        answer = cli(*command)
+        assert answer.code == 2
+        assert f"the shard {path} cannot be read" in answer.err
+        assert f"specstop merge --repair {out}" in answer.err
+    answer = cli("merge", "--repair", out)
+    assert answer.code == 2
+    first, second = answer.err.splitlines()
+    assert first.endswith(f"moved to {out / 'quarantine' / path.name}.0")
+    assert "1 shards are missing (2)" in second
+    assert cli(*collect, "--out", out, "--resume").code == 0
+    assert same_rows(open_trace(out), done)
+    path.write_bytes(b"")
+    assert cli(*collect, "--out", out, "--resume", "--repair").code == 0
+    assert same_rows(open_trace(out), done)
+
+
+def test_ctrl_c_finishes_the_shard_and_says_how_to_go_on(
+    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write = shards.write_shard
+
+    def press(folder: Path, header: Any, index: int, rows: Any) -> None:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        write(folder, header, index, rows)
+
+    monkeypatch.setattr(shards, "write_shard", press)
+    answer = cli(*collect, "--out", out)
+    assert answer.code == 130
+    assert answer.err.splitlines() == [
+        "specstop: finishing the shard that is begun; Ctrl-C again stops at once",
+        f"specstop: 2 of 4 shards are finished; go on with: specstop collect --config {out / 'run.yaml'} --resume",
+        "specstop: interrupted",
+    ]
+    monkeypatch.undo()
+    assert yaml.safe_load((out / "run.yaml").read_text())["command"] == "collect"
+    assert cli("collect", "--config", out / "run.yaml", "--resume", "--json").code == 0
+    assert same_rows(open_trace(out), done)
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[Any]]:
+    kept = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield kept
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == kept
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), finish_first("this") as stop:
+        assert not stop()
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == "specstop: finishing this; Ctrl-C again stops at once\n"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_request_to_terminate_is_never_more_than_a_request() -> None:
+    with finish_first("this") as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop()
+
+
+def test_another_thread_leaves_signals_alone() -> None:
+    answers = []
+
+    def work() -> None:
+        with finish_first("this") as stop:
+            answers.append(stop())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert answers == [False]
+
+
+def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
+    facts = json.loads(cli("info", done.folder, "--json").out)
+    assert facts["anchors"] == done.row_count
+    assert facts["groups"] == "2: g0, g1" or facts["groups"] == "2: g1, g0"
+    assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
+    assert set(facts["sample"]) == set(done.table().column_names)
+    shown = cli("info", done.folder).out
+    assert "P(A >= depth)" in shown
+    assert "a row" in shown
+
+
+def test_progress_counts_only_what_this_run_did() -> None:
+    assert progress_line("collect", 60, 100, 20, 10.0) == "collect: 60 of 100, 10 s, 2/s, 20 s left"
+    assert progress_line("collect", 100, 100, 20, 10.0) == "collect: 100 of 100, 10 s, 2/s"
+    assert progress_line("collect", 40, 100, 0, 3.0) == "collect: 40 of 100, 3 s"
+
+
+def test_progress_where_there_is_no_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars() as progress:
+        for done in (3, 4, 5):
+            progress("collect", done, 5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("collect: 5 of 5, 0 s, ")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (119, "119 s"), (150, "2 min"), (9000, "2.5 h")])
+def test_times_are_said_as_people_say_them(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1_234_567, "1.23 MB"), (2.5e15, "2.5e+03 TB")],
+)
+def test_sizes_are_in_decimal_units(count: float, text: str) -> None:
+    assert human_bytes(count) == text

@@ -1,0 +1,128 @@
+"""What is to be proved: combinations of mode, tree, policy, table, processors, end of text and drafter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from deciders import DECIDERS
+from specstop.decode.sampling import Shaping
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+class ByPrefix(LogitsProcessor):
+    """Adds numbers that depend on the whole prefix."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.tensor([added(ids, scores.shape[-1]) for ids in input_ids.tolist()], dtype=scores.dtype)
+
+
+def added(prefix: Sequence[int], vocabulary: int) -> list[float]:
+    """Return what `ByPrefix` adds behind a prefix."""
+    chance = random.Random(str(list(prefix)))
+    return [chance.gauss(0.0, 1.0) for _ in range(vocabulary)]
+
+
+SHAPINGS = {
+    "plain": Shaping(),
+    "shaped": Shaping(top_k=2, repetition_penalty=1.7),
+    "by-prefix": Shaping(processors=(ByPrefix(),)),
+}
+CHAINS = ("chain:1", "chain:2", "chain:3")
+TREES = ("2", "3", "2,1", "2,2", "1,2", "parents:-1,-1,1,2")
+SHAPES = {"rejection": CHAINS + TREES, "rejection_replace": CHAINS + TREES, "block": CHAINS}
+PROMPTS = ((0, 1), (2,), (0, 1, 0, 2, 0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination to prove.
+
+    Attributes:
+        mode, tree: as in `Settings`.
+        decider: name in `DECIDERS`.
+        kind: of the table, see `Law`.
+        seed: of the table.
+        shaping: name in `SHAPINGS`.
+        eos: whether the last token of the vocabulary ends a text.
+        drafter: as of `find_drafter`.
+        vocabulary, new, temperature, prompt: of the texts.
+        attention: backend of the models.
+    """
+
+    mode: str = "rejection"
+    tree: str = "2,1"
+    decider: str = "fixed"
+    kind: str = "mixed"
+    seed: int = 0
+    shaping: str = "plain"
+    eos: bool = False
+    drafter: str = "model"
+    vocabulary: int = 3
+    new: int = 4
+    temperature: float = 1.0
+    prompt: tuple[int, ...] = (0, 1)
+    attention: str = "sdpa"
+
+    def __str__(self) -> str:
+        parts = [
+            self.mode,
+            self.tree,
+            self.decider,
+            self.kind,
+            self.shaping,
+            self.drafter,
+            "eos" if self.eos else "no eos",
+        ]
+        return " ".join([*parts, f"V={self.vocabulary} n={self.new} T={self.temperature:g} seed={self.seed}"])
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (self.vocabulary - 1,) if self.eos else ()
+
+
+def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[float]:
+    """Return the probabilities that `case` samples from: written out again, so that it can differ from the loop's."""
+    shaping = SHAPINGS[case.shaping]
+    penalty = shaping.repetition_penalty
+    scores = [(x * penalty if x < 0 else x / penalty) if t in prefix else x for t, x in enumerate(logits)]
+    if shaping.processors:
+        scores = [x + more for x, more in zip(scores, added(prefix, case.vocabulary), strict=True)]
+    scores = [x / case.temperature for x in scores]
+    if shaping.top_k:
+        least = sorted(scores, reverse=True)[shaping.top_k - 1]
+        scores = [x if x >= least else float("-inf") for x in scores]
+    return torch.softmax(torch.tensor(scores, dtype=torch.float64), -1).tolist()
+
+
+def all_cases() -> Iterator[Case]:
+    """Yield every lossless mode of the rejection family with every shape, policy, processor and end of text.
+
+    Tables, prompts and temperatures take turns, by chance with a fixed seed.
+    """
+    chance = random.Random(11)
+    for decider in DECIDERS:
+        for mode, trees in SHAPES.items():
+            for tree in trees:
+                for shaping in SHAPINGS:
+                    for eos in (False, True):
+                        seed, prompt = chance.randrange(10**6), chance.choice(PROMPTS)
+                        temperature, new = chance.choice((1.0, 1.0, 0.7)), 5 if eos and tree in CHAINS else 4
+                        kind = "dense" if tree in (*CHAINS, "2") and chance.random() < 0.4 else "mixed"
+                        yield Case(mode, tree, decider, kind, seed, shaping, eos, "model", 3, new, temperature, prompt)
+
+
+def other_cases() -> Iterator[Case]:
+    """Yield prompt lookup, larger vocabularies, and masks of the other form."""
+    said = (0, 1, 0, 2, 0, 1)
+    for decider in ("fixed", "best-branch", "trims-unsure", "selects-unsure", "raising"):
+        for mode, trees in SHAPES.items():
+            for tree in trees[::2]:
+                yield Case(mode, tree, decider, "mixed", 3, drafter="lookup", eos=True, prompt=said)
+                yield Case(mode, tree, decider, "mixed", 4, "shaped", drafter="lookup", prompt=said)
+                yield Case(mode, tree, decider, "mixed", 5, eos=True, vocabulary=4)
+                yield Case(mode, tree, decider, "sparse", 6, vocabulary=5)
+                yield Case(mode, tree, decider, "mixed", 7, eos=True, attention="eager")

@@ -1,0 +1,225 @@
+"""Drafters beside a draft model: prompt lookup, and heads that answer every depth from the target's hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import NEW, VOCABULARY
+from specstop.decode.candidates import Candidates
+from specstop.decode.drafters import LookupDrafter, ModelDrafter, find_drafter
+from specstop.decode.loop import Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.records import Generation
+from specstop.decode.settings import Settings
+from specstop.decode.topology import chain, parse_tree
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.errors import InputError
+from torch import Tensor
+from zoo import ZOO
+
+TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
+
+
+def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None = None) -> dict[int, float]:
+    """Weights of what lookup proposes behind the text, by token."""
+    drafter = LookupDrafter(pair, longest)
+    drafter.reserve(64)
+    whole = text if anchor is None else [*text, anchor]
+    found = Candidates.at(whole[-1:], chain(3))
+    row = drafter.feed(whole, len(whole) - 1, found, [0], None)[0]
+    return {t: float(row[t].exp()) for t in torch.isfinite(row).nonzero()[:, 0].tolist()}
+
+
+def generate(
+    pair: Pair, prompts: Sequence[list[int]], policy: StopPolicy, settings: Settings, drafter: object
+) -> list[Generation]:
+    speculator = Speculator(pair, policy, settings, drafter=drafter)
+    return [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]
+
+
+def plain(pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0) -> list[list[int]]:
+    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
+    return plain_texts(pair, prompts, keys, NEW, temperature).tokens
+
+
+def test_lookup_counts_what_followed_and_prefers_the_later_of_equals(pair: Pair) -> None:
+    weights = looked_up(pair, [5, 8, 5, 9, 5, 9, 5, 7, 5])  # 5 was followed by 8, 9, 9, 7
+    assert {t: round(w) for t, w in weights.items()} == {8: 1, 9: 2, 7: 1}
+    assert weights[9] > weights[7] > weights[8]
+
+
+def test_lookup_takes_the_longest_suffix_that_came_before(pair: Pair) -> None:
+    text = [4, 5, 6, 20, 9, 5, 6, 21, 9, 6, 22, 4, 5, 6]
+    assert list(looked_up(pair, text)) == [20]
+    assert list(looked_up(pair, text, longest=2)) == [20, 21]
+    assert list(looked_up(pair, text, longest=1)) == [20, 21, 22]
+
+
+def test_lookup_that_knows_nothing_proposes_nothing(pair: Pair) -> None:
+    assert looked_up(pair, [4, 5, 6, 7]) == {}
+    assert looked_up(pair, [4]) == {}
+    generation = generate(pair, [[40]], FixedLength(4), Settings(0.0, 3), LookupDrafter(pair))[0]
+    first = generation.rounds[0]
+    assert (first.drafted, first.verified, first.accepted, first.committed) == (0, 0, 0, 1)
+
+
+def test_lookup_follows_each_branch_of_a_tree_by_its_own_tokens(pair: Pair) -> None:
+    text = [5, 8, 30, 5, 9, 31, 5]
+    drafter = LookupDrafter(pair)
+    drafter.reserve(64)
+    found = Candidates.at([5], parse_tree("2,2"))
+    rows = drafter.feed(text, 6, found, [0], None)
+    assert torch.isfinite(rows[0]).nonzero()[:, 0].tolist() == [8, 9]
+    places = [found.add(0, 1, 9), found.add(0, 2, 8)]
+    rows = drafter.feed(text, 6, found, places, None)
+    assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[31], [30]]
+    drafter.commit(6, [0, 1])
+    found = Candidates.at([44], parse_tree("2,2"))
+    assert not torch.isfinite(drafter.feed([*text, 9, 44], 8, found, [0], None)).any()
+    drafter.reserve(64)
+    assert not torch.isfinite(drafter.feed([5], 0, Candidates.at([5], chain(1)), [0], None)).any(), "a new text"
+
+
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+@pytest.mark.parametrize("tree", TREES)
+def test_text_with_lookup_is_the_targets(
+    pair: Pair, prompt_ids: list[list[int]], tree: str | None, verification: str
+) -> None:
+    prompts = [[*p, *p, *p] for p in prompt_ids[1::3]]
+    for temperature in (0.0, 0.7):
+        expected = plain(pair, prompts, temperature)
+        for policy in (FixedLength(4), Confidence(0.3)):
+            settings = Settings(temperature, NEW, tree=tree, verification=verification)
+            made = generate(pair, prompts, policy, settings, LookupDrafter(pair))
+            if verification == "match" or temperature == 0.0:
+                assert [list(g.tokens) for g in made] == expected
+            assert sum(r.drafted for g in made for r in g.rounds) > 0
+            assert any(r.drafted == 0 for g in made for r in g.rounds)
+            assert all(r.backlog == 0 for g in made for r in g.rounds)
+    if verification == "match":
+        repeated = [5, 6, 7, 8, 9] * 4
+        greedy = generate(pair, [repeated], FixedLength(4), Settings(0.0, NEW, tree=tree), LookupDrafter(pair))[0]
+        assert list(greedy.tokens) == plain(pair, [repeated])[0]
+
+
+@pytest.mark.parametrize("name", ["trimming", "selecting", "from-anchor", "reads-history"])
+def test_lookup_goes_with_every_sort_of_policy(pair: Pair, prompt_ids: list[list[int]], name: str) -> None:
+    prompts = [[*p, *p] for p in prompt_ids]
+    made = generate(pair, prompts, ZOO[name], Settings(0.7, NEW), LookupDrafter(pair))
+    assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
+
+
+def test_drafters_by_name(pair: Pair) -> None:
+    assert isinstance(find_drafter("model", pair), ModelDrafter)
+    lookup = find_drafter("lookup:7", pair)
+    assert isinstance(lookup, LookupDrafter)
+    assert lookup._longest == 7
+    for name in ("lookup:0", "lookup:x", "lookup:-1", "model:3", "medusa", ""):
+        with pytest.raises(InputError, match="--drafter: expected model, lookup or lookup:LENGTH, not ") as error:
+            find_drafter(name, pair)
+        assert repr(name) in str(error.value)
+
+
+class Heads:
+    """Medusa-like: head j scores the token at depth j + 1 from the target's last hidden state before the roots.
+
+    A head is the target's own output matrix with noise, so that some of what it says is accepted.
+    """
+
+    partial, reads_hidden = False, True
+
+    def __init__(self, pair: Pair, depth: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        weight = pair.target.lm_head.weight
+        self.heads = [
+            weight + 0.2 * j * torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for j in range(depth)
+        ]
+        self.passes, self.seen = 0, []
+
+    def reserve(self, tokens: int) -> None:
+        pass
+
+    def backlog(self, text: Sequence[int]) -> int:
+        return 0
+
+    def feed(
+        self, text: Sequence[int], base: int, found: Candidates, feeding: Sequence[int], hidden: Tensor | None
+    ) -> Tensor:
+        depth = found.depth[feeding[0]]
+        if depth == 0:
+            self.passes += 1
+            self.seen.append((list(text[:base]), hidden.clone()))
+            self.rows = [torch.nn.functional.linear(hidden, head) for head in self.heads]
+        return self.rows[depth].expand(len(feeding), -1)
+
+    def commit(self, base: int, path: Sequence[int]) -> None:
+        pass
+
+
+class Half(StopPolicy):
+    """Drafts the whole tree, then verifies the first branch of each node and what stands below."""
+
+    name, max_depth = "half", 3
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Tensor:
+        n = tree.parent.shape[1]
+        first = [i for i in range(n) if i == tree.parent[0].tolist().index(int(tree.parent[0, i]))]
+        kept = torch.zeros_like(tree.drawn)
+        for node in first:
+            above = int(tree.parent[0, node])
+            kept[0, node] = above < 0 or bool(kept[0, above])
+        return kept
+
+
+@pytest.mark.parametrize("tree", [None, "3,2,1", "parents:-1,-1,0,0,1,2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_heads_on_the_target_get_its_hidden_state_and_leave_the_text_alone(
+    pair: Pair, prompt_ids: list[list[int]], tree: str | None, temperature: float
+) -> None:
+    prompt_ids = prompt_ids[::2]
+    for policy in (FixedLength(3), Half()):
+        heads = Heads(pair, 4)
+        made = generate(pair, prompt_ids, policy, Settings(temperature, NEW, tree=tree, max_depth=4), heads)
+        assert [list(g.tokens) for g in made] == plain(pair, prompt_ids, temperature)
+        rounds = [r for g in made for r in g.rounds]
+        assert heads.passes == sum(r.drafted > 0 for r in rounds), "one pass a round answers all depths"
+        assert 0 < sum(r.accepted for r in rounds) < sum(r.verified for r in rounds)
+        if isinstance(policy, Half) and tree is not None:
+            assert all(r.verified < r.drafted for r in rounds if r.drafted > 2)
+            assert max(r.verified for r in rounds) == 3
+        with torch.no_grad():
+            for text, hidden in heads.seen[::3]:
+                states = pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
+                torch.testing.assert_close(hidden, states[:, -1], atol=1e-9, rtol=0)
+
+
+def test_no_other_drafter_pays_for_hidden_states(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    for drafter in (ModelDrafter(pair), LookupDrafter(pair)):
+        speculator = Speculator(pair, FixedLength(2), Settings(0.0, 6), drafter=drafter)
+        speculator.generate(prompt_ids[3])
+        assert speculator._target.states is None
+
+
+def test_one_drafter_may_serve_one_loop_after_the_other(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    """Trees of different shapes: what was kept for the last one does not serve the next."""
+    drafter, expected = ModelDrafter(pair), plain(pair, prompt_ids[4:6])
+    for parents in ("-1,-1,0,1", "-1,-1,-1,0", "-1,-1,1,0"):
+        settings = Settings(0.0, NEW, tree=f"parents:{parents}")
+        again = generate(pair, prompt_ids[4:6], FixedLength(4), settings, drafter)
+        fresh = generate(pair, prompt_ids[4:6], FixedLength(4), settings, ModelDrafter(pair))
+        assert [list(g.tokens) for g in again] == expected
+        assert [[r.accepted for r in g.rounds] for g in again] == [[r.accepted for r in g.rounds] for g in fresh]
+
+
+def test_vocabulary_of_lookup_is_the_pairs(pair: Pair) -> None:
+    found = Candidates.at([5], chain(1))
+    drafter = LookupDrafter(pair)
+    assert drafter.feed([5], 0, found, [0], None).shape == (1, VOCABULARY)

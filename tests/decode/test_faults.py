@@ -1,0 +1,205 @@
+"""Faults put into the shipped code on purpose: the check of exactness must see each of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from deciders import DECIDERS
+from enumeration import EXACT, prove
+from specstop.decode import cache, drafting, loop, modes, rejection
+from specstop.decode.candidates import Candidates
+from specstop.decode.lossy import TargetInit
+from specstop.decode.noise import Choices, Purpose
+from specstop.decode.rejection import Block, Rejection, RejectionReplace
+from specstop.decode.topology import Topology
+from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from torch import Tensor
+
+SEEN = 1e-3
+CHAIN = Case("rejection", "chain:2", kind="dense", seed=1)
+TREE = Case("rejection", "2,1", kind="dense", seed=1, eos=True)
+BLOCK = Case("block", "chain:2", kind="dense", seed=1)
+
+Patch = pytest.MonkeyPatch
+is_exact = functools.cache(lambda case: prove(case).distance <= EXACT)
+"""Of the code as it is: to be asked before a fault is put in."""
+
+
+def is_seen(case: Case, monkeypatch: Patch, *faults: tuple[Any, str, Any]) -> bool:
+    """Whether the check passes without the faults and fails by a margin with them."""
+    assert is_exact(case)
+    for where, name, what in faults:
+        monkeypatch.setattr(where, name, what)
+    return prove(case).distance > SEEN
+
+
+@pytest.mark.parametrize("case", [CHAIN, TREE, BLOCK], ids=str)
+def test_a_residual_left_out(case: Case, monkeypatch: Patch) -> None:
+    def whole(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
+        return p if otherwise is None else otherwise
+
+    assert is_seen(case, monkeypatch, (rejection, "residual", whole))
+
+
+@pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
+def test_the_targets_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
+    shipped = Rejection._try
+
+    def shifted(self: Rejection, found: Candidates, place: int, probs: dict[int, Tensor], choices: Choices) -> Any:
+        return shipped(self, found, place, {**probs, place: probs[max(found.parent[place], 0)]}, choices)
+
+    assert is_seen(case, monkeypatch, (Rejection, "_try", shifted))
+
+
+@pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
+def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
+    shipped = Rejection._try
+
+    def shifted(self: Rejection, found: Candidates, place: int, probs: dict[int, Tensor], choices: Choices) -> Any:
+        rows = {at: found.drawn_from[max(found.parent[at], 0)] for at in found.drawn_from}
+        return shipped(self, replace(found, drawn_from=rows), place, probs, choices)
+
+    assert is_seen(case, monkeypatch, (Rejection, "_try", shifted))
+
+
+def test_the_row_before_the_one_where_a_block_ends(monkeypatch: Patch) -> None:
+    shipped = Block.accept
+
+    def shifted(
+        self: Block, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
+    ) -> tuple[list[int], list[int]]:
+        return shipped(self, found, sent, torch.cat([sampled[:1], sampled[:-1]]), choices)
+
+    assert is_seen(BLOCK, monkeypatch, (Block, "accept", shifted))
+
+
+class TrimsUnlikely(StopPolicy):
+    """Drops tokens that the draft found unlikely."""
+
+    name, features, trims, max_depth = "trims-unlikely", ("drawn_prob",), True, 3
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.features[..., 0] > 0.4), state
+
+
+@pytest.mark.parametrize("case", [CHAIN, TREE, BLOCK], ids=str)
+def test_trimming_by_what_was_drawn(case: Case, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(loop, "check_mode", lambda *args: None)
+    monkeypatch.setitem(DECIDERS, "trims-unlikely", TrimsUnlikely)
+    assert is_exact(case)
+    assert prove(replace(case, decider="trims-unlikely")).distance > SEEN
+
+
+class SelectsEven(StopPolicy):
+    """Leaves odd tokens out."""
+
+    name, max_depth = "selects-even", 3
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Tensor:
+        return tree.drawn & (tree.tokens.clamp_min(0) % 2 == 0)
+
+
+def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
+    monkeypatch.setitem(DECIDERS, "selects-even", SelectsEven)
+    shipped = Candidates.tree
+    shown = (Candidates, "tree", lambda found, device, hide_tokens=False: shipped(found, device))
+    assert is_seen(replace(TREE, decider="selects-even"), monkeypatch, shown)
+
+
+def test_selecting_once_all_is_drafted(monkeypatch: Patch) -> None:
+    """What could be drafted below a token tells whether it ends the text."""
+    case = replace(TREE, decider="selects-by-token")
+    assert is_seen(case, monkeypatch, (drafting, "is_trimming", lambda policy: False))
+
+
+def test_trimming_that_spares_what_ends_a_text(monkeypatch: Patch) -> None:
+    case = Case("rejection", "chain:2", "trims-unsure", "mixed", 2, eos=True)
+    assert is_exact(case)
+    shipped = drafting.DraftPhase.__init__
+
+    def spares(self: drafting.DraftPhase, *args: Any) -> None:
+        shipped(self, *args)
+        self._asks_ended = False
+
+    monkeypatch.setattr(drafting.DraftPhase, "__init__", spares)
+    assert prove(case).distance > SEEN
+
+
+def test_a_root_that_is_chosen_by_how_its_branch_went(monkeypatch: Patch) -> None:
+    case = Case("rejection", "2,1", kind="dense", seed=1, new=2)
+    assert is_exact(case)
+    monkeypatch.setitem(modes.MODES, "rejection", TargetInit)
+    assert prove(case).distance > SEEN
+
+
+def test_roots_drawn_from_a_sharper_distribution(monkeypatch: Patch) -> None:
+    shipped = Rejection.start
+
+    def sharper(self: Rejection, sampled: Tensor, count: int, choices: Choices) -> list[int]:
+        return shipped(self, 1.1 * sampled, count, choices)
+
+    assert is_seen(CHAIN, monkeypatch, (Rejection, "start", sharper))
+
+
+def test_acceptance_and_residual_that_share_a_number(monkeypatch: Patch) -> None:
+    """The number by which a token was accepted draws the one behind it."""
+    assert prove(CHAIN).reused == 0
+    shipped = Choices.draw
+
+    def shared(self: Choices, probs: Tensor, node: int, purpose: Purpose) -> int:
+        return shipped(self, probs, node, Purpose.ACCEPT if purpose is Purpose.RESIDUAL else purpose)
+
+    assert is_seen(CHAIN, monkeypatch, (Choices, "draw", shared))
+    assert prove(CHAIN).reused > 0
+
+
+def test_rounds_that_share_their_numbers(monkeypatch: Patch) -> None:
+    """All choices of a round after the first are made by the numbers of round 1."""
+    shipped = loop.Speculator._choices
+
+    def stuck(self: loop.Speculator, text: Any, position: int) -> Choices:
+        text.round = min(text.round, 1)
+        return shipped(self, text, position)
+
+    assert is_seen(CHAIN, monkeypatch, (loop.Speculator, "_choices", stuck))
+
+
+def test_siblings_tried_against_a_draft_that_is_not_reduced(monkeypatch: Patch) -> None:
+    shipped = Rejection._try
+
+    def unreduced(self: Rejection, *args: Any) -> Any:
+        return shipped(RejectionReplace(), *args)
+
+    assert is_seen(replace(TREE, tree="2"), monkeypatch, (Rejection, "_try", unreduced))
+
+
+def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
+    shipped = Rejection._try
+
+    def backwards(self: Rejection, found: Candidates, *args: Any) -> Any:
+        return shipped(self, replace(found, children=[below[::-1] for below in found.children]), *args)
+
+    assert is_seen(replace(TREE, tree="2"), monkeypatch, (Rejection, "_try", backwards))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (cache.SlotLayer, "move", lambda self, slots, to: None),
+        (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
+        (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
+    ],
+    ids=["a path that is not compacted", "siblings that see each other", "processors that see siblings"],
+)
+def test_trees_that_lose_their_paths(fault: tuple[Any, str, Any], monkeypatch: Patch) -> None:
+    case = Case("rejection", "2,1", kind="sparse", seed=4, shaping="by-prefix")
+    assert is_seen(case, monkeypatch, fault)
