@@ -42,7 +42,13 @@ VOCABULARY = 64
 WINDOW = 6  # shorter than every text and than some trees
 IDS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 NARROW = {**IDS, "hidden_size": 32, "num_attention_heads": 2, "tie_word_embeddings": False}
-WIDE = {**NARROW, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 160, "initializer_range": 0.4}
+WIDE = {
+    **NARROW,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.4,
+}
 GROUPED = {**WIDE, "num_key_value_heads": 1, "head_dim": 16}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {**GROUPED, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}
@@ -143,7 +149,12 @@ class Compared:
 
 
 def compare(
-    pair: Pair, policy: StopPolicy, tree: str | None, texts: Sequence[list[int]], expected: Sequence[list[int]], new: int
+    pair: Pair,
+    policy: StopPolicy,
+    tree: str | None,
+    texts: Sequence[list[int]],
+    expected: Sequence[list[int]],
+    new: int,
 ) -> Compared:
     """Decode `texts` with one policy and tree, and hold the result against `expected`."""
     speculator = Speculator(pair, policy, Settings(0.0, new, tree=tree))
@@ -184,7 +195,9 @@ def main() -> int:
     torch.set_num_threads(1)
     count, new = (2, 12) if args.quick else (8, 48)
     begin, rows = time.perf_counter(), []
-    print(f"{'kind':15} {'attention':9} {'dtype':8} {'tree':25} {'policy':15} {'equal':>7} {'ties':>4} {'accepted':>8}  margins")
+    print(
+        f"{'kind':15} {'attention':9} {'dtype':8} {'tree':25} {'policy':15} {'equal':>7} {'ties':>4} {'accepted':>8}  margins"
+    )
     for name, attention, dtype, pair in pairs(CONFIGS, DTYPES, args.pair):
         texts = prompts(count, vocabulary=pair.vocabulary)
         expected = [plain(pair.target, prompt, new) for prompt in texts]

@@ -168,7 +168,7 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
         if json:
             print_json({"rank": place.rank, "world": place.world, "complete": False, "shards": have})
         else:
-            say(f"specstop: process {place.rank} of {place.world} is done; {have} shards are in {out}")
+            typer.echo(f"{out}: process {place.rank} of {place.world} is done; {have} shards are there")
         return
     facts, rows = describe_trace(trace)
     if json:

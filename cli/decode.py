@@ -61,6 +61,13 @@ def decode(
     no_repeat_ngram: Annotated[int, typer.Option(help="No n-gram of this length twice; 0 = any.")] = 0,
     min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many new tokens.")] = 0,
     stop: Annotated[list[str], typer.Option(help="End the text behind this string; repeatable.")] = [],  # noqa: B006
+    guard: Annotated[
+        str,
+        typer.Option(
+            help="warn once a learned policy's live acceptance leaves the band its calibration predicts; fallback: draft the "
+            "best fixed length then; off."
+        ),
+    ] = "warn",
     seed: Seed = 0,
     limit: Limit = None,
     device: Device = "cpu",
@@ -98,6 +105,7 @@ def decode(
         tree=tree,
         shaping=Shaping(top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, min_new_tokens),
         stops=stop_strings(pair, stop),
+        guard=guard,
     )
     shown = -1
 

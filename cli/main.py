@@ -24,7 +24,13 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+    no_plugins: bool = typer.Option(False, "--no-plugins", help="Do not look for installed policies."),
+) -> None:
+    if no_plugins:
+        os.environ["SPECSTOP_PLUGINS"] = "0"
     if context.invoked_subcommand is None and not version:
         typer.echo(context.get_help())
     if version:

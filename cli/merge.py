@@ -28,8 +28,8 @@ def merge(
     if checked.missing:
         named = ", ".join(map(str, checked.missing[:_NAMED])) + (", ..." if len(checked.missing) > _NAMED else "")
         raise TraceError(
-            f"{trace}: {len(checked.missing)} shards are missing ({named}); run the collect command again with --resume, "
-            "as one process or as several"
+            f"{trace}: not complete, {len(checked.missing)} of its shards missing ({named}); run the collect command again "
+            "with --resume, as one process or as several"
         )
     if json:
         print_json(checked.facts())

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from typing import Annotated
+
+import typer
+
 from .console import print_json, table
 from .options import Json
 
 
-def policies(json: Json = False) -> None:
-    """List built-in and installed policies."""
-    from ..policies.specs import BUILTINS, plugins
+def policies(
+    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="Leave installed plugins out.")] = False,
+    json: Json = False,
+) -> None:
+    """List built-in and installed policies, their modules, and whether they load."""
+    from ..policies.specs import SWITCH, listed_policies
 
-    rows = [(name, "built in", builtin.usage) for name, builtin in BUILTINS.items()]
-    rows += [(name, point.dist.name if point.dist else "?", point.value) for name, point in plugins().items()]
+    if no_plugins:
+        os.environ[SWITCH] = "0"
+    found = listed_policies()
     if json:
-        print_json([dict(zip(("name", "where", "what"), row, strict=True)) for row in rows])
+        print_json([{**dataclasses.asdict(policy), "loads": not policy.problem} for policy in found])
         return
-    table("Policies: a name as below, or the path of a policy folder", ("name", "where", "what"), rows)
+    rows = [(p.name, p.where, p.module, p.problem or "yes", p.usage) for p in found]
+    table(
+        "Policies: a name as below, or the path of a policy folder", ("name", "where", "module", "loads", "what"), rows
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,10 @@ def _foreign(schema: pa.Schema, shard: Path, header: Header) -> str:
     return ""
 
 
-def find_damage(folder: Path, header: Header) -> dict[int, str]:
-    """Return what is wrong with each damaged shard, by its index."""
-    found = {i: damage(shard_path(folder, i, header.shards), header) for i in sorted(finished(folder, header))}
+def find_damage(folder: Path, header: Header, among: Collection[int] | None = None) -> dict[int, str]:
+    """Return what is wrong with each damaged shard (of those `among`), by its index."""
+    there = sorted(i for i in finished(folder, header) if among is None or i in among)
+    found = {i: damage(shard_path(folder, i, header.shards), header) for i in there}
     return {index: what for index, what in found.items() if what}
 
 
@@ -138,13 +140,15 @@ class Checked:
         return {"rows": self.rows, "missing": list(self.missing), "quarantined": [str(p) for p in self.moved]}
 
 
-def check_shards(folder: Path, header: Header, *, repair: bool = False) -> tuple[Path, ...]:
-    """Check every shard that is there; return where damaged ones were moved to.
+def check_shards(
+    folder: Path, header: Header, *, repair: bool = False, among: Collection[int] | None = None
+) -> tuple[Path, ...]:
+    """Check every shard that is there (of those `among`); return where damaged ones were moved to.
 
     Raises:
         TraceError: a shard is damaged and `repair` is not given.
     """
-    damaged = find_damage(folder, header)
+    damaged = find_damage(folder, header, among)
     if not repair:
         for index, what in damaged.items():
             raise TraceError(damaged_text(folder, header, index, what))

@@ -40,50 +40,43 @@ def dense_rows(
         unroller.temperature,
     )
     chunks = []
-    for (sequence, name, group, prompt, key), text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
+    for one, text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
         last = min(len(text), max_new_tokens)
         if last > 1:
-            chunks.append(
-                _text_rows(
-                    unroller,
-                    sequence,
-                    name,
-                    group,
-                    prompt,
-                    key,
-                    text,
-                    rows[: len(text)],
-                    last,
-                    ended=text[-1] in pair.eos,
-                )
-            )
+            anchor = torch.arange(1, last, device=pair.device)
+            chunks.append(text_columns(unroller, one, text, rows[: len(text)], last, anchor))
     return chunks
 
 
-def _text_rows(
+def text_columns(
     unroller: Unroller,
-    sequence: int,
-    name: str,
-    group: str,
-    prompt: list[int],
-    key: int,
+    one: tuple[int, str, str, list[int], int],
     text: list[int],
     target_rows: Tensor,
     last: int,
-    ended: bool,
+    anchor: Tensor,
 ) -> Mapping[str, Any]:
-    """Return the columns of one text: anchors 1 .. last - 1."""
-    device = target_rows.device
-    anchor = torch.arange(1, last, device=device)
+    """Return the columns of one text.
+
+    Args:
+        unroller: of the draft.
+        one: (sequence, prompt id, group, token ids, stream key) of the prompt.
+        text: generated ids; anchors look past `last`.
+        target_rows: [L, V], the target's row that each was drawn from.
+        last: tokens of the text that count.
+        anchor: [n] of 1 .. last - 1, rising.
+    """
+    sequence, name, group, prompt, key = one
     trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key), target_rows)
-    own = torch.tensor(text[: last - 1], device=device)
-    anchor_rows = Rows(target_rows[: last - 1], tokens=own)
+    own = torch.tensor(text, device=target_rows.device)[anchor - 1]
+    anchor_rows = Rows(target_rows[anchor - 1], tokens=own)
+    ended, count = text[-1] in unroller.pair.eos, len(anchor)
     columns: dict[str, Any] = {
-        "prompt_id": [name] * (last - 1),
-        "group": [group] * (last - 1),
-        "sequence": [sequence] * (last - 1),
-        "prompt_tokens": [len(prompt)] * (last - 1),
-        "text_tokens": [last] * (last - 1),
+        "prompt_id": [name] * count,
+        "group": [group] * count,
+        "sequence": [sequence] * count,
+        "prompt_tokens": [len(prompt)] * count,
+        "text_tokens": [last] * count,
         "anchor": anchor,
         "tokens": trees.tokens,
         "draft_prob": trees.draft_prob.float(),
@@ -96,4 +89,4 @@ def _text_rows(
     }
     columns.update(zip(ANCHOR_FEATURES, compute(ANCHOR_FEATURES, anchor_rows).unbind(1), strict=True))
     columns.update(zip(unroller.features, trees.features.unbind(2), strict=True))
-    return {name: v.cpu().numpy() if isinstance(v, Tensor) else v for name, v in columns.items()}
+    return {key_: v.cpu().numpy() if isinstance(v, Tensor) else v for key_, v in columns.items()}

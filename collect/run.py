@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ import torch
 
 from ..decode.noise import stream_key
 from ..decode.pair import Pair
+from ..decode.settings import Settings
 from ..decode.topology import chain, parse_tree
+from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.progress import Progress, silent
-from .dense import Unroller, dense_rows
 from .prompts import Prompt, encode
 from .schema import Header, parents
 from .shards import Plan, Work, record
 from .store import Trace
-from .unroll import node_features
+from .ways import choose_way
 
 PROMPTS_PER_SHARD = 32
 
@@ -46,8 +47,17 @@ def collect(
     overwrite: bool = False,
     repair: bool = False,
     progress: Progress = silent,
+    collector: str = "dense",
+    policy: StopPolicy | None = None,
+    verification: str = "match",
+    explore: float = 0.0,
+    mix: float = 0.0,
+    completions: Mapping[str, str] | None = None,
 ) -> Trace:
-    """Record dense traces: at every position of the target's text, the chain or tree that the draft proposes.
+    """Record traces: what the draft proposes, and what of it the target accepts.
+
+    The dense collector records the chain or tree at every position of the target's text; the live one the rounds of the
+    running loop.
 
     For a part of the run, as one of several processes, or to be stopped between shards: `plan_run` and `record`.
 
@@ -60,6 +70,7 @@ def collect(
         overwrite: delete what is there.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
+        collector, policy, verification, explore, mix, completions: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, or the folder not empty.
@@ -76,6 +87,12 @@ def collect(
         max_new_tokens=max_new_tokens,
         seed=seed,
         shards=shards,
+        collector=collector,
+        policy=policy,
+        verification=verification,
+        explore=explore,
+        mix=mix,
+        completions=completions,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -93,6 +110,12 @@ def plan_run(
     seed: int = 0,
     shards: int | None = None,
     source: str = "",
+    collector: str = "dense",
+    policy: StopPolicy | None = None,
+    verification: str = "match",
+    explore: float = 0.0,
+    mix: float = 0.0,
+    completions: Mapping[str, str] | None = None,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -107,6 +130,13 @@ def plan_run(
         seed: of the streams.
         shards: number of shards; by default one for every 32 prompts.
         source: where the prompts are from, for the data card.
+        collector: "dense", or "live" for the rounds of the running loop, with their times.
+        policy: of a live run; by default one that drafts to full depth.
+        verification: of a live run; dense traces are of `match`.
+        explore: share of the rounds of a live run that are drafted to full depth whatever the policy says.
+        mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
+            its own samples, as SpecDec++ trains on; 0 = the text as it is.
+        completions: text behind each prompt, by prompt id, to label in the place of the target's own.
 
     Raises:
         InputError: an option is out of range, or a prompt is too long.
@@ -124,6 +154,8 @@ def plan_run(
     topology = chain(depth) if tree is None else parse_tree(tree)
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
     count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
+    settings = Settings(temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree)
+    way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions)
     header = Header(
         target=target,
         draft=draft,
@@ -132,25 +164,21 @@ def plan_run(
         eos=pair.eos,
         temperature=temperature,
         topology=parents(topology),
-        features=node_features(topology),
+        features=way.features,
         anchor_features=ANCHOR_FEATURES,
         max_new_tokens=max_new_tokens,
         seed=seed,
         shards=count,
         prompts=len(prompts),
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
+        **way.header,
         facts={**facts(pair), "prompts from": source},
     )
-    unroller = Unroller(pair, topology, temperature)
     work: list[list[Work]] = [[] for _ in range(count)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
-    return Plan(
-        header,
-        tuple(map(tuple, work)),
-        lambda batch: dense_rows(pair, unroller, batch, max_new_tokens),
-    )
+    return Plan(header, tuple(map(tuple, work)), way.rows)
 
 
 def reading_room(pair: Pair, new_tokens: int) -> int:

@@ -65,19 +65,18 @@ def record(
         out: folder of the trace.
         place: this process among others.
         resume, overwrite: what to do with a folder that is not empty; several processes always resume.
-        repair: before resuming, compare all checksums and move damaged shards aside.
+        repair: move damaged shards aside and collect them again; otherwise the first one is an error.
         stop: asked after each shard.
         progress: counts the prompts dealt to this process.
 
     Raises:
         InputError: the folder is not empty.
-        TraceError: it holds another run, or the disk is full.
+        TraceError: it holds another run or a damaged shard, or the disk is full.
     """
     header = plan.header
     folder = open_for_writing(out, header, resume=resume or place.world > 1, overwrite=overwrite)
-    if repair:
-        check_shards(folder, header, repair=True)
     mine = [index for index in range(header.shards) if place.takes(index)]
+    check_shards(folder, header, repair=repair, among=mine)
     have = finished(folder, header)
     task = "collect" if place.world == 1 else f"collect {place.rank}/{place.world}"
     total = sum(len(plan.work[index]) for index in mine)

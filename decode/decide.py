@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..policies.features import Layout, Rows, compute
 from ..policies.history import HistoryOne
 from ..policies.single import Reader, Row
 from .candidates import Candidates
+from .guard import best_fixed, describe, make_watch
 from .settings import Text
 
 
@@ -188,19 +188,15 @@ def _tree_step(
 
 def draft_step(depth: int, features: Tensor) -> DraftStep:
     """Return the step of one stream with one branch, from its features [1, F]."""
-    alive, parent = _single_branch(features.device)
-    return DraftStep(depth, alive, parent, features[:, None])
+    # Made anew each time: a policy that writes into what it is shown must not reach the steps of others.
+    alive = torch.ones(1, 1, dtype=torch.bool, device=features.device)
+    return DraftStep(depth, alive, torch.zeros(1, 1, dtype=torch.int64, device=features.device), features[:, None])
 
 
 def _up_to_date(kind: type[StopPolicy]) -> bool:
     """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
     nearest = next(base for base in kind.__mro__ if "keep" in vars(base) or "keep_one" in vars(base))
     return "keep_one" in vars(nearest)
-
-
-@functools.cache
-def _single_branch(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.ones(1, 1, dtype=torch.bool, device=device), torch.zeros(1, 1, dtype=torch.int64, device=device)
 
 
 class Guard:
@@ -211,6 +207,7 @@ class Guard:
         device: of the logits.
         chain: whether no round has more than one branch.
         fallback: length that is drafted after a failure.
+        mode: of the live guard: off, warn, or fallback (`guard`).
 
     Attributes:
         policy: the one in charge.
@@ -218,8 +215,11 @@ class Guard:
         carried: its state between texts, if it carries one.
     """
 
-    def __init__(self, policy: StopPolicy, device: torch.device, chain: bool, fallback: int) -> None:
+    def __init__(
+        self, policy: StopPolicy, device: torch.device, chain: bool, fallback: int, mode: str = "off"
+    ) -> None:
         self.policy, self._device, self._chain, self._fallback = policy, device, chain, fallback
+        self._watch, self._mode = make_watch(policy, mode, chain), mode
         self.decider = Decider(policy, device, chain)
         self.carried: State = None
         self._warned = False
@@ -242,6 +242,8 @@ class Guard:
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
             return list(alive) if depth < self._fallback else []
+        if self._watch is not None:
+            self._watch.decided(depth, text.policy_state)
         return kept
 
     def select(self, text: Text, found: Candidates, hide_tokens: bool) -> list[bool] | None:
@@ -254,6 +256,22 @@ class Guard:
             self._fail(text, error)
             return None
         return None if mask is None else [True] * found.topology.roots + mask[0].tolist()
+
+    def finished(self, text: Text, accepted: int, verified: int, cut: bool) -> None:
+        """Compare live acceptance with what the policy predicted; warn, or fall back, once it leaves the band."""
+        if self._watch is None:
+            return
+        self._watch.finished(accepted, verified, cut)
+        band = self._watch.band()
+        if band is None or not band.left:
+            return
+        message = describe(self.policy, band)
+        if self._mode == "fallback":
+            length = best_fixed(self.policy, self._watch.conditional(), self._fallback)
+            self._replace(text, FixedLength(length))
+            message += f"; drafting {length} tokens a round from here on"
+        self._watch = None
+        warnings.warn(message, SpecstopWarning, stacklevel=2)
 
     def observe(self, text: Text, outcome: RoundOutcome) -> None:
         """Tell the policy how the round went."""
@@ -272,6 +290,11 @@ class Guard:
                 stacklevel=2,
             )
         self._warned = True
-        self.policy = FixedLength(self._fallback)
-        self.decider = Decider(self.policy, self._device, self._chain)
+        self._watch = None
+        self._replace(text, FixedLength(self._fallback))
+
+    def _replace(self, text: Text, policy: StopPolicy) -> None:
+        """Put another policy in charge."""
+        self.policy = policy
+        self.decider = Decider(policy, self._device, self._chain)
         text.policy_state = self.carried = None

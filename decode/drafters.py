@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..policies.errors import InputError
-from .cache import CachedModel
 from .candidates import Candidates
+from .captured import open_cache
 from .pair import Pair
 
 
@@ -63,13 +63,13 @@ class ModelDrafter:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._model = CachedModel(pair.draft, 0, pair.vocabulary)
+        self._model = open_cache(pair.draft, 0, pair.vocabulary)
         self._fed: list[int] = []  # places in the cache, in the order of its slots behind the text
 
     def reserve(self, tokens: int) -> None:
         """See `Drafter`."""
         if self._model.capacity < tokens:
-            self._model = CachedModel(self._pair.draft, tokens, self._pair.vocabulary)
+            self._model = open_cache(self._pair.draft, tokens, self._pair.vocabulary)
         self._model.roll_back(0)
 
     def backlog(self, text: Sequence[int]) -> int:

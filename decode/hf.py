@@ -8,14 +8,15 @@ Traps of transformers 5.23 behind the names here: for a callable, `generate` dro
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.logits_process import TemperatureLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -99,6 +100,7 @@ def specstop_generate(
     for row, ids in enumerate(input_ids.tolist()):
         real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
         start = real.index(True) if True in real else 0
+        speculator.settings = dataclasses.replace(settings, shaping=_of_row(shaping, row))
         stream = (lambda new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
         generation = speculator.generate(ids[start:], _key(seed, row, temperature), stream, ids[:start])
         texts.append([*ids, *generation.tokens])
@@ -121,6 +123,25 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
     if len(made) == 1 and isinstance(made[0], TemperatureLogitsWarper):
         return Shaping(), float(made[0].temperature)
     return Shaping(processors=made), 1.0
+
+
+def _of_row(shaping: Shaping, row: int) -> Shaping:
+    """Return the processors as they treat one row of the batch: some hold a value for each, or are told its number."""
+    made: list[LogitsProcessor] = []
+    for processor in shaping.processors:
+        ignored = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty leaves each row's padding out
+        if isinstance(ignored, Tensor):
+            processor = copy.copy(processor)
+            setattr(processor, "prompt_ignore_length", int(ignored[row]))  # noqa: B010 - not every kind has it
+        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+            processor = PrefixConstrainedLogitsProcessor(_asked(processor._prefix_allowed_tokens_fn, row), num_beams=1)
+        made.append(processor)
+    return dataclasses.replace(shaping, processors=tuple(made))
+
+
+def _asked(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
+    """Return `allowed`, told the row's number in the batch instead of the one it has alone."""
+    return lambda _, ids: allowed(row, ids)
 
 
 def _key(seed: int | None, row: int, temperature: float) -> int:

@@ -17,8 +17,8 @@ from ..policies.contract import RoundOutcome, StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError
 from ..policies.history import HistoryOne
-from .cache import CachedModel
 from .candidates import Candidates
+from .captured import open_cache
 from .decide import Guard
 from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
@@ -69,7 +69,7 @@ class Speculator:
         check_processors(self.settings.shaping.processors, pair.vocabulary)
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
-        self._guard = Guard(policy, pair.device, chain, self.settings.fallback)
+        self._guard = Guard(policy, pair.device, chain, self.settings.fallback, self.settings.guard)
         self._drafter = drafter or ModelDrafter(pair)
         self._eos = () if self.settings.ignore_eos else pair.eos
         self._observer = observer
@@ -79,7 +79,7 @@ class Speculator:
         )
         self._padded = profile.padded() if profile and chain else ()
         self._source = source
-        self._target = CachedModel(pair.target, 0, pair.vocabulary, self._drafter.reads_hidden)
+        self._target = open_cache(pair.target, 0, pair.vocabulary, self._drafter.reads_hidden)
 
     @property
     def policy(self) -> StopPolicy:
@@ -158,7 +158,7 @@ class Speculator:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self._target.capacity < capacity:
-            self._target = CachedModel(self.pair.target, capacity, self.pair.vocabulary, self._drafter.reads_hidden)
+            self._target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._drafter.reads_hidden)
         self._target.roll_back(0)
         self._drafter.reserve(capacity)
 
@@ -190,6 +190,7 @@ class Speculator:
         watch.start()
         if self._guard.decider.layout.history and not cut:
             text.history.add(accepted, verified)
+        self._guard.finished(text, accepted, verified, cut)
         if type(self.policy).observe is not StopPolicy.observe:
             outcome = self._outcome(context, found, verified, accepted, backlog, cut, watch.mark - begin)
             self._guard.observe(text, outcome)

@@ -35,6 +35,8 @@ class Settings:
         shaping: what else changes the distribution that is sampled from.
         stops: transformers' stopping criteria, asked after each committed token in order; the text is cut at the first
             that fires, that token included.
+        guard: `warn` once live acceptance leaves the band that a learned policy's calibration predicts, `fallback` to the
+            best fixed length then as well, or `off`.
     """
 
     temperature: float = 0.0
@@ -46,6 +48,7 @@ class Settings:
     tree: str | None = None
     shaping: Shaping = field(default_factory=Shaping)
     stops: tuple[StoppingCriteria, ...] = ()
+    guard: str = "off"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -129,5 +132,8 @@ def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, 
         raise InputError("--stop: expected strings that are not empty, and a pair with a tokenizer")
     try:
         return (StopStringCriteria(pair.tokenizer, list(strings)),)
-    except (ValueError, KeyError) as error:  # a tokenizer of whole words, say, loses the text that transformers tries it with
+    except (
+        ValueError,
+        KeyError,
+    ) as error:  # a tokenizer of whole words, say, loses the text that transformers tries it with
         raise InputError(f"--stop: this pair's tokenizer cannot be searched for strings ({error})") from None

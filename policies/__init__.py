@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
     from .costs import CostTable, Profile
     from .errors import InputError, PairError, PolicyError, SpecstopError, SpecstopWarning, TraceError
-    from .folder import load_policy_folder, save_policy
+    from .folder import from_pretrained, load_policy_folder, save_policy, save_pretrained
     from .learned import LearnedPolicy
     from .specs import load_policy
 
@@ -33,9 +33,11 @@ __all__ = [
     "SpecstopWarning",
     "StopPolicy",
     "TraceError",
+    "from_pretrained",
     "load_policy",
     "load_policy_folder",
     "save_policy",
+    "save_pretrained",
 ]
 
 _HOME = {
@@ -54,9 +56,11 @@ _HOME = {
     "SpecstopWarning": "errors",
     "StopPolicy": "contract",
     "TraceError": "errors",
+    "from_pretrained": "folder",
     "load_policy": "specs",
     "load_policy_folder": "folder",
     "save_policy": "folder",
+    "save_pretrained": "folder",
 }
 
 

@@ -25,7 +25,7 @@ class Calibrator:
     def __init__(self, kind: str = "identity", temperature: float = 1.0, knots: Tensor | None = None) -> None:
         if kind not in KINDS:
             raise PolicyError(f"unknown calibration {kind!r}; expected one of {', '.join(KINDS)}")
-        if not temperature > 0:
+        if not 0 < temperature < math.inf:
             raise PolicyError(f"calibration: expected a temperature above 0, not {temperature}")
         self.kind, self.temperature = kind, temperature
         self.knots = torch.zeros(2, 0) if knots is None else knots

@@ -1,8 +1,15 @@
-"""The policy folder: `policy.json`, `weights.safetensors`, `README.md`. Loading runs no code and unpickles nothing."""
+"""The policy folder: `policy.json`, `weights.safetensors`, `README.md`. Loading runs no code and unpickles nothing.
+
+A folder may come from a stranger, so all of it is looked at before any of it is used (`strict`): the names of its files, that
+they are plain files of a sane size, their checksums, the header of the weights, every key of `policy.json`. `policy.json` has
+a checksum of its own: a folder that was damaged, or edited by hand, is refused rather than decoded with.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +19,43 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .calibration import Calibrator
-from .errors import InputError, PolicyError
+from .errors import PolicyError
 from .features import feature
-from .files import read_json, sha256, staged_folder, write_atomic, write_json
+from .files import staged_folder, write_atomic, write_json
 from .heads import build_head
 from .learned import Facts, LearnedPolicy
 from .rules import build_rule
+from .strict import MOST_DATA, MOST_TEXT, check_names, check_tensor_file, digest, parse_json, read_plain
 
 POLICY_SCHEMA = 1
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
+HUB_FILES = ("*.json", "*.safetensors", "*.ubj", "*.md")
+"""All that is ever fetched from the hub."""
+
+DEEPEST, MOST_FEATURES = 1024, 256
 _KNOTS = ("calibration.accept", "calibration.next")
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "schema": int,
+    "kind": str,
+    "name": str,
+    "features": list,
+    "max_depth": int,
+    "head": str,
+    "calibration": list,
+    "rule": dict,
+    "files": dict,
+    "sha256": str,
+    "temperature": (int, float),
+    "verification": str,
+    "label": str,
+    "pair": dict,
+    "rho": (int, float),
+    "acceptance": list,
+    "profile": dict,
+    "provenance": dict,
+    "metrics": dict,
+}
 
 
 def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
@@ -30,33 +64,66 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
     Args:
         policy: what to save.
         path: the folder; an existing one is replaced.
-        extra: further files by name, such as a booster's UBJSON for retraining; loading ignores them.
+        extra: further files `name.ubj`, such as a booster for retraining; loading checks them and reads nothing from them.
     """
     path = Path(path)
     tensors: dict[str, Tensor] = {f"head.{name}": t.contiguous() for name, t in policy.head.tensors().items()}
     maps = (policy.accept, policy.following)
     tensors.update({name: c.knots.contiguous() for name, c in zip(_KNOTS, maps, strict=True)})
+    files = {WEIGHTS_FILE: safetensors.torch.save(tensors), **(extra or {})}
+    raw = {
+        "schema": POLICY_SCHEMA,
+        "kind": "learned",
+        "name": policy.name,
+        "features": list(policy.features),
+        "max_depth": policy.max_depth,
+        "head": policy.head.kind,
+        "calibration": [{"kind": c.kind, "temperature": c.temperature} for c in maps],
+        "rule": policy.rule.to_dict(),
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        **dataclasses.asdict(policy.facts),
+    }
     with staged_folder(path) as folder:
-        safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE)
-        for name, raw in (extra or {}).items():
-            write_atomic(folder / name, raw)
-        write_json(
-            folder / POLICY_FILE,
-            {
-                "schema": POLICY_SCHEMA,
-                "kind": "learned",
-                "name": policy.name,
-                "features": list(policy.features),
-                "max_depth": policy.max_depth,
-                "head": policy.head.kind,
-                "calibration": [{"kind": c.kind, "temperature": c.temperature} for c in maps],
-                "rule": policy.rule.to_dict(),
-                "weights_sha256": sha256(folder / WEIGHTS_FILE),
-                **dataclasses.asdict(policy.facts),
-            },
-        )
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+        write_json(folder / POLICY_FILE, {**raw, "sha256": digest(raw)})
         write_atomic(folder / CARD_FILE, card(policy))
+        check_names(folder, (POLICY_FILE, WEIGHTS_FILE, CARD_FILE), list(extra or {}))
     return path
+
+
+save_pretrained = save_policy
+
+
+def from_pretrained(name: str | Path, revision: str | None = None) -> LearnedPolicy:
+    """Return the policy in a local folder, or on the Hugging Face hub as `owner/name`.
+
+    Args:
+        name: a folder that exists, or a repository.
+        revision: of the repository; a commit hash pins what is loaded.
+
+    Raises:
+        PolicyError: neither exists, the hub cannot be reached, or the folder is not in order.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return load_policy_folder(path)
+    if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
+        raise PolicyError(f"--policy: the folder {name} does not exist, and it is no name of a hub repository")
+    import tempfile
+
+    from huggingface_hub import snapshot_download
+
+    with tempfile.TemporaryDirectory() as fetched:
+        try:
+            # Into a folder of its own: the hub's cache consists of links, which loading refuses.
+            snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), local_dir=fetched)
+        except Exception as error:  # the client raises errors of several libraries
+            raise PolicyError(
+                f"--policy: there is no folder {name}, and the hub repository of that name cannot be fetched "
+                f"({type(error).__name__}); give a folder, or check name and connection"
+            ) from None
+        return load_policy_folder(fetched)
 
 
 def load_policy_folder(path: str | Path) -> LearnedPolicy:
@@ -67,30 +134,63 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
     """
     path = Path(path)
     try:
-        raw = read_json(path / POLICY_FILE, "--policy")
-    except InputError as error:
-        raise PolicyError(str(error)) from None
-    if not isinstance(raw, dict) or raw.get("schema") != POLICY_SCHEMA:
-        version = raw.get("schema") if isinstance(raw, dict) else None
-        raise PolicyError(f"--policy: {path} has schema {version!r}, but this specstop reads {POLICY_SCHEMA}")
-    weights = path / WEIGHTS_FILE
-    if not weights.is_file():
-        raise PolicyError(f"--policy: {path} has no {WEIGHTS_FILE}")
-    if sha256(weights) != raw.get("weights_sha256"):
-        raise PolicyError(
-            f"--policy: {weights} is not the file that {POLICY_FILE} was written with (its checksum differs); "
-            "train or copy the policy again"
-        )
-    try:
-        return _build(raw, safetensors.torch.load_file(weights))
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, PolicyError):
-            raise PolicyError(f"--policy: {path}: {error}") from None
-        raise PolicyError(f"--policy: {path / POLICY_FILE} lacks or mangles {error}") from None
+        if not (path / POLICY_FILE).exists():
+            raise PolicyError(f"expected the file {POLICY_FILE}, which does not exist")
+        raw = parse_json(read_plain(path / POLICY_FILE, MOST_TEXT), POLICY_FILE)
+        if raw.get("schema") != POLICY_SCHEMA:
+            raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}")
+        _check_keys(raw)
+        return _build(raw, safetensors.torch.load(_checked_files(path, raw)[WEIGHTS_FILE]))
+    except PolicyError as error:
+        raise PolicyError(f"--policy: {path}: {error}") from None
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PolicyError(f"--policy: {path}: {POLICY_FILE} lacks or mangles {reason}") from None
+
+
+def _check_keys(raw: Mapping[str, Any]) -> None:
+    """Refuse a missing or unknown key, a value of another type, and contents that are not those that were written."""
+    if odd := sorted(set(raw) ^ set(_TYPES)):
+        raise PolicyError(f"{POLICY_FILE} has keys missing or unknown: {', '.join(map(repr, odd))}")
+    for name, kind in _TYPES.items():
+        if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
+            raise PolicyError(f"{name}: {str(raw[name])[:80]!r} is not what is expected there")
+    if raw["sha256"] != digest(raw):
+        raise PolicyError(f"{POLICY_FILE} is not as it was written (its checksum differs); train or copy the policy again")
+    if raw["kind"] != "learned":
+        raise PolicyError(f"kind: expected 'learned', not {raw['kind']!r}")
+
+
+def _checked_files(path: Path, raw: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files that `policy.json` names, once names, sizes, checksums and kinds are in order."""
+    files = raw["files"]
+    if WEIGHTS_FILE not in files or not (path / WEIGHTS_FILE).exists():
+        raise PolicyError(f"it has no {WEIGHTS_FILE}")
+    side = [name for name in files if name != WEIGHTS_FILE]
+    check_names(path, (POLICY_FILE, WEIGHTS_FILE, CARD_FILE), side)
+    contents = {name: read_plain(path / name, MOST_DATA) for name in files}
+    for name, data in contents.items():
+        if hashlib.sha256(data).hexdigest() != files[name]:
+            raise PolicyError(
+                f"{name} is not the file that {POLICY_FILE} was written with (its checksum differs); "
+                "train or copy the policy again"
+            )
+        if name != WEIGHTS_FILE and data[:1] != b"{":
+            raise PolicyError(f"{name} is not UBJSON")
+    if (path / CARD_FILE).exists():
+        try:
+            read_plain(path / CARD_FILE, MOST_TEXT).decode("utf-8")
+        except UnicodeDecodeError:
+            raise PolicyError(f"{CARD_FILE} is no text") from None
+    check_tensor_file(contents[WEIGHTS_FILE])
+    return contents
 
 
 def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPolicy:
-    features = tuple(feature(name).name for name in raw["features"])
+    names = raw["features"]
+    if len(names) > MOST_FEATURES or len(set(names)) != len(names):
+        raise PolicyError(f"features: expected at most {MOST_FEATURES}, each once")
+    features = tuple(feature(name).name for name in names)
     if set(_KNOTS) - set(tensors):
         raise PolicyError(f"weights: the tensors {', '.join(_KNOTS)} are missing")
     head = build_head(
@@ -100,25 +200,13 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
         Calibrator(entry["kind"], float(entry["temperature"]), tensors[name])
         for name, entry in zip(_KNOTS, raw["calibration"], strict=True)
     )
-    names = {f.name for f in dataclasses.fields(Facts)}
-    facts = Facts(**{name: raw[name] for name in names if name != "acceptance"}, acceptance=tuple(raw["acceptance"]))
-    for name, kind in (
-        ("temperature", (int, float)),
-        ("rho", (int, float)),
-        ("verification", str),
-        ("label", str),
-        ("pair", dict),
-        ("profile", dict),
-        ("provenance", dict),
-        ("metrics", dict),
-    ):
-        if not isinstance(raw[name], kind):
-            raise PolicyError(f"{name}: {raw[name]!r} is not what is expected there")
+    fields = {f.name for f in dataclasses.fields(Facts)}
+    acceptance = tuple(float(a) for a in raw["acceptance"])
+    facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance})
     depth = raw["max_depth"]
-    if not isinstance(depth, int) or depth < 1:
-        raise PolicyError(f"max_depth: expected 1 or more, not {depth!r}")
-    rule = build_rule(raw["rule"])
-    return LearnedPolicy(str(raw["name"]), features, head, accept, following, rule, depth, facts)
+    if not 1 <= depth <= DEEPEST:
+        raise PolicyError(f"max_depth: expected 1 or more, at most {DEEPEST}, not {depth!r}")
+    return LearnedPolicy(raw["name"], features, head, accept, following, build_rule(raw["rule"]), depth, facts)
 
 
 def card(policy: LearnedPolicy) -> str:

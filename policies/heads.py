@@ -21,6 +21,8 @@ from .forest import forest
 from .layers import Layers
 
 _FOREST = ("feature", "threshold", "missing_left", "leaf", "base")
+_KINDS = {"feature": torch.int64, "missing_left": torch.bool}
+DEEPEST_TREE = 16
 _EDGE = 1e-6
 _LOW, _HIGH = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))  # where torch.logit clips float32
 
@@ -58,6 +60,8 @@ class Basis:
         self.mean, self.scale = mean, scale
         expect(mean, tuple(self.first_mask.shape), "mean")
         expect(scale, tuple(self.first_mask.shape), "scale")
+        if not bool((scale > 0).all()):
+            raise PolicyError("weights: scale must be above 0 everywhere")
 
     @property
     def width(self) -> int:
@@ -182,10 +186,9 @@ class TreesHead:
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = take(tensors, _FOREST)
         split, leaf = self._tensors["feature"], self._tensors["leaf"]
-        for name, kind in (("feature", torch.int64), ("missing_left", torch.bool)):
-            if self._tensors[name].dtype != kind:
-                raise PolicyError(f"weights: expected {name} as {kind}, got {self._tensors[name].dtype}")
-        self.depth = int(leaf.shape[-1]).bit_length() - 1
+        self.depth = int(leaf.shape[-1]).bit_length() - 1 if leaf.dim() == 3 else 0
+        if not 0 <= self.depth <= DEEPEST_TREE:
+            raise PolicyError(f"weights: expected leaf of 1 to {2**DEEPEST_TREE} leaves a tree, got {list(leaf.shape)}")
         inner = (2, split.shape[1] if split.dim() == 3 else -1, 2**self.depth - 1)
         for name in ("feature", "threshold", "missing_left"):
             expect(self._tensors[name], inner, name)
@@ -243,7 +246,10 @@ def take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tenso
         odd = sorted(set(tensors) ^ set(names))
         raise PolicyError(f"weights: expected the tensors {', '.join(names)}; missing or unknown: {', '.join(odd)}")
     for name in names:
-        if tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
+        kind = _KINDS.get(name, torch.float32)
+        if tensors[name].dtype != kind:
+            raise PolicyError(f"weights: expected {name} as {kind}, got {tensors[name].dtype}")
+        if kind == torch.float32 and not bool(tensors[name].isfinite().all()):
             raise PolicyError(f"weights: {name} has values that are not finite")
     return {name: tensors[name] for name in names}
 

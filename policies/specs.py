@@ -1,8 +1,10 @@
-"""Policies by name: `fixed:4`, `confidence:0.4`, a folder, or `name?key=value` for built-ins and plugins."""
+"""Policies by name: `fixed:4`, `confidence:0.4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -12,9 +14,11 @@ from typing import Any
 from .baselines import Confidence, FixedLength
 from .contract import StopPolicy
 from .errors import PolicyError, close_match
-from .folder import POLICY_FILE, load_policy_folder
+from .folder import POLICY_FILE, from_pretrained, load_policy_folder
 
 GROUP = "specstop.policies"
+SWITCH = "SPECSTOP_PLUGINS"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,51 @@ BUILTINS = {
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """Return the installed plugins by name, without importing them; two of one name are a `PolicyError`."""
+    """Return the installed plugins by name, without importing them; two of one name are a `PolicyError`.
+
+    The environment variable `SPECSTOP_PLUGINS=0` turns discovery off: there are none then.
+    """
     found: dict[str, EntryPoint] = {}
+    if os.environ.get(SWITCH) == "0":
+        return found
     for point in entry_points(group=GROUP):
+        if not _NAME.fullmatch(point.name):
+            raise PolicyError(f"the policy {point.name!r} of {_origin(point)} needs a name of letters, digits, - and _")
         if point.name in found or point.name in BUILTINS:
-            other = found[point.name].value if point.name in found else "a built-in"
-            raise PolicyError(f"two policies are called {point.name!r}: {point.value} and {other}; uninstall one")
+            other = _origin(found[point.name]) if point.name in found else "a built-in"
+            raise PolicyError(f"two policies are called {point.name!r}: {_origin(point)} and {other}; uninstall one")
         found[point.name] = point
+    return found
+
+
+def _origin(point: EntryPoint) -> str:
+    """Return `module:name`, and the distribution where it is known."""
+    return point.value + (f" of {point.dist.name} {point.dist.version}" if point.dist else "")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A policy in a list: its name, where it comes from, its module, its use, and why it does not load ("" if it does)."""
+
+    name: str
+    where: str
+    module: str
+    usage: str
+    problem: str = ""
+
+
+def listed_policies() -> list[Listed]:
+    """Return the built-in policies, and the plugins with whether they load: this imports them."""
+    found = [Listed(name, "built in", b.build.__module__, b.usage) for name, b in BUILTINS.items()]
+    for name, point in plugins().items():
+        where = f"{point.dist.name} {point.dist.version}" if point.dist else "?"
+        try:
+            build = _load(point)
+            problem = "" if callable(build) else f"{point.value} is no class or function"
+            takes = "" if problem else ", ".join(inspect.signature(build).parameters)
+        except Exception as error:  # a plugin may be anything
+            takes, problem = "", " ".join(str(error).removeprefix("--policy: ").split())
+        found.append(Listed(name, where, point.module, f"{name}?key=value" + (f"; takes {takes}" if takes else ""), problem))
     return found
 
 
@@ -58,8 +100,10 @@ def load_policy(spec: str | Path) -> StopPolicy:
     name, colon, value = name.partition(":")
     known: dict[str, Any] = {**{key: builtin.build for key, builtin in BUILTINS.items()}, **plugins()}
     if name not in known:
+        if text.startswith("hub:"):
+            return from_pretrained(text.removeprefix("hub:"))
         if "/" in text or text.startswith("."):
-            raise PolicyError(f"--policy: the folder {text} does not exist")
+            raise PolicyError(f"--policy: the folder {text} does not exist; one on the hub is written hub:owner/name")
         raise PolicyError(
             f"--policy: unknown policy {text!r}{close_match(name, known)}; expected a policy folder or one of "
             f"{', '.join(sorted(known))}"
@@ -86,6 +130,8 @@ def _load(point: EntryPoint) -> Callable[..., Any]:
 
 
 def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> StopPolicy:
+    if not callable(build):
+        raise PolicyError(f"--policy: {text!r} is a {type(build).__name__}, not a StopPolicy")
     try:
         inspect.signature(build).bind(**arguments)
     except TypeError as error:
@@ -93,10 +139,11 @@ def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> S
         raise PolicyError(f"--policy: {text!r}: {error}; it takes {takes}") from None
     try:
         policy = build(**arguments)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PolicyError):
-            raise
-        raise PolicyError(f"--policy: {text!r}: {error}") from None
+    except PolicyError:
+        raise
+    except Exception as error:  # a plugin may raise anything
+        reason = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise PolicyError(f"--policy: {text!r}: {reason}") from None
     if not isinstance(policy, StopPolicy):
         raise PolicyError(f"--policy: {text!r} is a {type(policy).__name__}, not a StopPolicy")
     return policy

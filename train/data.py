@@ -148,7 +148,7 @@ _FAR = 1 << 32
 
 
 def side_by_side(columns: Sequence[Tensor]) -> Tensor:
-    """Return [N, K, F] of F columns [N, K]; without a copy where they already lie side by side, as `trace_arrays` lays them."""
+    """Return [N, K, F] of F columns [N, K]; without a copy where they lie side by side already, as in `trace_arrays`."""
     first = columns[0]
     lies = all(
         c.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
@@ -186,7 +186,8 @@ def trace_arrays(trace: Trace, features: Sequence[str] | None = None, extra: Seq
         raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
 
     def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(_read(trace, name, kind)[order][of]))
+        values = np.ascontiguousarray(_read(trace, name, kind)[order][of])
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     ids, groups = (np.asarray(_read(trace, name, None))[order][start] for name in ("prompt_id", "group"))
     tokens = read("tokens", np.int32)
@@ -231,7 +232,7 @@ def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:
 
 
 def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
-    """Return [R, K + 1, F], what a policy with these features sees at depths 0..K of R rounds.
+    """Return [R, K + 1, F], what a policy with these features sees before drafting and at the K nodes of R rounds.
 
     Args:
         arrays: the trace.
@@ -243,5 +244,5 @@ def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, histor
     anchor, node = arrays.tensors(names)
     columns = [HISTORY_FEATURES.index(name) for name in layout.history]
     base = layout.base(anchor[row], history[:, columns])
-    steps = [layout.step(base), *(layout.step(base, node[row, j]) for j in range(arrays.depth))]
+    steps = [layout.step(base), *(layout.step(base, node[row, j]) for j in range(node.shape[1]))]
     return torch.stack(steps, 1)

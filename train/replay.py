@@ -1,30 +1,26 @@
 """Replay: what a policy would have done on a trace, round by round, exactly, in the time of a profile.
 
-One loop over rounds with all sequences side by side. A round looks the features of (anchor, depth) up in the trace, asks the
+One loop over rounds with many streams side by side. A round looks the features of (anchor, node) up in the trace, asks the
 policy as the live loop does, commits min(A, k) + 1 tokens and moves the anchor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..policies.contract import (
-    DraftStep,
-    DraftTree,
-    RoundOutcome,
-    State,
-    StopPolicy,
-    checked_keep,
-    checked_select,
-)
+from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
-from ..policies.errors import TraceError
-from ..policies.features import Layout
-from ..policies.history import History
 from .data import TraceArrays
+from .drafting import TreeShape, draft_chains, draft_trees
+from .stacking import stacked
+from .walk import Walk, check_replayable, concatenated, orders
+
+MOST_STREAMS = 1 << 14
+"""Streams side by side when many policies are replayed at once."""
 
 
 @dataclass(frozen=True)
@@ -62,98 +58,8 @@ class Replayed:
         return float(self.committed.sum() / self.rounds.sum().clamp_min(1))
 
 
-class _Run:
-    """The moving parts of a replay; every tensor is [S]."""
-
-    def __init__(self, arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
-        self.arrays, self.policy, self.profile = arrays, policy, profile
-        self.layout = Layout(policy.features)
-        self.anchor_columns, self.node_columns = arrays.tensors(policy.features)
-        self.decision_s = profile.decision(policy.cost_name)
-        streams = arrays.sequences
-        self.anchor = arrays.first_anchor.clone()
-        self.backlog = arrays.prompt_tokens + self.anchor
-        self.history = History.start(streams)
-        self.state: State = policy.start(streams, arrays.keys)
-        self.active = self.anchor < arrays.text_tokens
-        self.limit = torch.full_like(self.anchor, arrays.header.max_new_tokens)
-
-    def rows(self) -> Tensor:
-        """Return [S], the row of each sequence's anchor; any row for finished ones."""
-        at = self.arrays.offset + (self.anchor - self.arrays.first_anchor)
-        return torch.where(self.active, at, self.arrays.offset)
-
-    def draft(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Ask the policy depth by depth; return drafted, dropped, decisions and whether a limit or EOS ended it."""
-        arrays, policy = self.arrays, self.policy
-        depth = min(arrays.depth, policy.max_depth)
-        cap = (self.limit - self.anchor - 1).clamp(max=depth)
-        drafting = self.active.clone()
-        drafted, dropped, decisions = (torch.zeros_like(self.anchor) for _ in range(3))
-        capped = torch.zeros_like(drafting)
-        base = self.layout.base(self.anchor_columns[row], self.history.values(self.layout.history))
-        parent = torch.zeros(len(row), 1, dtype=torch.int64)
-        for j in range(depth + 1):
-            at_cap = drafting & (cap <= j)
-            capped |= at_cap & (cap < depth)
-            drafting = drafting & ~at_cap
-            if not bool(drafting.any()):
-                break
-            if j >= policy.first:
-                features = self.layout.step(base, self.node_columns[row, j - 1] if j else None)
-                features = features * drafting[:, None]
-                step = DraftStep(j, drafting[:, None], parent, features[:, None])
-                keep, self.state = checked_keep(policy, step, self.state)
-                decisions += drafting
-                stops = drafting & ~keep[:, 0]
-                if policy.trims and j > 0:
-                    dropped += stops
-                drafting = drafting & keep[:, 0]
-            drafted += drafting
-            ended = drafting & arrays.ends[row, min(j, arrays.depth - 1)]
-            capped |= ended
-            drafting = drafting & ~ended
-        return drafted, dropped, decisions, capped
-
-    def choose(self, row: Tensor, drafted: Tensor, dropped: Tensor) -> Tensor:
-        """Return [S], the tokens sent to the target: all but those that the policy trims."""
-        verified = drafted - dropped
-        if type(self.policy).select is StopPolicy.select or not int(verified.max()):
-            return verified
-        nodes = torch.arange(self.policy.max_depth)[None].expand(len(row), -1)
-        drawn = nodes < verified[:, None]
-        tokens = torch.where(drawn, self.arrays.tokens[row, : nodes.shape[1]], -1)
-        tree = DraftTree(tokens, nodes - 1, nodes + 1, drawn)
-        mask = checked_select(self.policy, tree, self.state)
-        return verified if mask is None else (mask & drawn).long().cumprod(1).sum(1)
-
-    def advance(self) -> tuple[Tensor, ...]:
-        """Play one round of every unfinished sequence; return what is summed."""
-        arrays, row, active = self.arrays, self.rows(), self.active
-        drafted, dropped, decisions, capped = self.draft(row)
-        verified = self.choose(row, drafted, dropped)
-        accepted = torch.minimum(arrays.accepted[row], verified) * active
-        committed = torch.minimum(accepted + 1, arrays.text_tokens - self.anchor) * active
-        context = arrays.prompt_tokens + self.anchor
-        seconds = (
-            self.profile.round_seconds(context, drafted, verified, self.backlog, decisions, self.decision_s) * active
-        )
-        ends = self.anchor + committed >= arrays.text_tokens
-        outcome = RoundOutcome(active, drafted, verified, accepted, (capped | ends) & active, seconds)
-        before = self.history.values()[active]
-        self.history = self.history.after(accepted, verified, active & ~outcome.cut)
-        self.state = self.policy.observe(outcome, self.state)
-        log = torch.stack([torch.arange(len(row)), self.anchor, drafted, verified, accepted], 1)[active]
-        # The draft has read all drafted tokens but the last one; what was rejected of them is forgotten.
-        read = torch.where(drafted > 0, torch.minimum(accepted, drafted - 1), -self.backlog)
-        self.backlog = torch.where(active, committed - read, self.backlog)
-        self.anchor = self.anchor + committed
-        self.active = active & ~ends
-        return active.long(), drafted * active, verified * active, accepted, committed, seconds, log, before
-
-
 def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replayed:
-    """Replay a policy on all sequences.
+    """Replay a policy on all sequences; one that carries its state decodes them in their order, as the live loop does.
 
     Args:
         arrays: a trace.
@@ -161,44 +67,87 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replaye
         profile: the latency profile that rounds are timed with.
 
     Raises:
-        TraceError: the policy drafts deeper than the trace, or reads what the trace does not hold.
+        TraceError: the policy drafts deeper than the trace, or comes where the trace has no round.
     """
-    if policy.max_depth > arrays.depth:
-        raise TraceError(
-            f"{policy.name} drafts up to {policy.max_depth} tokens, but the trace was recorded to depth {arrays.depth}; "
-            f"limit the policy (max_depth={arrays.depth}) or collect with --depth {policy.max_depth}"
-        )
-    if profile.max_depth < policy.max_depth:
-        raise TraceError(
-            f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}"
-        )
-    if policy.vectors or policy.reads_clock:
-        raise TraceError(f"{policy.name} reads hidden states or the clock, which this trace does not hold")
-    if policy.carries:
-        raise TraceError(f"{policy.name} carries its state from text to text; replay plays all texts side by side")
-    run = _Run(arrays, policy, profile)
-    sums = [torch.zeros_like(run.anchor) for _ in range(5)]
-    seconds = profile.prefill_seconds(arrays.prompt_tokens)
-    logs: list[Tensor] = [torch.zeros(0, 5, dtype=torch.int64)]
-    histories: list[Tensor] = [torch.zeros(0, 4)]
-    while bool(run.active.any()):
-        *counts, spent, log, before = run.advance()
-        sums = [total + count for total, count in zip(sums, counts, strict=True)]
-        seconds = seconds + spent
+    check_replayable(arrays, policy, profile)
+    every = torch.arange(arrays.sequences)
+    queues = every[None] if policy.carries else every[:, None]
+    return _played(arrays, policy, profile, queues, [policy])[0]
+
+
+def replay_orders(
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, count: int = 5, seed: int = 0
+) -> list[Replayed]:
+    """Replay a policy that carries its state in several orders of the texts: that of the trace, then shuffled ones."""
+    check_replayable(arrays, policy, profile)
+    return _played(arrays, policy, profile, orders(arrays.sequences, count, seed), [policy] * count)
+
+
+def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
+    """Replay many policies; those that differ in a threshold only run side by side, which is what a sweep wants."""
+    each = max(1, MOST_STREAMS // max(arrays.sequences, 1))
+    done: list[Replayed] = []
+    at = 0
+    while at < len(policies):
+        group = list(policies[at : at + each])
+        while len(group) > 1 and stacked(group, arrays.sequences) is None:
+            group = group[: len(group) // 2]
+        one = stacked(group, arrays.sequences) if len(group) > 1 else None
+        if one is None:
+            done.append(replay(arrays, group[0], profile))
+            at += 1
+            continue
+        check_replayable(arrays, one, profile)
+        queues = torch.arange(arrays.sequences).repeat(len(group))[:, None]
+        done += _played(arrays, one, profile, queues, group)
+        at += len(group)
+    return done
+
+
+def _played(
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Tensor, names: Sequence[StopPolicy]
+) -> list[Replayed]:
+    """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
+    walk = Walk(arrays, policy, profile, queues)
+    shape = None if arrays.tree.is_chain and arrays.drawn is None else TreeShape(arrays.tree.limited(policy.max_depth))
+    part = torch.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
+    sums = torch.zeros(5, len(names) * arrays.sequences, dtype=torch.int64)
+    seconds = profile.prefill_seconds(arrays.prompt_tokens).repeat(len(names))
+    logs: list[Tensor] = []
+    histories: list[Tensor] = []
+    owners: list[Tensor] = []
+    while bool(walk.active.any()):
+        row, active, bin_ = walk.rows(), walk.active, part + walk.sequence
+        made = draft_chains(walk, row) if shape is None else draft_trees(walk, shape, row)
+        committed, spent, log, before = walk.advance(row, made)
+        counts = (active.long(), made.drafted * active, made.verified * active, made.accepted * active, committed)
+        sums.index_add_(1, bin_, torch.stack(counts))
+        seconds.index_add_(0, bin_, spent)
         logs.append(log)
         histories.append(before)
-    rounds, drafted, verified, accepted, committed = sums
-    log = torch.cat(logs)
-    order = torch.argsort(log[:, 0], stable=True)
-    return Replayed(
-        policy.name,
-        arrays.first_anchor + committed,
-        seconds,
-        rounds,
-        drafted,
-        verified,
-        accepted,
-        committed,
-        log[order],
-        torch.cat(histories)[order],
-    )
+        owners.append(bin_[active])
+    log, before = concatenated(logs, 5, torch.int64), concatenated(histories, 4, torch.float32)
+    order = torch.argsort(torch.cat([torch.zeros(0, dtype=torch.int64), *owners]), stable=True)
+    log, before = log[order], before[order]
+    out = []
+    total = 0
+    for at, named in enumerate(names):
+        mine = slice(at * arrays.sequences, (at + 1) * arrays.sequences)
+        rounds, drafted, verified, accepted, committed = sums[:, mine]
+        lines = slice(total, total + int(rounds.sum()))
+        total = lines.stop
+        out.append(
+            Replayed(
+                named.name,
+                arrays.first_anchor + committed,
+                seconds[mine],
+                rounds,
+                drafted,
+                verified,
+                accepted,
+                committed,
+                log[lines],
+                before[lines],
+            )
+        )
+    return out

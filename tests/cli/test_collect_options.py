@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from commands import cli, files
 from conftest import make_prompts
-from specstop.cli.console import human_bytes, human_seconds, progress_bars, progress_line
-from specstop.cli.interrupt import finish_first
+from specstop.cli.info import branch_rows
+from specstop.cli.prompt_options import Asked
+from specstop.collect import collect as collect_trace
 from specstop.collect import shards
 from specstop.collect.store import Trace, open_trace, shard_path
+from specstop.decode.pair import Pair
 from transformers import AutoTokenizer
 
 COUNT = 24
@@ -149,6 +150,33 @@ def test_a_preset_without_a_home_asks_for_a_file(pair_folder: Path, tmp_path: Pa
     assert "--prompts: expected a file for --preset spec-bench" in answer.err
 
 
+def test_the_demo_preset_reads_the_embedded_pairs_own_sides(tmp_path: Path) -> None:
+    for side in ("train", "test"):
+        (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
+
+    def read(preset: str | None, side: str | None) -> list[str]:
+        asked = Asked(None, preset, None, None, None, side, 0.2, 0, None, False, 2, False)
+        assert asked.described().startswith("preset demo")
+        return [prompt.text for prompt in asked.read(tmp_path)]
+
+    assert read("demo", None) == read(None, "train") == ["train 0", "train 1"]
+    assert read("demo", "test") == ["test 0", "test 1"]
+
+
+def test_info_shows_acceptance_by_branch(pair: Pair, tmp_path: Path) -> None:
+    trace = collect_trace(pair, make_prompts(4, "t", 60), tmp_path / "t", tree="2,1", max_new_tokens=6)
+    rows = branch_rows(trace)
+    assert [row[:2] for row in rows] == [
+        ("1", "1 of the anchor"), ("1", "2 of the anchor"), ("2", "1 of node 0"), ("2", "1 of node 1")
+    ]  # fmt: skip
+    accepted = np.array(trace.rows["accepted"])
+    labelled = np.array(trace.rows["labelled"])
+    for node, row in enumerate(rows):
+        assert int(row[3]) == labelled[:, node].sum()
+        assert row[2] == (f"{accepted[labelled[:, node], node].mean():.3f}" if labelled[:, node].any() else "-")
+    assert "acceptance by branch" in cli("info", trace.folder).out
+
+
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(
     collect: list[object], done: Trace, tmp_path: Path
 ) -> None:
@@ -183,7 +211,7 @@ def test_each_process_collects_its_shards_and_merge_says_what_is_lost(
     assert json.loads(answer.out) == {"rank": 1, "world": 2, "complete": False, "shards": "2 of 4"}
     merged = cli("merge", out)
     assert merged.code == 2
-    assert "2 shards are missing (0, 2); run the collect command again with --resume" in merged.err
+    assert "not complete, 2 of its shards missing (0, 2); run the collect command again with --resume" in merged.err
     assert merged.err.count("\n") == 1
     refused = cli(*collect, "--out", out, "--overwrite")
     assert refused.code == 2
@@ -210,7 +238,7 @@ def test_a_damaged_shard_is_named_moved_aside_and_made_good(collect: list[object
     assert answer.code == 2
     first, second = answer.err.splitlines()
     assert first.endswith(f"moved to {out / 'quarantine' / path.name}.0")
-    assert "1 shards are missing (2)" in second
+    assert "1 of its shards missing (2)" in second
     assert cli(*collect, "--out", out, "--resume").code == 0
     assert same_rows(open_trace(out), done)
     path.write_bytes(b"")
@@ -243,44 +271,6 @@ def test_ctrl_c_finishes_the_shard_and_says_how_to_go_on(
     assert same_rows(open_trace(out), done)
 
 
-@pytest.fixture
-def handlers() -> Iterator[list[Any]]:
-    kept = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    yield kept
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == kept
-
-
-@pytest.mark.usefixtures("handlers")
-def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), finish_first("this") as stop:
-        assert not stop()
-        signal.raise_signal(signal.SIGINT)
-        assert stop()
-        signal.raise_signal(signal.SIGINT)
-    assert capsys.readouterr().err == "specstop: finishing this; Ctrl-C again stops at once\n"
-
-
-@pytest.mark.usefixtures("handlers")
-def test_a_request_to_terminate_is_never_more_than_a_request() -> None:
-    with finish_first("this") as stop:
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
-        assert stop()
-
-
-def test_another_thread_leaves_signals_alone() -> None:
-    answers = []
-
-    def work() -> None:
-        with finish_first("this") as stop:
-            answers.append(stop())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert answers == [False]
-
-
 def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
     facts = json.loads(cli("info", done.folder, "--json").out)
     assert facts["anchors"] == done.row_count
@@ -290,31 +280,3 @@ def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
     shown = cli("info", done.folder).out
     assert "P(A >= depth)" in shown
     assert "a row" in shown
-
-
-def test_progress_counts_only_what_this_run_did() -> None:
-    assert progress_line("collect", 60, 100, 20, 10.0) == "collect: 60 of 100, 10 s, 2/s, 20 s left"
-    assert progress_line("collect", 100, 100, 20, 10.0) == "collect: 100 of 100, 10 s, 2/s"
-    assert progress_line("collect", 40, 100, 0, 3.0) == "collect: 40 of 100, 3 s"
-
-
-def test_progress_where_there_is_no_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bars() as progress:
-        for done in (3, 4, 5):
-            progress("collect", done, 5)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("collect: 5 of 5, 0 s, ")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (119, "119 s"), (150, "2 min"), (9000, "2.5 h")])
-def test_times_are_said_as_people_say_them(seconds: float, text: str) -> None:
-    assert human_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1_234_567, "1.23 MB"), (2.5e15, "2.5e+03 TB")],
-)
-def test_sizes_are_in_decimal_units(count: float, text: str) -> None:
-    assert human_bytes(count) == text

@@ -14,6 +14,7 @@ from conftest import build_model, make_prompts
 from specstop.collect.store import Trace, open_trace
 from specstop.policies.costs import Profile
 from specstop.policies.folder import load_policy_folder
+from specstop.policies.strict import digest
 from specstop.train.run import train
 from transformers import PreTrainedTokenizerFast
 
@@ -239,7 +240,8 @@ def test_what_the_parser_refuses_has_exit_code_2_too(arguments: list[str], word:
 def test_a_warning_is_one_line_on_standard_error(place: Place, tmp_path: Path) -> None:
     folder = place.copy(place / "policy", "warm")
     raw = json.loads((folder / "policy.json").read_text())
-    (folder / "policy.json").write_text(json.dumps({**raw, "temperature": 0.3}))
+    raw["temperature"] = 0.3
+    (folder / "policy.json").write_text(json.dumps({**raw, "sha256": digest(raw)}))
     assert load_policy_folder(folder).facts.temperature == 0.3
     answer = cli(*place.evaluate, "--out", tmp_path / "r", "--policy", folder, "--quiet")
     good(answer)

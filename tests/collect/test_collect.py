@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import random
-import subprocess
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import VOCABULARY
+from specstop.collect.processes import Place
 from specstop.collect.prompts import Prompt, read_prompts
-from specstop.collect.run import collect
+from specstop.collect.run import collect, plan_run
+from specstop.collect.shards import Plan, Work, record
 from specstop.collect.store import Trace, finished, open_trace, shard_path
-from specstop.decode.pair import Pair
+from specstop.decode.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 
-SHARDS = 10
+SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}
 
-CHILD = f"""
-import sys, torch
-torch.set_num_threads(1)
-from specstop.collect.prompts import read_prompts
-from specstop.collect.run import collect
-from specstop.decode.pair import load_pair
-folder, prompts, out = sys.argv[1:]
-pair = load_pair(folder + "/target", folder + "/draft", dtype="float64")
-prompts = read_prompts(prompts)
-print("ready", flush=True)
-sys.stdin.readline()
-collect(pair, prompts, out, resume=True, **{OPTIONS!r})
-"""
+
+def collect_slowly(models: Path, prompts: Path, out: Path, place: Place) -> None:
+    """Collect in a process of its own, so slowly that it can be killed on the way."""
+    torch.set_num_threads(1)
+    pair = load_pair(models / "target", models / "draft", dtype="float64")
+    plan = plan_run(pair, read_prompts(prompts), **OPTIONS)
+
+    def rows(batch: Sequence[Work]) -> Sequence[Mapping[str, Any]]:
+        time.sleep(0.03)
+        return plan.rows(batch)
+
+    record(Plan(plan.header, plan.work, rows), out, place=place, resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,35 +66,32 @@ def undisturbed(pair: Pair, many: list[Prompt], tmp_path_factory: pytest.TempPat
     return collect(pair, many, tmp_path_factory.mktemp("undisturbed"), **OPTIONS)
 
 
-def test_a_run_killed_three_times_and_resumed_has_the_rows_of_an_undisturbed_one(
+def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     pair: Pair, pair_folder: Path, prompt_file: Path, many: list[Prompt], undisturbed: Trace, tmp_path: Path
 ) -> None:
-    chance = random.Random(2)
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", CHILD, str(pair_folder), str(prompt_file), str(out)]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    try:
-        for kill, child in enumerate(children):
-            assert child.stdin is not None
-            assert child.stdout is not None
-            assert child.stdout.readline() == "ready\n"
-            child.stdin.write("\n")
-            child.stdin.flush()
-            until = time.monotonic() + 60
-            while len(finished(out, undisturbed.header)) < 1 + 3 * kill and time.monotonic() < until:
-                time.sleep(0.001)
-            time.sleep(chance.random() * 0.05)
-            child.kill()
-            assert child.wait() == -9, "the run had finished, or failed, before it was killed"
-            for index in finished(out, undisturbed.header):
-                shards = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
-                assert shards[0].equals(shards[1])
-    finally:
+    """Four kills: of one process, of both of two, of one again."""
+    chance, out = random.Random(2), tmp_path / "out"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.pair"])
+    for world in (1, 2, 1):
+        before = finished(out, undisturbed.header)
+        arguments = [(pair_folder, prompt_file, out, Place(rank, world)) for rank in range(world)]
+        children = [context.Process(target=collect_slowly, args=each, daemon=True) for each in arguments]
         for child in children:
+            child.start()
+        until = time.monotonic() + 60
+        while finished(out, undisturbed.header) == before and time.monotonic() < until:
+            time.sleep(0.001)
+        for child in children:
+            time.sleep(chance.random() * 0.04)
             child.kill()
-            child.communicate()
-    left = finished(out, undisturbed.header)
-    assert 0 < len(left) < SHARDS
+            child.join()
+            assert child.exitcode == -9, "the run had finished, or failed, before it was killed"
+        assert finished(out, undisturbed.header) > before
+        for index in finished(out, undisturbed.header):
+            shards = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
+            assert shards[0].equals(shards[1])
+    assert 0 < len(finished(out, undisturbed.header)) < SHARDS
     calls: list[tuple[int, int]] = []
     trace = collect(
         pair,

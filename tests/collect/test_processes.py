@@ -110,8 +110,10 @@ def test_a_damaged_shard_is_moved_aside_and_collected_again(plan: Plan, alone: T
     shutil.copytree(alone.folder, out)
     path = shard_path(out, 3, SHARDS)
     path.write_bytes(path.read_bytes()[:-9])
+    shard_path(out, 0, SHARDS).unlink()
     with pytest.raises(TraceError, match=r"00003-of-00007\.parquet cannot be read"):
         record(plan, out, resume=True)
+    assert 0 not in finished(out, plan.header), "said before any work is done"
     trace = record(plan, out, resume=True, repair=True)
     assert same_rows(trace, alone)
     assert [p.name for p in (out / "quarantine").glob("*.0")] == [f"{path.name}.0"]

@@ -1,4 +1,4 @@
-"""Whether sampled texts follow a model: where each token falls in the model's own distribution behind what stands before it."""
+"""Whether texts are samples of a model: where each token falls in the distribution behind what stands before it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from specstop.decode.cache import CachedModel
 from specstop.decode.pair import Pair
 
 
@@ -21,8 +22,9 @@ def pit(
     places = torch.from_numpy(np.random.default_rng(seed).random((len(texts), max(map(len, texts)))))
     shares = []
     for text, place in zip(texts, places, strict=True):
-        logits = pair.target(torch.tensor([[*prompt, *text]], device=pair.device)).logits[0, len(prompt) - 1 : -1]
-        probs = torch.softmax(logits[:, : pair.vocabulary].double() / temperature, -1).cpu()
+        ids = torch.tensor([[*prompt, *text]], device=pair.device)
+        logits = CachedModel(pair.target, ids.shape[1], pair.vocabulary).read(ids)[0, len(prompt) - 1 : -1]
+        probs = torch.softmax(logits.double() / temperature, -1).cpu()
         own = probs.gather(-1, torch.tensor(text)[:, None])
         less = torch.where(probs < own, probs, 0.0).sum(-1)
         shares.append(less + own[:, 0] * place[: len(text)])

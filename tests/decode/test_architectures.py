@@ -58,7 +58,7 @@ def test_greedy_text_is_that_of_generate(name: str, attention: str, dtype: str) 
         assert cell.wrong == 0, (tree, policy.name, cell.margins)
         assert cell.equal == len(prompts) or dtype != "float64"
         accepted.append(cell.accepted)
-    assert 0.0 < min(accepted) and max(accepted) < 1.0, "some drafts are accepted and some are not"
+    assert min(accepted) > 0.0 and max(accepted) < 1.0, "some drafts are accepted and some are not"
 
 
 @pytest.mark.parametrize(("first", "second"), [("llama", "gpt2"), ("gemma3", "opt"), ("gpt-neox", "mistral-window")])

@@ -126,19 +126,19 @@ def test_a_perfect_draft_is_always_accepted_and_an_opposite_one_never() -> None:
     [("rejection", "chain:3"), ("rejection", "2,1"), ("rejection_replace", "2,2"), ("block", "chain:3")],
 )
 def test_a_real_model_s_tokens_come_as_often_as_in_plain_sampling(pair: Pair, mode: str, tree: str) -> None:
-    """Of 300 texts of four tokens each, against the target's own conditionals along the text; see `pit`."""
+    """Of 160 texts of four tokens each, against the target's own conditionals along the text; see `pit`."""
     policy = Confidence(0.3, 3)
     speculator = Speculator(pair, policy, Settings(0.7, 4, ignore_eos=True, verification=mode, tree=tree))
-    prompt, keys = [5, 9, 11], [stream_key(1, f"{mode} {i}") for i in range(300)]
+    prompt, keys = [5, 9, 11], [stream_key(1, f"{mode} {i}") for i in range(160)]
     generations = [speculator.generate(prompt, key) for key in keys]
-    assert sum(r.accepted for g in generations for r in g.rounds) > 60
+    assert sum(r.accepted for g in generations for r in g.rounds) > 30
     shares = pit(pair, prompt, [list(g.tokens) for g in generations], 0.7)
-    assert len(shares) == 1200
+    assert len(shares) == 640
     assert stats.kstest(shares, "uniform").pvalue > FALSE_ALARM
 
 
 def test_the_test_on_a_real_model_sees_a_lossy_mode(pair: Pair) -> None:
     speculator = Speculator(pair, FixedLength(3), Settings(0.7, 4, ignore_eos=True, verification="typical"))
     prompt = [5, 9, 11]
-    texts = [list(speculator.generate(prompt, stream_key(1, str(i))).tokens) for i in range(300)]
+    texts = [list(speculator.generate(prompt, stream_key(1, str(i))).tokens) for i in range(160)]
     assert stats.kstest(pit(pair, prompt, texts, 0.7), "uniform").pvalue < FALSE_ALARM

@@ -69,7 +69,7 @@ def test_stopping_by_what_was_drawn_is_accepted(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["rejection", "typical", "target_init"])
 def test_noisy_features_belong_to_match(mode: str) -> None:
-    with pytest.raises(PolicyError, match="noisy_margin.*match"):
+    with pytest.raises(PolicyError, match=r"noisy_margin.*match"):
         build(StopsAfter("noisy_margin"), mode, "2,1")
     build(StopsAfter("noisy_margin"), "match", "2,1")
 

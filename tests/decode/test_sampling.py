@@ -17,8 +17,15 @@ from specstop.decode.settings import Settings
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
-from transformers import SequenceBiasLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
@@ -64,11 +71,16 @@ GREEDY: dict[str, tuple[Shaping, dict[str, Any]]] = {
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
     ),
     "prefix": (Shaping(processors=(PREFIX,)), {"prefix_allowed_tokens_fn": allowed}),
-    "own": (Shaping(processors=(Alternating(), BIAS)), {"logits_processor": LogitsProcessorList([Alternating(), BIAS])}),
+    "own": (
+        Shaping(processors=(Alternating(), BIAS)),
+        {"logits_processor": LogitsProcessorList([Alternating(), BIAS])},
+    ),
 }
 
 
-def speculate(pair: Pair, prompts: Sequence[list[int]], policy: Any, settings: Settings, key: int = KEY) -> list[list[int]]:
+def speculate(
+    pair: Pair, prompts: Sequence[list[int]], policy: Any, settings: Settings, key: int = KEY
+) -> list[list[int]]:
     speculator = Speculator(pair, policy, settings)
     return [list(speculator.generate(prompt, key + i).tokens) for i, prompt in enumerate(prompts)]
 
@@ -205,7 +217,9 @@ def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature: float) -
         assert torch.equal(logits, before), "the raw logits are left as they are"
         for row, prefix in enumerate(prefixes):
             chain = shaping.build(temperature, 1, (EOS,), torch.device("cpu"))
-            assert torch.equal(together[row], chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0])
+            assert torch.equal(
+                together[row], chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
+            )
 
 
 def test_without_a_processor_nobody_asks_for_prefixes() -> None:

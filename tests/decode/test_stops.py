@@ -57,9 +57,7 @@ def texts(generations: list[Generation]) -> list[list[int]]:
 
 def stock(pair: Pair, prompt: list[int], **options: object) -> list[int]:
     ids = torch.tensor([prompt])
-    out = pair.target.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options
-    )
+    out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options)
     return out[0, len(prompt) :].tolist()
 
 
@@ -196,7 +194,9 @@ def test_stop_strings_need_text_and_a_tokenizer(pair: Pair) -> None:
     with pytest.raises(InputError, match=r"--stop: this pair's tokenizer cannot be searched for strings"):
         stop_strings(pair, ["w7"])  # of whole words
     for models, strings in ((pair, ["w7", ""]), (join(pair.target, pair.draft), ["w7"])):
-        with pytest.raises(InputError, match=r"--stop: expected strings that are not empty, and a pair with a tokenizer"):
+        with pytest.raises(
+            InputError, match=r"--stop: expected strings that are not empty, and a pair with a tokenizer"
+        ):
             stop_strings(models, strings)
 
 

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype
 MODELS = [
-    ("llama", "sdpa"), ("llama", "eager"), ("mistral-window", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa"), ("opt", "eager"),
+    ("llama", "sdpa"), ("llama", "eager"), ("mistral-window", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa"),
+    ("opt", "eager"),
 ]  # fmt: skip
 WINDOWED = {"mistral-window": False, "gemma2": True, "gemma3": True, "qwen2-window": True}
 CAPACITY = 60

@@ -19,6 +19,7 @@ from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_fold
 from specstop.policies.heads import HEADS, build_head
 from specstop.policies.learned import Facts, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
+from specstop.policies.strict import digest
 from test_heads import NAMES, TENSORS, features, knots
 from torch import Tensor
 
@@ -138,7 +139,7 @@ def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
 @pytest.mark.parametrize("kind", list(HEADS))
 def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
     policy = learned(kind, rule)
-    again = load_policy_folder(save_policy(policy, tmp_path / "p", {"booster.ubj": b"xyz"}))
+    again = load_policy_folder(save_policy(policy, tmp_path / "p", {"booster.ubj": b"{xyz"}))
     x, alive, parent = (
         features(50, 1),
         torch.ones(50, 1, dtype=torch.bool),
@@ -154,7 +155,7 @@ def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: 
     assert again.facts == FACTS
     for name in ("name", "features", "max_depth", "first"):
         assert getattr(again, name) == getattr(policy, name)
-    assert (tmp_path / "p" / "booster.ubj").read_bytes() == b"xyz"
+    assert (tmp_path / "p" / "booster.ubj").read_bytes() == b"{xyz"
 
 
 def test_the_card_names_what_matters(tmp_path: Path) -> None:
@@ -183,7 +184,8 @@ def edit(**changes: Any) -> Callable[[Path], None]:
 
     def damage(folder: Path) -> None:
         raw = {**json.loads((folder / POLICY_FILE).read_text()), **changes}
-        (folder / POLICY_FILE).write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+        raw = {k: v for k, v in raw.items() if v is not None}
+        (folder / POLICY_FILE).write_text(json.dumps({**raw, "sha256": digest(raw)}))
 
     return damage
 
@@ -195,7 +197,7 @@ def reweigh(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], N
         tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
         change(tensors)
         safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE)
-        edit(weights_sha256=sha256(folder / WEIGHTS_FILE))(folder)
+        edit(files={WEIGHTS_FILE: sha256(folder / WEIGHTS_FILE)})(folder)
 
     return damage
 
@@ -208,7 +210,7 @@ def flip(folder: Path) -> None:
 
 def pickled(folder: Path) -> None:
     (folder / WEIGHTS_FILE).write_bytes(pickle.dumps({"head.bias": 1}))
-    edit(weights_sha256=sha256(folder / WEIGHTS_FILE))(folder)
+    edit(files={WEIGHTS_FILE: sha256(folder / WEIGHTS_FILE)})(folder)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -216,12 +218,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), f"has no {WEIGHTS_FILE}"),
     "no json": (lambda f: (f / POLICY_FILE).unlink(), "policy.json, which does not exist"),
     "broken json": (lambda f: (f / POLICY_FILE).write_text("{"), "expected JSON"),
-    "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "schema None"),
+    "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "expected a JSON object"),
     "another schema": (edit(schema=2), "has schema 2, but this specstop reads 1"),
-    "pickled weights": (pickled, "lacks or mangles"),
+    "pickled weights": (pickled, "expected a safetensors file"),
     "no head": (edit(head=None), "'head'"),
     "unknown head": (edit(head="forest"), "unknown head 'forest'"),
-    "unhashable head": (edit(head=["mlp"]), "lacks or mangles"),
+    "unhashable head": (edit(head=["mlp"]), "head"),
     "unknown feature": (edit(features=["top1", "tpo2"]), "unknown feature 'tpo2'"),
     "fewer features": (edit(features=list(NAMES[:4])), "weights: expected mean of shape"),
     "unknown rule": (edit(rule={"kind": "guess"}), "unknown rule 'guess'"),
@@ -233,11 +235,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "unknown calibration 'x'",
     ),
     "depth 0": (edit(max_depth=0), "max_depth: expected 1 or more"),
-    "depth of text": (edit(max_depth="4"), "max_depth: expected 1 or more"),
+    "depth of text": (edit(max_depth="4"), "max_depth: '4' is not"),
     "no facts": (edit(pair=None), "'pair'"),
     "a temperature of text": (edit(temperature="warm"), "temperature"),
     "a rate of text": (edit(rho="fast"), "rho"),
-    "a mangled acceptance": (edit(acceptance=3), "lacks or mangles"),
+    "a mangled acceptance": (edit(acceptance=3), "acceptance"),
     "a wrong shape": (
         reweigh(lambda t: t.update({"head.bias": torch.zeros(5)})),
         r"bias of shape \[3\], got \[5\]",

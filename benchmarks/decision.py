@@ -1,0 +1,228 @@
+"""What one decision costs: one stream, one branch, features included, on one core; and that it is the library's own answer.
+
+    python benchmarks/decision.py --check
+
+For logistic regression, boosted trees (XGBoost, 100 trees of depth 4 for each of two outputs) and networks of one and two hidden
+layers of 64, at 3,072 and 32,000 logits: microseconds of a decision as the loop asks for it, with the features of `train` and
+with all that read a whole row; warm (as timing loops measure), cold (a matrix product of 9 MB between decisions, like a
+small draft's step), colder (45 MB, like a target's call); the library's own call for the same head beside it, without features.
+Then a million random rows, missing values among them: tensors against the library, and the path of one row against tensors.
+The last line is one JSON object. The bar: 40 us warm at 3,072 logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xgboost as xgb
+from sklearn.linear_model import LogisticRegression
+from specstop.decode.candidates import Candidates
+from specstop.decode.decide import Decider, Logits
+from specstop.decode.topology import chain
+from specstop.policies.calibration import Calibrator
+from specstop.policies.contract import StopPolicy
+from specstop.policies.features import feature
+from specstop.policies.heads import build_head
+from specstop.policies.history import HistoryOne
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived
+from specstop.train.boosted import flatten
+from specstop.train.run import FEATURES
+
+WIDE = (
+    "mean_accepted", "mean_full", "top1", "top2", "margin", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "depth",
+)  # fmt: skip
+SIZES = (3072, 32000)
+BAR_US, ROWS, NEAR = 40.0, 1_000_000, 2e-5
+TREES, DEPTH, HIDDEN = 100, 4, 64
+MEGABYTES = {"warm": 0, "cold": 9, "colder": 45}
+Made = tuple[Any, Callable[[], object], Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]
+
+
+def make_logistic(names: Sequence[str], x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Made:
+    """Return the head, the library's call for one row, and its logits for many."""
+    known = [LogisticRegression(max_iter=300).fit(columns(names, x), label) for label in y]
+    weight = np.concatenate([m.coef_ for m in (*known, known[1])])
+    bias = np.concatenate([m.intercept_ for m in (*known, known[1])])
+    tensors = {**neutral(names), "weight": torch.tensor(weight).float(), "bias": torch.tensor(bias).float()}
+    row = columns(names, x[:1])
+    return (
+        build_head("logistic", names, tensors),
+        lambda: known[0].predict_proba(row),
+        lambda many: np.stack([m.decision_function(columns(names, many)) for m in known], -1),
+    )
+
+
+def make_network(names: Sequence[str], layers: int) -> Made:
+    """As `make_logistic`, of a torch module."""
+    torch.manual_seed(0)
+    inner: list[torch.nn.Module] = [torch.nn.Linear(len(neutral(names)["mean"]) + 1, HIDDEN)]
+    for _ in range(layers - 1):
+        inner += [torch.nn.SiLU(), torch.nn.Linear(HIDDEN, HIDDEN)]
+    model = torch.nn.Sequential(*inner, torch.nn.SiLU(), torch.nn.Linear(HIDDEN, 2)).requires_grad_(False)
+    linear = [m for m in model if isinstance(m, torch.nn.Linear)]
+    tensors = {f"weight.{i}": m.weight.clone() for i, m in enumerate(linear)}
+    tensors |= {f"bias.{i}": m.bias.clone() for i, m in enumerate(linear)}
+
+    def put_in(many: np.ndarray[Any, Any]) -> torch.Tensor:
+        expanded = columns(names, many)
+        return torch.tensor(np.concatenate([expanded, np.zeros_like(expanded[:, :1])], 1)).float()
+
+    row = put_in(np.full((1, len(names)), 0.5, dtype=np.float32))
+    return (
+        build_head("mlp", names, {**neutral(names), **tensors}),
+        lambda: model(row),
+        lambda many: model(put_in(many)).numpy(),
+    )
+
+
+def make_trees(names: Sequence[str], x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Made:
+    """As `make_logistic`, of two boosters."""
+    options = {"objective": "binary:logistic", "max_depth": DEPTH, "eta": 0.1, "nthread": 1, "base_score": 0.5}
+    boosters = [xgb.train(options, xgb.DMatrix(x, label), TREES) for label in y]
+    arrays = [flatten(b) for b in boosters]
+    tensors = {name: torch.stack([a[name] for a in arrays]) for name in arrays[0]}
+    row = x[:1].copy()
+    return (
+        build_head("xgboost", names, tensors),
+        lambda: boosters[0].inplace_predict(row),
+        lambda many: np.stack([b.predict(xgb.DMatrix(many), output_margin=True) for b in boosters], -1),
+    )
+
+
+def neutral(names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the mean and scale that change nothing."""
+    width = len(names) + sum(feature(n).is_probability for n in names)
+    return {"mean": torch.zeros(width), "scale": torch.ones(width)}
+
+
+def columns(names: Sequence[str], x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return features and log-odds, as a user of the libraries would write it."""
+    odds = [i for i, name in enumerate(names) if feature(name).is_probability]
+    p = x[:, odds].astype(np.float64).clip(float(np.float32(1e-6)), float(np.float32(1) - np.float32(1e-6)))
+    return np.concatenate([x, np.log(p / (1 - p))], 1)
+
+
+def draw_rows(names: Sequence[str], count: int, missing: float) -> np.ndarray[Any, Any]:
+    """Return random rows within the features' ranges."""
+    chance = np.random.default_rng(3)
+    x = chance.random((count, len(names)), dtype=np.float32)
+    for i, name in enumerate(names):
+        if not feature(name).is_probability:
+            x[:, i] = np.round(x[:, i] * 10) if name in ("depth", "last_accepted") else x[:, i] * 6 - 1
+    x[chance.random(x.shape) < missing] = np.nan
+    return x
+
+
+@torch.inference_mode()
+def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int) -> float:
+    """Return the median microseconds of one decision at depth 1, as the loop asks for it."""
+    generator = torch.Generator().manual_seed(0)
+    decider, tree, history = Decider(policy, torch.device("cpu")), chain(2), HistoryOne()
+    history.add(2, 3)
+    logits = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
+    scratch = torch.ones(512 * megabytes, 512) if megabytes else None
+    seconds = []
+    for i in range(count):
+        found = Candidates.at([0], tree)
+        if scratch is not None:
+            scratch @ scratch[:8].T
+        row = logits[i % 8]
+        place = found.add(0, 1, int(row.argmax(-1)))  # the loop draws right before it asks
+        base = decider.base(row, 0, history)
+        begin = time.perf_counter()
+        level = decider.level(found, [place], Logits(row, None, row, [0]), 0.0, None)
+        decider(1, base, level, 0.9, found, [place])
+        seconds.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(seconds)
+
+
+def call_us(call: Callable[[], object], count: int = 300) -> float:
+    """Return the median microseconds of a call, warm."""
+    seconds = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(seconds)
+
+
+def differences(name: str, made: Made, names: Sequence[str], count: int) -> dict[str, float]:
+    """Return the largest difference of tensors from the library, and of one row from tensors, relative above 1."""
+    head, _, library = made
+    x = draw_rows(names, count, 0.2 if name == "xgboost" else 0.0)
+    ours = head.logits(torch.tensor(x), 1).numpy()
+    alone = np.array([head.logits_one(row, 1) for row in x.tolist()])
+
+    def apart(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
+        return float((np.abs(a - b) / np.maximum(np.abs(b), 1.0)).max())
+
+    return {"library": apart(ours, library(x)), "one row": apart(alone, ours)}
+
+
+def measure(count: int, rows: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the figures by head, and what falls short; print a table."""
+    results: dict[str, Any] = {}
+    missed = []
+    knots = torch.stack([torch.linspace(-4, 4, 40), torch.linspace(0.02, 0.98, 40)])
+    maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.2)
+    print(f"{'us of a decision':<30}{'logits':>7}{'warm':>9}{'cold':>9}{'colder':>9}{'library':>9}")
+    for kind, names in (("of train", FEATURES), ("wide", WIDE)):
+        x = draw_rows(names, 20_000, 0.0)
+        noise = np.random.default_rng(4).random((2, len(x)))
+        y = [(noise[i] < 1 / (1 + np.exp(-(x[:, i] + x[:, 3] - 1)))).astype(int) for i in (0, 1)]
+        heads = {
+            "logistic": make_logistic(names, x, np.stack(y)),
+            "xgboost": make_trees(names, x, np.stack(y)),
+            "mlp 64": make_network(names, 1),
+            "mlp 64, 64": make_network(names, 2),
+        }
+        for name, made in heads.items():
+            policy = LearnedPolicy(name, names, made[0], *maps, Derived([0.1] * 10), 10)
+            figures = results[f"{name}, features {kind}"] = {"library": call_us(made[1])}
+            for size in SIZES:
+                times = {how: decision_us(policy, size, mb, count) for how, mb in MEGABYTES.items()}
+                figures[str(size)] = times
+                print(f"{name + ', features ' + kind:<30}{size:>7}" + "".join(f"{t:>9.1f}" for t in times.values())
+                      + f"{figures['library']:>9.1f}", flush=True)  # fmt: skip
+            if figures[str(SIZES[0])]["warm"] > BAR_US:
+                missed.append(f"{name}, features {kind}: {figures[str(SIZES[0])]['warm']:.1f} us, bar {BAR_US:g}")
+            if kind == "of train":
+                figures["apart"] = apart = differences(name, made, names, rows)
+                print(f"    largest difference over {rows} rows: {apart}", flush=True)
+                missed += [f"{name}: {what} differs by {d:.1e}, bar {NEAR:g}" for what, d in apart.items() if d > NEAR]
+    return results, missed
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="not needed here: logits are random")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="few decisions and rows: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="X does not have valid feature names")
+    results, missed = measure(*((40, 2000) if options.quick else (400, ROWS)))
+    line = json.dumps({"checked": not options.quick, "missed": missed, "bar_us": BAR_US, "figures": results})
+    if options.out:
+        options.out.write_text(line + "\n")
+    warm = [f[str(SIZES[0])]["warm"] for f in results.values()]
+    print(f"compared: {len(results)} heads, {max(warm):.1f} us at most, warm, {SIZES[0]} logits (bar: {BAR_US:g})")
+    print(line)
+    return int(options.check and (bool(missed) or options.quick))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The live collector: what the running loop meets, under any policy, verification and tree, with real timings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..decode.candidates import Candidates
+from ..decode.decide import Logits
+from ..decode.drafters import Drafter
+from ..decode.loop import Speculator
+from ..decode.modes import find_mode
+from ..decode.observer import Seen
+from ..decode.pair import Pair
+from ..decode.settings import Settings
+from ..decode.topology import Topology
+from ..policies.contract import StopPolicy
+from ..policies.costs import Profile
+from ..policies.errors import InputError
+from ..policies.features import ANCHOR_FEATURES, Rows, compute
+from .explore import Exploring, exploring
+from .schema import TIMES
+from .unroll import node_features
+
+Row = dict[str, Any]
+
+
+class Recorder:
+    """Turns the rounds that it observes into rows of a trace.
+
+    Args:
+        tree: of the trace; rounds draft a part of it.
+        features: names to record at each drawn node.
+        temperature: of the sampling.
+        match: whether labels are comparisons with the target's own tokens.
+        deferred: whether the roots of a round are the tree's first level, as `Verification.deferred` says.
+    """
+
+    def __init__(
+        self, tree: Topology, features: Sequence[str], temperature: float, match: bool, deferred: bool = False
+    ) -> None:
+        self.tree, self.features, self.temperature = tree, tuple(features), temperature
+        self.match, self._first = match, 0 if deferred else 1
+        self.rows: list[Row] = []
+        self._levels: list[tuple[list[int], Logits]] = []
+
+    def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
+        """Keep the logits; see `Observer.level`."""
+        self._levels.append((list(places), logits))
+
+    def round(self, seen: Seen) -> None:
+        """Append the row of a round; see `Observer.round`."""
+        levels, self._levels = self._levels, []
+        found, record, nodes = seen.found, seen.record, self.tree.nodes
+        row: Row = {name: np.zeros(nodes, dtype=np.float32) for name in (*self.features, "draft_prob", "target_prob")}
+        row |= {"overlap": np.zeros(nodes, dtype=np.float32), "tokens": np.zeros(nodes, dtype=np.int32)}
+        row |= {name: np.zeros(nodes, dtype=bool) for name in ("accepted", "labelled", "drawn", "sent")}
+        node = [at - self._first for at in found.rows]
+        drawn = [place for place, at in enumerate(node) if at >= 0 and (found.depth[place] > 0 or self._first == 0)]
+        sent = set(seen.sent)
+        row["tokens"][[node[p] for p in drawn]] = [found.tokens[p] for p in drawn]
+        row["drawn"][[node[p] for p in drawn]] = True
+        row["sent"][[node[p] for p in drawn if p in sent]] = True
+        self._label(row, seen, node, drawn)
+        self._measure(row, seen, node, levels)
+        tokens = torch.tensor([found.tokens[0]], device=seen.anchor_row.device)
+        anchor = compute(ANCHOR_FEATURES, Rows(seen.anchor_row, tokens=tokens))[0].tolist()
+        row |= dict(zip(ANCHOR_FEATURES, anchor, strict=True))
+        row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
+        row["accepted_length"] = int(row["accepted"].sum())
+        self.rows.append(row)
+
+    def _label(self, row: Row, seen: Seen, node: Sequence[int], drawn: Sequence[int]) -> None:
+        """Say of the nodes below the accepted path whether the target accepts them."""
+        found, path, start = seen.found, seen.path, seen.record.context
+        text = seen.text.tokens
+        after = {place: at for at, place in enumerate(path)}
+        for place in drawn:
+            above = found.parent[place]
+            if above not in after:
+                continue
+            if self.match:
+                at = start + after[above]  # of the text's token below `above`
+                if at < len(text):
+                    row["labelled"][node[place]] = True
+                    row["accepted"][node[place]] = found.tokens[place] == text[at]
+            elif row["sent"][node[place]]:
+                chosen = path[after[above] + 1] if after[above] + 1 < len(path) else None
+                row["accepted"][node[place]] = place == chosen
+                row["labelled"][node[place]] = chosen is None or place <= chosen  # later siblings are not tried
+
+    def _measure(self, row: Row, seen: Seen, node: Sequence[int], levels: Sequence[tuple[list[int], Logits]]) -> None:
+        """Fill in features and probabilities of the drawn nodes."""
+        found, behind = seen.found, {place: at for at, place in enumerate(seen.sent)}
+        logprob: dict[int, Tensor] = {}
+        is_chain = self.tree.is_chain
+        for places, logits in levels:
+            owner = torch.tensor(logits.owner, device=logits.raw.device)
+            raw, sampled, scores = (v if v is None else v[owner] for v in (logits.raw, logits.sampled, logits.scores))
+            assert raw is not None
+            siblings = [found.children[found.parent[place]] for place in places]
+            rank = torch.tensor([below.index(p) for p, below in zip(places, siblings, strict=True)], device=raw.device)
+            width = torch.tensor([len(below) for below in siblings], device=raw.device)
+            tokens = torch.tensor([found.tokens[place] for place in places], device=raw.device)
+            above = torch.stack([logprob.get(found.parent[place], raw.new_zeros(())) for place in places])
+            shape = (None, None) if is_chain else (rank, width)
+            depth = found.depth[places[0]]
+            rows = Rows(raw, self.temperature, scores, tokens, above, depth, sampled, *shape)
+            logprob |= dict(zip(places, rows.path_logprob.unbind(0), strict=True))
+            at = [node[place] for place in places]
+            for name, values in zip(self.features, compute(self.features, rows).unbind(1), strict=True):
+                row[name][at] = values.cpu().numpy()
+            row["draft_prob"][at] = rows.drawn_prob.float().cpu().numpy()
+            known = [i for i, place in enumerate(places) if found.parent[place] in behind]
+            if not known:
+                continue
+            p = torch.softmax(seen.sampled[[behind[found.parent[places[i]]] for i in known]], -1)
+            q = torch.softmax((raw / (self.temperature or 1.0) if sampled is None else sampled)[known], -1)
+            here = [at[i] for i in known]
+            usable = row["labelled"][here] | (not self.match)
+            chance = p.gather(-1, tokens[known][:, None])[:, 0].float().cpu().numpy()
+            row["target_prob"][here] = chance * usable
+            row["overlap"][here] = torch.minimum(p, q).sum(-1).float().cpu().numpy() * usable
+
+
+class LiveCollector:
+    """Runs the loop on prompts and records its rounds.
+
+    Args:
+        pair: target and draft.
+        policy: any; its decisions are timed with its own features only.
+        settings: temperature, limits, verification, tree.
+        explore: share of the rounds that are drafted to full depth whatever the policy says.
+        profile: supplies the modelled seconds that some policies observe.
+        drafter: the pair's draft model by default.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        policy: StopPolicy,
+        settings: Settings,
+        explore: float = 0.0,
+        profile: Profile | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        if not 0.0 <= explore <= 1.0:
+            raise InputError(f"--explore: expected a share between 0 and 1, not {explore}")
+        self.tree = settings.topology
+        runs = exploring(policy, explore, self.tree.deepest) if explore else policy
+        mode = find_mode(settings.verification, settings.temperature)
+        names = node_features(self.tree)
+        self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
+        self.label, self.verification = mode.label, settings.verification
+        self._recorder = Recorder(self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred)
+        marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
+        self._speculator = Speculator(pair, runs, settings, profile, drafter=drafter, observer=marking)
+
+    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+        """Return the rows of a batch of prompts, one column chunk per text.
+
+        Args:
+            batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        """
+        chunks: list[Mapping[str, Any]] = []
+        for sequence, name, group, prompt, key in batch:
+            self._recorder.rows = []
+            text = self._speculator.generate(prompt, key)
+            rows = self._recorder.rows
+            if not rows:
+                continue
+            columns = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
+            columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
+            for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", len(text.tokens))):
+                columns[k] = np.full(len(rows), value)
+            chunks.append(columns)
+        return chunks
+
+
+class _Marking:
+    """Notes of each round whether it explored: the policy's state at the end of a round is that of the next one."""
+
+    def __init__(self, recorder: Recorder, policy: Exploring | None) -> None:
+        self._recorder, self._policy = recorder, policy
+
+    def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
+        """See `Observer.level`."""
+        self._recorder.level(found, places, logits)
+
+    def round(self, seen: Seen) -> None:
+        """See `Observer.round`."""
+        self._recorder.round(seen)
+        explored = False
+        state = seen.text.policy_state
+        if self._policy is not None and isinstance(state, tuple) and len(state) == 3:
+            inner, key, number = state
+            explored = bool(self._policy.explores((inner, key, number - 1)))
+        self._recorder.rows[-1]["explored"] = explored

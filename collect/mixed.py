@@ -1,0 +1,80 @@
+"""Token mixing (SpecDec++, arXiv 2405.19715): the draft reads a text in which most tokens are its own samples.
+
+At each position i of the target's text X the draft proposes Y_i behind X_<i, and its acceptance there is the label. What is
+recorded as features is what the draft says behind Z_<i, where Z takes X_i with a small chance and Y_i otherwise: it
+is trained on states behind its own tokens, which the text alone would not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..decode.cache import CachedModel
+from ..decode.noise import gumbel, match_scores
+from ..decode.noise import mix as scramble
+from ..decode.pair import Pair
+from ..decode.plain import plain_texts
+from ..policies.features import CHAIN_FEATURES, Rows, compute
+from .dense import text_columns
+from .unroll import Unroller
+
+_SALT = 0x317ED
+
+
+@torch.inference_mode()
+def mixed_rows(
+    pair: Pair,
+    batch: Sequence[tuple[int, str, str, list[int], int]],
+    max_new_tokens: int,
+    temperature: float,
+    share: float,
+) -> list[Mapping[str, Any]]:
+    """Return the rows of a batch of prompts: one candidate a position.
+
+    Args:
+        pair: target and draft.
+        batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        max_new_tokens: limit of each text.
+        temperature: of the sampling.
+        share: of the target's tokens in what the draft reads.
+    """
+    unroller = Unroller(pair, 1, temperature)
+    texts = plain_texts(pair, [b[3] for b in batch], [b[4] for b in batch], max_new_tokens + 1, temperature)
+    chunks = []
+    for one, text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
+        last = min(len(text), max_new_tokens)
+        if last < 2:
+            continue
+        anchor = torch.arange(1, last, device=pair.device)
+        columns = text_columns(unroller, one, text, rows[: len(text)], last, anchor)
+        chunks.append(_mixed(pair, columns, one, text[:last], temperature, share))
+    return chunks
+
+
+def _mixed(
+    pair: Pair,
+    columns: Mapping[str, Any],
+    one: tuple[int, str, str, list[int], int],
+    text: list[int],
+    temperature: float,
+    share: float,
+) -> Mapping[str, Any]:
+    """Return the columns with the features of the draft behind the mixed text."""
+    prompt, key = one[3], one[4]
+    own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
+    at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)
+    chance = (scramble(scramble(at * 2 + 1) ^ (key ^ _SALT)) & ((1 << 24) - 1)).double() / (1 << 24)
+    is_own = chance >= share
+    read = torch.where(is_own, own, torch.tensor(text[1:], device=pair.device))
+    ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
+    model = CachedModel(pair.draft, ids.shape[1], pair.vocabulary)
+    logits = model.read(ids, rows=len(text) - 1)[0]
+    noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
+    rows = Rows(logits, temperature, match_scores(logits, temperature, noise), own, torch.zeros_like(logits[:, 0]), 1)
+    features = compute(CHAIN_FEATURES, rows).cpu().numpy()
+    made = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
+    before = torch.cat([torch.zeros_like(is_own[:1]), is_own[:-1]])  # whether the last token read was the draft's
+    return {**columns, **made, "mixed": before.cpu().numpy()}

@@ -1,0 +1,78 @@
+"""Progress, signals, and how times and sizes are said."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from specstop.cli.console import human_bytes, human_seconds, progress_bars, progress_line
+from specstop.cli.interrupt import finish_first
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[Any]]:
+    kept = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield kept
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == kept
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), finish_first("this") as stop:
+        assert not stop()
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == "specstop: finishing this; Ctrl-C again stops at once\n"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_request_to_terminate_is_never_more_than_a_request() -> None:
+    with finish_first("this") as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop()
+
+
+def test_another_thread_leaves_signals_alone() -> None:
+    answers = []
+
+    def work() -> None:
+        with finish_first("this") as stop:
+            answers.append(stop())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert answers == [False]
+
+
+def test_progress_counts_only_what_this_run_did() -> None:
+    assert progress_line("collect", 60, 100, 20, 10.0) == "collect: 60 of 100, 10 s, 2/s, 20 s left"
+    assert progress_line("collect", 100, 100, 20, 10.0) == "collect: 100 of 100, 10 s, 2/s"
+    assert progress_line("collect", 40, 100, 0, 3.0) == "collect: 40 of 100, 3 s"
+
+
+def test_progress_where_there_is_no_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bars() as progress:
+        for done in (3, 4, 5):
+            progress("collect", done, 5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("collect: 5 of 5, 0 s, ")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (119, "119 s"), (150, "2 min"), (9000, "2.5 h")])
+def test_times_are_said_as_people_say_them(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1000, "1 kB"), (1_234_567, "1.23 MB"), (2.5e15, "2.5e+03 TB")],
+)
+def test_sizes_are_in_decimal_units(count: float, text: str) -> None:
+    assert human_bytes(count) == text

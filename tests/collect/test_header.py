@@ -1,0 +1,45 @@
+"""The header: what is written is what is read, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from shelves import HEADER
+from specstop.collect.schema import SCHEMA_VERSION, Header, chain
+from specstop.policies.errors import TraceError
+
+
+def test_a_header_comes_back_from_json_as_it_was() -> None:
+    assert Header.from_json(HEADER.to_json(), "x") == HEADER
+
+
+def test_the_depth_of_a_topology_is_that_of_its_deepest_node() -> None:
+    assert chain(4) == (-1, 0, 1, 2)
+    for topology, depth in ((chain(4), 4), ((-1, -1, 0, 1, 3), 3), ((), 0)):
+        assert dataclasses.replace(HEADER, topology=topology).depth == depth
+
+
+def test_another_schema_version_is_refused() -> None:
+    text = json.dumps({**json.loads(HEADER.to_json()), "schema": SCHEMA_VERSION + 1})
+    with pytest.raises(TraceError, match=f"here: the trace has schema {SCHEMA_VERSION + 1}, but this specstop reads"):
+        Header.from_json(text, "here")
+
+
+@pytest.mark.parametrize("name", ["target", "eos", "seed", "features", "pair"])
+def test_a_header_without_one_of_its_fields_is_refused(name: str) -> None:
+    raw = json.loads(HEADER.to_json())
+    del raw[name]
+    with pytest.raises(TraceError, match=f"here: .*{name}"):
+        Header.from_json(json.dumps(raw), "here")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "7", b"\xff\xfe", json.dumps({**json.loads(HEADER.to_json()), "colour": 1}),
+             json.dumps({**json.loads(HEADER.to_json()), "eos": 5})],
+    ids=["broken", "list", "number", "bytes", "unknown field", "mangled field"],
+)  # fmt: skip
+def test_what_is_no_header_is_refused(text: str | bytes) -> None:
+    with pytest.raises(TraceError, match="here"):
+        Header.from_json(text, "here")

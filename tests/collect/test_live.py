@@ -1,0 +1,206 @@
+"""The live collector: its rows are the loop's rounds, and agree with the dense ones where both are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.schema import TIMES
+from specstop.collect.store import Trace
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.errors import InputError, TraceError
+from specstop.policies.features import ANCHOR_FEATURES
+from specstop.train.data import trace_arrays
+from specstop.train.replay import replay
+from zoo import DEPTH, ZOO
+
+FLOAT32 = 2e-6
+TREE = "3,2,1,1,1"
+SETUPS = [(tree, t) for tree in (None, TREE) for t in (0.0, 0.7)]
+
+
+def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(int(row["sequence"]), int(row["anchor"])): row for row in trace.rows.with_format("numpy")}
+
+
+def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperature: float, **more: Any) -> Trace:
+    return collect(pair, prompts, out, depth=DEPTH, tree=tree, temperature=temperature, max_new_tokens=NEW, **more)
+
+
+@pytest.mark.parametrize(("tree", "temperature"), SETUPS)
+def test_dense_and_live_agree_at_the_anchors_that_both_have(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float
+) -> None:
+    dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature))
+    live = by_anchor(run(pair, prompts, tmp_path / "live", tree, temperature, collector="live"))
+    seen = accepted = 0
+    for key, row in live.items():
+        other, drawn = dense[key], row["drawn"]
+        assert (row["tokens"] == other["tokens"])[drawn].all()
+        assert row["text_tokens"] == other["text_tokens"]
+        for name in ANCHOR_FEATURES:
+            assert row[name] == pytest.approx(other[name], abs=FLOAT32)
+        for name in set(other) - set(ANCHOR_FEATURES):
+            if getattr(other[name], "dtype", None) == np.float32 and name not in ("target_prob", "overlap"):
+                np.testing.assert_allclose(
+                    row[name][drawn], other[name][drawn], rtol=FLOAT32, atol=FLOAT32, err_msg=name
+                )
+        known = row["labelled"]
+        assert not (known & ~other["labelled"]).any()
+        assert (row["accepted"] == other["accepted"])[known].all()
+        for name in ("target_prob", "overlap"):
+            np.testing.assert_allclose(row[name][known], other[name][known], rtol=FLOAT32, atol=FLOAT32, err_msg=name)
+        if not row["cut"]:
+            assert (known == other["labelled"]).all(), "a round that is not cut labels all that dense labels"
+        seen, accepted = seen + int(drawn.sum()), accepted + int(row["accepted"].sum())
+    assert seen > 200
+    assert accepted > 40
+
+
+@pytest.mark.parametrize(("tree", "temperature"), SETUPS)
+@pytest.mark.parametrize("name", ["confidence:0.4", "trimming", "adaptive", "selecting"])
+def test_a_live_trace_replays_as_the_run_it_is_of(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Any, tmp_path: Path,
+    tree: str | None, temperature: float, name: str,
+) -> None:  # fmt: skip
+    policy = ZOO[name]
+    if name == "adaptive":  # without a profile the loop tells it of no time at all
+        profile = type(profile)(profile.low, profile.high, 0.0, 0.0, (0.0, 0.0))
+        policy = NoTime()
+    trace = run(pair, prompts, tmp_path, tree, temperature, collector="live", policy=policy)
+    replayed = replay(trace_arrays(trace), policy, profile)
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree))
+    for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+        rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
+        lines = replayed.log[replayed.log[:, 0] == s, 1:].tolist()
+        assert lines == [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]
+
+
+class NoTime(type(ZOO["adaptive"])):  # type: ignore[misc]
+    """`adaptive` without its ear for seconds."""
+
+    name = "no-time"
+
+    def observe(self, outcome: Any, state: Any) -> Any:
+        return super().observe(outcome, state)[0], state[1]
+
+
+def test_a_live_trace_refuses_a_policy_that_goes_elsewhere(
+    pair: Pair, prompts: list[Prompt], profile: Any, tmp_path: Path
+) -> None:
+    policy = Confidence(0.6, DEPTH)
+    arrays = trace_arrays(run(pair, prompts, tmp_path, TREE, 0.7, collector="live", policy=policy))
+    with pytest.raises(TraceError, match=r"confidence:0.6"):
+        replay(arrays, FixedLength(DEPTH), profile)
+    with pytest.raises(TraceError, match=r"no round|did not"):
+        replay(arrays, Confidence(0.1, DEPTH), profile)
+
+
+@pytest.mark.parametrize("tree", [None, TREE])
+@pytest.mark.parametrize("name", ["confidence:0.4", "trimming", "selecting", "fixed:1"])
+def test_exploring_rounds_are_drafted_and_verified_to_full_depth(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, name: str
+) -> None:
+    policy: StopPolicy = ZOO[name]
+    trace = run(pair, prompts, tmp_path, tree, 0.7, collector="live", policy=policy, explore=0.3)
+    rows = [row for row in trace.rows.with_format("numpy") if not row["cut"]]
+    explored = [row for row in rows if row["explored"]]
+    assert 0.15 < len(explored) / len(rows) < 0.45
+    assert all(row["drawn"].all() and row["sent"].all() for row in explored)
+    assert not all(row["sent"].all() for row in rows if not row["explored"])
+    assert trace.header.explore == 0.3
+
+
+def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    policy = Confidence(0.4, DEPTH)
+    plain = by_anchor(run(pair, prompts, tmp_path / "plain", None, 0.7, collector="live", policy=policy))
+    mixed = by_anchor(run(pair, prompts, tmp_path / "mixed", None, 0.7, collector="live", policy=policy, explore=0.3))
+    shared = [key for key in set(plain) & set(mixed) if not mixed[key]["explored"]]
+    assert len(shared) > 40
+    for key in shared:
+        for name in ("drawn", "sent", "tokens", "committed", "decisions"):
+            assert np.array_equal(plain[key][name], mixed[key][name])
+    assert {k[0]: r["text_tokens"] for k, r in plain.items()} == {k[0]: r["text_tokens"] for k, r in mixed.items()}
+
+
+@pytest.mark.parametrize("verification", ["rejection", "rejection_replace", "block", "typical", "target_init"])
+def test_every_verification_can_be_recorded(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, verification: str
+) -> None:
+    tree = None if verification == "block" else TREE
+    trace = run(pair, prompts[:4], tmp_path, tree, 0.7, collector="live", verification=verification)
+    header = trace.header
+    assert header.verification == verification
+    assert not [name for name in header.features if name.startswith("noisy_")]
+    rows = list(trace.rows.with_format("numpy"))
+    assert sum(int(row["accepted"].sum()) for row in rows) > 10
+    for row in rows:
+        assert not (row["accepted"] & ~row["labelled"]).any()
+        assert not (row["labelled"] & ~row["sent"]).any()
+        assert not (row["sent"] & ~row["drawn"]).any()
+        assert all(row[name] >= 0 for name in TIMES)
+        assert row["seconds"] >= row["verify_s"] > 0
+
+
+def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    trace = run(pair, prompts, tmp_path, "4", 0.7, collector="live", verification="rejection")
+    seen = set()
+    for row in trace.rows.with_format("numpy"):
+        if not row["drawn"].all():
+            continue
+        tried = int(row["labelled"].sum())
+        assert row["labelled"][:tried].all()
+        assert row["accepted"].tolist() == [at == tried - 1 and bool(row["accepted"].any()) for at in range(4)]
+        assert (row["target_prob"][row["draft_prob"] > 0] > 0).all(), "p is known of every node that was verified"
+        seen.add(tried)
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collector": "alive"}, "--collector"),
+        ({"policy": FixedLength(2)}, "--collector live"),
+        ({"explore": 0.5}, "--collector live"),
+        ({"collector": "live", "explore": 1.5}, "--explore"),
+        ({"collector": "live", "mix": 0.2}, "--mix"),
+        ({"mix": 0.2}, "--depth 1"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(pair, prompts, tmp_path / "out", None, 0.0, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_loop_is_not_disturbed_by_being_watched(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
+) -> None:
+    rows = by_anchor(run(pair, prompts, tmp_path, TREE, 0.7, collector="live", policy=Confidence(0.4, DEPTH)))
+    speculator = Speculator(pair, Confidence(0.4, DEPTH), Settings(0.7, NEW, DEPTH, tree=TREE))
+    for s, ids in enumerate(prompt_ids):
+        for r in speculator.generate(ids, stream_key(0, prompts[s].id)).rounds:
+            row = rows.pop((s, r.anchor))
+            assert [int(row["drawn"].sum()), int(row["sent"].sum())] == [r.drafted, r.verified]
+            assert [row[name] for name in ("committed", "decisions", "backlog")] == [
+                r.committed,
+                r.decisions,
+                r.backlog,
+            ]
+            assert int((row["accepted"] & row["sent"]).sum()) == r.accepted
+    assert rows == {}
+    assert torch.is_inference_mode_enabled() is False

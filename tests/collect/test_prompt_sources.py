@@ -1,0 +1,169 @@
+"""Where prompts come from: layouts of known sets, columns, folders and the hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from specstop.collect.presets import PRESETS
+from specstop.collect.prompts import Columns, Prompt, read_prompts
+from specstop.policies.errors import InputError
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_each_line_of_a_plain_text_is_a_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("  one two \n\n{not json\n")
+    assert [p.text for p in read_prompts(path)] == ["one two", "{not json"]
+
+
+LAYOUTS = {
+    "gsm8k": ({"question": "2 + 2?", "answer": "#### 4"}, Prompt("", "2 + 2?", "gsm8k")),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    pass", "entry_point": "f"},
+        Prompt("HumanEval/0", "def f():", "humaneval"),
+    ),
+    "mt-bench": (
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        Prompt("81", "first", "writing"),
+    ),
+    "spec-bench": (
+        {"question_id": 200, "category": "translation", "turns": ["only"]},
+        Prompt("200", "only", "translation"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_preset_knows_the_layout(tmp_path: Path, name: str) -> None:
+    assert set(LAYOUTS) == set(PRESETS)
+    record, expected = LAYOUTS[name]
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)), preset=name)
+    assert (prompt.text, prompt.group) == (expected.text, expected.group)
+    assert prompt.id == expected.id or not expected.id
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_preset_reads_the_common_layout_too(tmp_path: Path, name: str) -> None:
+    record = {"id": 5, "category": "c", "prompt": "a"}
+    assert read_prompts(write(tmp_path, json.dumps(record)), preset=name)[0].text == "a"
+
+
+def test_named_columns_take_the_place_of_the_layouts(tmp_path: Path) -> None:
+    record = {"prompt": "no", "text": "yes", "kind": "k", "group": "no", "answer": "42"}
+    columns = Columns("text", "kind", "answer")
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)), columns=columns)
+    assert (prompt.text, prompt.group, prompt.completion) == ("yes", "k", "42")
+
+
+def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
+    (prompt,) = read_prompts(write(tmp_path, json.dumps({"messages": messages})), columns=Columns("messages"))
+    assert (prompt.text, prompt.system) == ("u", "s")
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "message"),
+    [
+        ({"promt": "a"}, Columns(), "line 1: .*it has promt .did you mean 'promt'.*--column names another"),
+        ({"prompt": "a"}, Columns("text"), 'line 1: .*string "text", but it has prompt; --column'),
+        ({"prompt": "a"}, Columns(group="topic"), "--group names another column"),
+        (
+            {"prompt": "a"},
+            Columns(completion="answer"),
+            '--completions: .*line 1: expected a non-empty string "answer"',
+        ),
+        ({"prompt": []}, Columns(), "line 1: expected an object"),
+        ({"prompt": [3]}, Columns(), "line 1: expected an object"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, Columns(), "line 1: expected an object"),
+    ],
+    ids=["typo", "column", "group", "completion", "no turns", "number", "no user"],
+)
+def test_a_record_without_the_column_says_what_it_has(
+    tmp_path: Path, record: dict[str, Any], columns: Columns, message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        read_prompts(write(tmp_path, json.dumps(record)), columns=columns)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_preset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"expected one of demo, gsm8k, .*not 'gsm9k' .did you mean 'gsm8k'"):
+        read_prompts(write(tmp_path, '{"prompt": "a"}'), preset="gsm9k")
+
+
+@pytest.fixture
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `datasets` write its copies here."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_folder_of_files_is_read_as_a_data_set(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(f'{{"question": "{split} 1"}}\n{{"question": "{split} 2"}}\n')
+    for split, expected in ((None, "train"), ("test", "test")):
+        prompts = read_prompts(folder, split=split, columns=Columns("question"))
+        assert [p.text for p in prompts] == [f"{expected} 1", f"{expected} 2"]
+    with pytest.raises(InputError, match=r"no data set can be read from .*dev"):
+        read_prompts(folder, split="dev")
+    with pytest.raises(InputError, match=r"set, row 1: expected an object .* but it has question"):
+        read_prompts(folder)
+
+
+@pytest.mark.parametrize("split", [None, "test"])
+def test_what_save_to_disk_wrote_is_read(tmp_path: Path, split: str | None) -> None:
+    data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "category": ["x", "y"]})
+    (data if split is None else datasets.DatasetDict({"test": data})).save_to_disk(str(tmp_path / "set"))
+    assert [(p.text, p.group) for p in read_prompts(tmp_path / "set", split=split)] == [("a", "x"), ("b", "y")]
+    with pytest.raises(InputError, match="--split: "):
+        read_prompts(tmp_path / "set", split="dev")
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    with pytest.raises(InputError, match="no data set can be read from"):
+        read_prompts(tmp_path / "set")
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:a:b:c", "hf:a:"])
+def test_a_mangled_hub_name_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="--prompts: expected hf:organisation/name"):
+        read_prompts(name)
+
+
+def test_a_hub_name_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, name: str | None, split: str) -> list[dict[str, str]]:
+        asked.append((path, name, split))
+        return [{"question": "a"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_prompts("hf:openai/gsm8k:main", preset="gsm8k", split="test")[0].text == "a"
+    read_prompts("hf:me/mine", columns=Columns("question"))
+    assert asked == [("openai/gsm8k", "main", "test"), ("me/mine", None, "train")]
+
+
+def test_what_the_hub_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*args: object, **options: object) -> None:
+        raise ConnectionError("no way\nthere")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match=r"no data set can be read from hf:a/b: no way$"):
+        read_prompts("hf:a/b")

@@ -1,0 +1,217 @@
+"""What a plugin does wrong never reaches the text; and a policy whose promises do not come true is noticed."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from specstop.decode.guard import LEAST, AcceptanceWatch, best_fixed, make_watch
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair, join
+from specstop.decode.plain import plain_texts
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.calibration import Calibrator
+from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.heads import build_head
+from specstop.policies.learned import Facts, LearnedPolicy
+from specstop.policies.rules import Threshold
+from torch import Tensor
+
+NEW = 20
+
+
+class Plugin(StopPolicy):
+    """Does something wrong in the method that is replaced; else it drafts two tokens."""
+
+    name, features, max_depth = "plugin", ("top1",), 4
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.depth < 2), state
+
+
+def fail(*args: Any) -> Any:
+    raise ZeroDivisionError("inside a plugin")
+
+
+WRONGS: dict[str, dict[str, Callable[..., Any]]] = {
+    "raises in keep": {"keep": fail},
+    "raises in start": {"start": fail},
+    "raises in observe": {"observe": fail},
+    "raises in select": {"select": fail},
+    "raises in keep_one": {"keep_one": fail},
+    "NaN for an answer": {"keep": lambda self, step, state: (step.features[..., 0] * math.nan, state)},
+    "NaN where nothing is compared": {"keep": lambda self, step, state: (math.nan, state)},
+    "a wrong shape": {"keep": lambda self, step, state: (step.alive[:, :, None], state)},
+    "too many branches": {"keep": lambda self, step, state: (torch.ones(3, 7, dtype=torch.bool), state)},
+    "a wrong device": {"keep": lambda self, step, state: (step.alive.to("meta"), state)},
+    "numbers for truth": {"keep": lambda self, step, state: (step.alive.long(), state)},
+    "no state": {"keep": lambda self, step, state: step.alive},
+    "nothing": {"keep": lambda self, step, state: None},
+    "nothing alone": {"keep_one": lambda self, depth, features, state: None},
+    "a tensor alone": {"keep_one": lambda self, depth, features, state: (torch.ones(2, dtype=torch.bool), state)},
+    "never stops": {"keep": lambda self, step, state: (step.alive, state)},
+    "never stops alone": {"keep_one": lambda self, depth, features, state: (True, state)},
+    "selects orphans": {"select": lambda self, tree, state: tree.depth != 1},
+    "selects a wrong shape": {"select": lambda self, tree, state: tree.drawn[:, :1]},
+    "changes what it is shown": {"keep": lambda self, step, state: (step.alive.logical_not_(), step.features.zero_())},
+    "changes the tree": {"select": lambda self, tree, state: tree.tokens.fill_(7) == 7},
+    "revives the dead": {"keep": lambda self, step, state: (torch.ones_like(step.alive), state)},
+}
+
+
+def broken(name: str) -> StopPolicy:
+    policy: StopPolicy = type("Broken", (Plugin,), WRONGS[name])()
+    return policy
+
+
+def texts(speculator: Speculator, prompts: list[list[int]]) -> list[list[int]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpecstopWarning)
+        return [list(speculator.generate(p, stream_key(0, f"p{i}")).tokens) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("tree", [None, "2,2,1"])
+@pytest.mark.parametrize("name", WRONGS)
+def test_a_plugin_that_misbehaves_does_not_change_the_text(
+    pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
+) -> None:
+    prompts = prompt_ids[:3]
+    expected = plain_texts(pair, prompts, [stream_key(0, f"p{i}") for i in range(3)], NEW, 0.7).tokens
+    speculator = Speculator(pair, broken(name), Settings(0.7, NEW, 4, tree=tree))
+    assert texts(speculator, prompts) == expected
+
+
+@pytest.mark.parametrize("name", ["raises in keep", "NaN for an answer", "a wrong shape", "a wrong device"])
+def test_a_plugin_that_misbehaves_is_named_once_and_replaced(
+    pair: Pair, prompt_ids: list[list[int]], name: str
+) -> None:
+    speculator = Speculator(pair, broken(name), Settings(0.0, NEW, 4, fallback=3))
+    with pytest.warns(SpecstopWarning, match="policy plugin failed") as seen:
+        for prompt in prompt_ids[:3]:
+            speculator.generate(prompt)
+    assert len(seen) == 1
+    assert speculator.policy.name == "fixed:3"
+
+
+def test_a_policy_that_never_stops_ends_at_the_depth_allowed(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    policy = broken("never stops")
+    policy.max_depth = 1000
+    rounds = [r for p in prompt_ids for r in Speculator(pair, policy, Settings(0.0, NEW, 5)).generate(p).rounds]
+    assert max(r.drafted for r in rounds) == 5
+
+
+# The live guard
+
+
+def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = None) -> LearnedPolicy:
+    """A policy that says of every token that it is accepted with this probability, and always drafts on."""
+    logit = math.log(accept / (1 - accept))
+    tensors = {"mean": torch.zeros(1), "scale": torch.ones(1), "weight": torch.zeros(3, 1), "bias": torch.full((3,), logit)}
+    head = build_head("logistic", ("depth",), tensors)
+    rule, facts = Threshold("survival", 0.0), Facts(profile=profile or {})
+    return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, facts)
+
+
+def simulate(truth: float, said: float, rounds: int, seed: int) -> AcceptanceWatch:
+    chance, watch = random.Random(seed), AcceptanceWatch()
+    for _ in range(rounds):
+        k = chance.randint(1, 5)
+        accepted = next((j for j in range(k) if chance.random() >= truth), k)
+        for depth in range(1, k + 1):
+            watch.decided(depth, said**depth)
+        watch.finished(accepted, k, False)
+    return watch
+
+
+def test_the_band_holds_a_policy_that_keeps_its_promise() -> None:
+    """60 windows of 200 rounds; the band is made for a thousand times as many looks."""
+    for seed in range(60):
+        band = simulate(0.7, 0.7, 200, seed).band()
+        assert band is not None and not band.left
+        assert band.low < band.live < band.high
+
+
+@pytest.mark.parametrize("truth", [0.4, 0.95])
+def test_the_band_is_left_by_one_that_does_not(truth: float) -> None:
+    for seed in range(10):
+        band = simulate(truth, 0.7, 200, seed).band()
+        assert band is not None and band.left
+
+
+def test_the_mean_and_its_variance_are_those_of_the_accepted_length() -> None:
+    """Against the distribution of min(A, 3) itself, survival .8, .4, .3."""
+    chances = {0: 0.2, 1: 0.4, 2: 0.1, 3: 0.3}
+    mean = sum(a * p for a, p in chances.items())
+    variance = sum(a * a * p for a, p in chances.items()) - mean**2
+    watch = AcceptanceWatch()
+    for depth, survival in ((1, 0.8), (2, 0.4), (3, 0.3)):
+        watch.decided(depth, survival)
+    watch.finished(2, 3, False)
+    assert watch._rounds[0] == pytest.approx((mean, variance, 2, 3))
+
+
+def test_rounds_that_were_cut_or_never_asked_about_do_not_count() -> None:
+    watch = AcceptanceWatch(least=1)
+    watch.decided(1, 0.5)
+    watch.finished(1, 1, True)
+    watch.finished(3, 3, False)
+    assert watch.band() is None
+    watch.decided(1, 0.5)
+    watch.finished(3, 3, False)
+    band = watch.band()
+    assert band is not None and (band.live, band.rounds) == (1.0, 1), "only the token that it was asked about"
+
+
+@pytest.mark.parametrize("mode", ["off", "warn", "fallback"])
+def test_a_broken_promise_is_told_once_and_left_only_on_request(
+    endless_pair: Pair, prompt_ids: list[list[int]], mode: str
+) -> None:
+    settings = Settings(0.7, 100, 4, fallback=1, guard=mode)
+    speculator = Speculator(endless_pair, promising(0.99), settings)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = [list(speculator.generate(p, i).tokens) for i, p in enumerate(prompt_ids[:3])]
+    assert found == plain_texts(endless_pair, prompt_ids[:3], [0, 1, 2], 100, 0.7).tokens
+    assert len(seen) == (mode != "off")
+    assert speculator.policy.name == ("fixed:1" if mode == "fallback" else "promising")
+    if seen:
+        assert "its calibration predicts" in str(seen[0].message)
+
+
+def test_a_promise_that_is_kept_is_passed_over(endless_pair: Pair, prompt_ids: list[list[int]]) -> None:
+    """The draft is the target: everything is accepted."""
+    twin = join(endless_pair.target, endless_pair.target)
+    speculator = Speculator(twin, promising(0.999, 2), Settings(0.0, 100, 2, guard="fallback"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rounds = sum(len(speculator.generate(p).rounds) for p in prompt_ids[:4])
+    assert rounds > LEAST and speculator.policy.name == "promising"
+
+
+def test_the_best_fixed_length_follows_acceptance_and_costs() -> None:
+    table = CostTable(10.0, (1e-3, 1e-3), 0.0, tuple(5e-3 + 1e-4 * k for k in range(5)))
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0)).to_dict()
+    policy = promising(0.9, 4, profile)
+    assert best_fixed(policy, 0.0, 3) == 0, "nothing is accepted: plain decoding"
+    assert best_fixed(policy, 0.5, 3) == max(range(5), key=lambda k: (2 - 0.5**k) / (5e-3 + 1.1e-3 * k))
+    assert best_fixed(policy, 1.0, 3) == 4
+    assert best_fixed(promising(0.9), 0.5, 3) == best_fixed(FixedLength(2), 0.5, 3) == 3, "no profile was saved"
+    assert best_fixed(promising(0.9, 4, {"kind": "odd"}), 0.5, 3) == 3
+
+
+def test_only_learned_policies_on_chains_are_watched() -> None:
+    assert make_watch(promising(0.9), "warn", True) is not None
+    for policy, mode, chain in ((promising(0.9), "off", True), (promising(0.9), "warn", False), (Confidence(), "warn", True)):
+        assert make_watch(policy, mode, chain) is None
+    with pytest.raises(InputError, match="--guard: expected one of off, warn, fallback, not 'on'"):
+        make_watch(Confidence(), "on", True)
+
+

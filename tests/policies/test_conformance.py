@@ -1,0 +1,125 @@
+"""Every built-in policy and every head goes through the classes that plugin authors subclass; broken ones do not pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from specstop.policies.baselines import Confidence
+from specstop.policies.calibration import Calibrator
+from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.heads import HEADS, build_head
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, Threshold
+from specstop.policies.specs import BUILTINS, load_policy
+from specstop.policies.testing import PolicyTests, TreePolicyTests
+from test_heads import NAMES, TENSORS, knots
+from torch import Tensor
+from zoo import ZOO
+
+
+def learned(kind: str) -> StopPolicy:
+    maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
+    rule = Derived([0.1, 0.2, 0.3, 0.2]) if kind != "mlp" else Threshold("survival", 0.2)
+    return LearnedPolicy("mine", NAMES, build_head(kind, NAMES, TENSORS[kind]()), *maps, rule, 5)
+
+
+CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", [*BUILTINS, *HEADS, *(f"zoo {name}" for name in ZOO)])
+def test_a_policy_of_ours_conforms(name: str, check: str) -> None:
+    class Case(PolicyTests):
+        def make(self) -> StopPolicy:
+            if name.startswith("zoo "):
+                return ZOO[name.removeprefix("zoo ")]
+            return learned(name) if name in HEADS else load_policy(name)
+
+    getattr(Case(), check)()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", ["fixed", "confidence", *HEADS])
+def test_a_policy_of_ours_conforms_on_trees(name: str, check: str) -> None:
+    class Case(TreePolicyTests):
+        def make(self) -> StopPolicy:
+            return learned(name) if name in HEADS else load_policy(name)
+
+    getattr(Case(), check)()
+
+
+class WrongShape(Confidence):
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive[:, 0], state
+
+
+class Remembers(Confidence):
+    asked = 0
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        self.asked += 1
+        return step.alive & (self.asked % 4 != 0), state
+
+
+class ChangesItsState(Confidence):
+    def start(self, streams: int, key: Tensor) -> State:
+        return torch.zeros(streams)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        state += 1
+        return step.alive, state
+
+
+class LooksAside(Confidence):
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.features[..., 0] >= step.features[..., 0].mean()), state
+
+
+class TwoMinds(Confidence):
+    def keep_one(self, depth: int, features: object, state: State) -> tuple[bool, State]:
+        return depth < 2, state
+
+
+class Orphans(Confidence):
+    def select(self, tree: DraftTree, state: State) -> Tensor:
+        return tree.depth != 2
+
+
+class Unknown(Confidence):
+    features = ("drawn_probability",)
+
+
+class Peeks(Confidence):
+    """Decides by how the others fared."""
+
+    def start(self, streams: int, key: Tensor) -> State:
+        return torch.zeros(streams)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.depth < state + 1)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return torch.full_like(state, float(outcome.accepted.float().mean()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (WrongShape, "answers_have_the_shape"),
+        (Remembers, "same_question"),
+        (ChangesItsState, "state_belongs"),
+        (LooksAside, "do_not_know_of_each_other"),
+        (Peeks, "do_not_know_of_each_other"),
+        (TwoMinds, "deciding_alone"),
+        (Orphans, "closed_under_parents"),
+        (Unknown, "says_what_it_is"),
+    ],
+)
+def test_a_policy_that_breaks_the_contract_does_not_pass(kind: type[StopPolicy], check: str) -> None:
+    class Case(PolicyTests):
+        def make(self) -> StopPolicy:
+            return kind()
+
+    (name,) = (n for n in CHECKS if check in n)
+    with pytest.raises((AssertionError, TypeError, ValueError)):
+        getattr(Case(), name)()

@@ -1,0 +1,148 @@
+"""The tutorial's plugin, installed as its page says, in every command that takes a policy; and the switch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from specstop.collect.store import Trace
+from specstop.policies import specs
+from specstop.policies.costs import Profile
+from specstop.policies.errors import PolicyError
+from specstop.policies.specs import BUILTINS, listed_policies, load_policy, plugins
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"
+
+sys.path.append(str(ROOT / "tests" / "cli"))
+from commands import Answer, cli  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as somebody writes it who copies the page."""
+    folder = tmp_path_factory.mktemp("patience")
+    blocks = re.findall(r"^`([\w./]+)`: [^`]*?\n\n```\w+\n(.*?)```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    for name, text in blocks:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder it is installed into, by pip, without network."""
+    target = tmp_path_factory.mktemp("site")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-index"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(written)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return target
+
+
+@pytest.fixture
+def installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(target)
+    importlib.invalidate_caches()
+    yield target
+    sys.modules.pop("specstop_patience", None)
+
+
+def test_the_page_writes_the_package_in_examples(written: Path) -> None:
+    names = sorted(str(p.relative_to(written)) for p in written.rglob("*") if p.is_file() and p.suffix in (".py", ".toml"))
+    assert names == ["pyproject.toml", "specstop_patience.py", "tests/test_patience.py"]
+    for name in names:
+        assert (written / name).read_text() == (EXAMPLE / name).read_text()
+
+
+def test_the_commands_of_the_page_exist() -> None:
+    for line in re.findall(r"^specstop (\w+)(.*)$", PAGE.read_text(), re.MULTILINE):
+        answer = cli(line[0], "--help")
+        assert answer.code == 0
+        for option in re.findall(r"--[a-z-]+", line[1]):
+            assert option in answer.out
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_listed_without_being_imported_and_loads() -> None:
+    assert plugins()["patience"].value == "specstop_patience:Patience"
+    assert "specstop_patience" not in sys.modules
+    (found,) = (p for p in listed_policies() if p.name == "patience")
+    assert (found.where, found.module, found.problem) == ("specstop-patience 0.1", "specstop_patience", "")
+    assert load_policy("patience?chances=3").name == "patience:3"
+    with pytest.raises(PolicyError, match="expected 1 chance or more"):
+        load_policy("patience?chances=0")
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_own_tests_pass(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(written / "tests")
+    case = importlib.import_module("test_patience").TestPatience()
+    checks = [name for name in dir(case) if name.startswith("test_")]
+    assert len(checks) > 6
+    for name in checks:
+        getattr(case, name)()
+    sys.modules.pop("test_patience")
+
+
+def answered(answer: Answer) -> object:
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out)
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_seen_in_policies_decode_and_evaluate(
+    pair_folder: Path, traces: dict[float, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    (line,) = (p for p in answered(cli("policies", "--json")) if p["name"] == "patience")
+    assert line["loads"] and line["module"] == "specstop_patience"
+    pair = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    texts = [
+        answered(cli("decode", "w7 w8", "w9", *pair, "--policy", policy, "--json", "--max-new-tokens", 20))
+        for policy in ("patience?chances=1", "fixed:0")
+    ]
+    assert texts[0]["texts"] == texts[1]["texts"]
+    assert texts[0]["drafted"] > 0 == texts[1]["drafted"]
+    profile.with_decisions({"patience": 1e-5}).save(tmp_path / "profile.json")
+    costs = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "report"]
+    report = answered(cli("evaluate", *costs, "--policy", "patience?chances=3&max_depth=4", "--json"))
+    assert "patience:3" in [line["name"] for line in report["lines"]]
+
+
+@pytest.mark.usefixtures("installed")
+def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [[p["name"] for p in answered(cli(*args, "--json"))] for args in (
+        ["policies"], ["policies", "--no-plugins"], ["--no-plugins", "policies"])]  # fmt: skip
+    assert "patience" in names[0]
+    assert names[1] == names[2] == list(BUILTINS)
+    monkeypatch.setenv(specs.SWITCH, "0")
+    assert plugins() == {}
+    with pytest.raises(PolicyError, match="unknown policy 'patience'"):
+        load_policy("patience")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = list(specs.entry_points(group=specs.GROUP))
+    other = EntryPoint("patience", "other:Patience", specs.GROUP)
+    monkeypatch.setattr(specs, "entry_points", lambda group: [*known, other])
+    answer = cli("policies")
+    assert answer.code == 2
+    assert "two policies are called 'patience': other:Patience" in answer.err
+    assert "specstop_patience:Patience of specstop-patience 0.1" in answer.err
+
+
+def test_plugins_that_do_not_load_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(n, v, specs.GROUP) for n, v in {"gone": "no_such_module:X", "five": "math:pi"}.items()]
+    monkeypatch.setattr(specs, "entry_points", lambda group: points)
+    problems = {p.name: p.problem for p in listed_policies() if p.where == "?"}
+    assert "no_such_module" in problems["gone"]
+    assert "math:pi" in problems["five"]
+    answer = cli("policies")
+    assert answer.code == 0 and "no_such_module" in answer.out
