@@ -122,7 +122,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     """Print a table; every column but the first is set to the right unless it holds words."""
     grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for index, column in enumerate(columns):
-        words = index == 0 or column in ("note", "what", "where")
+        words = index == 0 or column in ("note", "what", "where", "value")
         grid.add_column(column, justify="left" if words else "right", no_wrap=not words or index == 0)
     for row in rows:
         grid.add_row(*row)

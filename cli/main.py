@@ -12,7 +12,7 @@ import typer
 from ..policies.errors import SpecstopError
 from .console import one_line_warnings, say
 
-COMMANDS = ("demo", "collect", "merge", "train", "profile", "evaluate", "decode", "bench", "policies", "info")
+COMMANDS = ("demo", "collect", "merge", "train", "profile", "evaluate", "decode", "bench", "deploy", "policies", "info")
 
 INTERRUPTED = 130
 

@@ -94,8 +94,10 @@ class Asked:
         return read_prompts(path, columns=columns, choice=replace(choice, side=None))
 
     def described(self) -> str:
-        """Return one line for the data card: where the prompts are from, and which of them."""
-        parts = [self.source or "", f"preset {self.preset}" if self.preset else ""]
+        """Return one line for the data card: where the prompts are from, and which of them; of a path, its name only."""
+        source = self.source or ""
+        name = source if source.startswith("hf:") else Path(source).name
+        parts = [name, f"preset {self.preset}" if self.preset else ""]
         if not any(parts):
             parts = ["preset demo"]
         parts += [f"split {self.split}" if self.split else "", f"column {self.column}" if self.column else ""]

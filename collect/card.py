@@ -14,7 +14,7 @@ CARD_FILE = "README.md"
 def data_card(header: Header) -> str:
     """Return the card; it depends on the header alone, so every process of a run writes the same one."""
     front = {
-        "pretty_name": f"Draft traces of {header.draft or 'a draft'} for {header.target or 'a target'}",
+        "pretty_name": f"Draft traces of {_model(header.draft)} for {_model(header.target)}",
         "tags": ["speculative-decoding", "specstop"],
         "configs": [
             {"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]},
@@ -43,14 +43,13 @@ in the rows: the licence of the prompts holds for them.
 
 
 def _facts(header: Header) -> dict[str, Any]:
-    widths = len(header.topology)
     return {
-        "target": header.target or "not named",
-        "drafter": header.draft or "not named",
+        "target": _model(header.target),
+        "drafter": _model(header.draft),
         "temperature": f"{header.temperature:g}",
         "verification": header.verification,
         "depth": header.depth,
-        "nodes": widths,
+        "nodes": len(header.topology),
         "collector": header.collector,
         "prompts": header.prompts,
         "prompts from": header.facts.get("prompts from") or "not recorded",
@@ -60,6 +59,11 @@ def _facts(header: Header) -> dict[str, Any]:
         "schema version": header.schema,
         "features": ", ".join((*header.anchor_features, *header.features)),
     }
+
+
+def _model(name: str) -> str:
+    """Return a hub name, or the end of a path: a card is made to be shared, and home folders are not."""
+    return "/".join(name.replace("\\", "/").split("/")[-2:]) or "a model without a name"
 
 
 def _cell(value: Any) -> str:

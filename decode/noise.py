@@ -13,35 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
+from ..policies.draws import GOLDEN, shift, signed
+from ..policies.draws import mix as mix
+
 _MASK = (1 << 64) - 1
 _BLOCK = 16
-
-
-def _signed(value: int) -> int:
-    """Return the two's complement reading of a 64-bit pattern: torch has no unsigned arithmetic."""
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
-
-
-_MIX1, _MIX2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
 def stream_key(seed: int, prompt_id: str, sample: int = 0) -> int:
     """Return the 64-bit key of a stream: a hash of the seed, the prompt's id and the sample index."""
     text = f"{seed}\0{prompt_id}\0{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mix(value: Tensor) -> Tensor:
-    """Return the SplitMix64 finaliser of int64 values (Steele, Lea, Flood 2014): a bijection that scrambles all bits."""
-    value = (value ^ _shift(value, 30)) * _MIX1
-    value = (value ^ _shift(value, 27)) * _MIX2
-    return value ^ _shift(value, 31)
 
 
 def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
@@ -52,10 +34,10 @@ def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
         position: [R] int64.
         vocabulary: V.
     """
-    row = mix(mix(position[:, None] * _signed(_GOLDEN) + 1) ^ key)  # [R, 1]
-    token = torch.arange(1, vocabulary + 1, device=position.device) * _signed(_GOLDEN)  # [V]
+    row = mix(mix(position[:, None] * signed(GOLDEN) + 1) ^ key)  # [R, 1]
+    token = torch.arange(1, vocabulary + 1, device=position.device) * signed(GOLDEN)  # [V]
     bits = mix(row + token)
-    return (_shift(bits, 11).double() * 2.0**-53).clamp_min(2.0**-54)
+    return (shift(bits, 11).double() * 2.0**-53).clamp_min(2.0**-54)
 
 
 def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,8 +70,8 @@ def fresh_uniform(key: int, round: int, node: int, purpose: Purpose) -> float:
         node: which candidate of the round, from 0.
         purpose: see `Purpose`.
     """
-    row = _mix_one(key ^ _mix_one(round * _GOLDEN + 1))
-    bits = _mix_one(_mix_one(row + (node + 1) * _GOLDEN) + int(purpose) * _GOLDEN)
+    row = _mix_one(key ^ _mix_one(round * GOLDEN + 1))
+    bits = _mix_one(_mix_one(row + (node + 1) * GOLDEN) + int(purpose) * GOLDEN)
     return max((bits >> 11) * 2.0**-53, 2.0**-54)
 
 

@@ -55,6 +55,10 @@ class Calibrator:
         """What a sigmoid must multiply the logit with to do the same; None for an isotonic map."""
         return None if self.kind == "isotonic" else 1.0 / self.temperature
 
+    def pieces(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (bounds [n]; start, level, slope [n + 1]) of an isotonic map; see `_segments`."""
+        return self._bounds, self._start, self._level, self._slope
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the probabilities, same shape as `logits`."""
         if self.kind != "isotonic":

@@ -25,7 +25,7 @@ from .files import staged_folder, write_atomic, write_json
 from .heads import build_head
 from .learned import Facts, LearnedPolicy
 from .rules import build_rule
-from .strict import MOST_DATA, MOST_TEXT, check_names, check_tensor_file, digest, parse_json, read_plain
+from .strict import MOST_DATA, MOST_TEXT, check_names, check_side_names, check_tensor_file, digest, parse_json, read_plain
 
 POLICY_SCHEMA = 1
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
@@ -67,6 +67,7 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
         extra: further files `name.ubj`, such as a booster for retraining; loading checks them and reads nothing from them.
     """
     path = Path(path)
+    check_side_names(extra or {})
     tensors: dict[str, Tensor] = {f"head.{name}": t.contiguous() for name, t in policy.head.tensors().items()}
     maps = (policy.accept, policy.following)
     tensors.update({name: c.knots.contiguous() for name, c in zip(_KNOTS, maps, strict=True)})
@@ -88,7 +89,6 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
             write_atomic(folder / name, data)
         write_json(folder / POLICY_FILE, {**raw, "sha256": digest(raw)})
         write_atomic(folder / CARD_FILE, card(policy))
-        check_names(folder, (POLICY_FILE, WEIGHTS_FILE, CARD_FILE), list(extra or {}))
     return path
 
 

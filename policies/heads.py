@@ -24,7 +24,10 @@ _FOREST = ("feature", "threshold", "missing_left", "leaf", "base")
 _KINDS = {"feature": torch.int64, "missing_left": torch.bool}
 DEEPEST_TREE = 16
 _EDGE = 1e-6
-_LOW, _HIGH = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))  # where torch.logit clips float32
+EDGES = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))
+"""Where `torch.logit` clips float32 probabilities."""
+
+_LOW, _HIGH = EDGES
 
 
 class Head(Protocol):
@@ -48,13 +51,16 @@ class Basis:
     Args:
         names: F features.
         mean, scale: [F'] of the expanded columns, F' = F + number of probabilities.
+
+    Attributes:
+        probabilities: places of the probabilities among the features.
     """
 
     def __init__(self, names: Sequence[str], mean: Tensor, scale: Tensor) -> None:
         kinds = [feature(name) for name in names]
         odds = [i for i, f in enumerate(kinds) if f.is_probability]
         self._odds = torch.tensor(odds, dtype=torch.int64)
-        self._odds_one = odds
+        self.probabilities = odds
         node = [f.kind in (Kind.PRE, Kind.POST) for f in kinds]
         self.first_mask = torch.tensor([not flag for flag in [*node, *(node[i] for i in odds)]], dtype=torch.float32)
         self.mean, self.scale = mean, scale
@@ -76,7 +82,7 @@ class Basis:
     def expand_one(self, features: Sequence[float]) -> list[float]:
         """Return F' numbers of one row; see `expand`."""
         columns = list(features)
-        for at in self._odds_one:
+        for at in self.probabilities:
             p = features[at]
             p = _LOW if p < _LOW else _HIGH if p > _HIGH else p
             columns.append(log(p / (1.0 - p)))
@@ -124,6 +130,10 @@ class LinearHead:
         x = self.basis.expand_one(features)
         return [sum(map(mul, accept, x), above), sum(map(mul, following, x), beyond)]
 
+    def folded(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return the layers that `logits` puts `Basis.expand` through, at depths from 1 on and at depth 0."""
+        return [[self._later], [self._first]]
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
         return dict(self._tensors)
@@ -154,7 +164,7 @@ class MLPHead:
         (weight, bias), *self._rest = pairs
         self._later = self.basis.fold(weight[:, :-1], bias, first=False)
         self._first = self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True)
-        self._one = [Layers([layer, *self._rest]) for layer in (self._later, self._first)]
+        self._one = [Layers(layers) for layers in self.folded()]
 
     def logits(self, features: Tensor, depth: int) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
@@ -166,6 +176,10 @@ class MLPHead:
     def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
         return self._one[0 if depth else 1](self.basis.expand_one(features))
+
+    def folded(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return the layers that `logits` puts `Basis.expand` through, at depths from 1 on and at depth 0."""
+        return [[self._later, *self._rest], [self._first, *self._rest]]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""

@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from .baselines import Confidence, FixedLength
+from .baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient, Roc
+from .baselines_bandit import Bandit
+from .baselines_gain import Gain
+from .baselines_online import Online
+from .baselines_scores import EntropyBound, MaxProb, Product
+from .baselines_trees import C2T, DDD, Eagle, OptTree
 from .contract import StopPolicy
 from .errors import PolicyError, close_match
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
@@ -30,9 +36,32 @@ class Builtin:
     usage: str
 
 
+def build_bandit(
+    explore: float = 2.0**0.5,
+    kind: str = "ucb",
+    arms: str = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6",
+) -> Bandit:
+    """Return the bandit over the policies that `arms` names, with commas between them."""
+    return Bandit([load_policy(arm) for arm in str(arms).split(",") if arm], kind, explore)
+
+
 BUILTINS = {
     "fixed": Builtin(FixedLength, "length", "fixed:4 drafts 4 tokens a round; fixed:0 is plain decoding"),
     "confidence": Builtin(Confidence, "threshold", "confidence:0.4 stops below that draft probability"),
+    "heuristic": Builtin(Heuristic, "start", "heuristic:20 drafts 2 more after full acceptance, else 1 less"),
+    "heuristic-transient": Builtin(HeuristicTransient, "start", "heuristic-transient:20 starts anew with each text"),
+    "roc": Builtin(Roc, "threshold", "roc:0.4 is confidence with a threshold fitted to the text so far"),
+    "entropy": Builtin(EntropyBound, "level", "entropy:0.6 stops above that entropy of the draft (SVIP)"),
+    "adaedl": Builtin(AdaEDL, "start", "adaedl:0.6 stops by an entropy bound that adapts from there"),
+    "maxprob": Builtin(MaxProb, "threshold", "maxprob:0.6 stops below that largest probability (Kangaroo, p_min)"),
+    "product": Builtin(Product, "threshold", "product:0.3 stops below that probability of the whole draft"),
+    "online": Builtin(Online, "threshold", "online:0.4 stops below that survival, learned while decoding"),
+    "bandit": Builtin(build_bandit, "explore", "bandit?kind=thompson&arms=fixed:2,fixed:6 picks a policy each round"),
+    "ddd": Builtin(DDD, "threshold", "ddd:-0.5 stops below that log-probability of the beam"),
+    "eagle": Builtin(Eagle, "nodes", "eagle:59 verifies the likeliest nodes of a tree (EAGLE-2)"),
+    "opt": Builtin(OptTree, "delta", "opt:0.5 goes deeper while that much is expected of it (OPT-Tree)"),
+    "c2t": Builtin(C2T, "bias", "c2t:2 prunes nodes by path probability, entropy and depth"),
+    "gain": Builtin(Gain, "step", "gain:0.1 expands and verifies nodes worth their price in tokens"),
 }
 """The policies that come with specstop."""
 
@@ -82,7 +111,9 @@ def listed_policies() -> list[Listed]:
             takes = "" if problem else ", ".join(inspect.signature(build).parameters)
         except Exception as error:  # a plugin may be anything
             takes, problem = "", " ".join(str(error).removeprefix("--policy: ").split())
-        found.append(Listed(name, where, point.module, f"{name}?key=value" + (f"; takes {takes}" if takes else ""), problem))
+        found.append(
+            Listed(name, where, point.module, f"{name}?key=value" + (f"; takes {takes}" if takes else ""), problem)
+        )
     return found
 
 

@@ -44,15 +44,20 @@ def read_plain(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
+def check_side_names(names: Iterable[str]) -> None:
+    """Refuse a name of a further file that is anything but `name.ubj`."""
+    for name in names:
+        if not _SIDE_FILE.fullmatch(name):
+            raise PolicyError(f"the further file {name!r} must be called like booster.ubj, without a path")
+
+
 def check_names(folder: Path, known: Iterable[str], side: Iterable[str]) -> None:
     """Refuse a folder with anything in it but the files `known` and the side files `side`, none of them a link.
 
     Raises:
         PolicyError: a name too many, a missing one, a link, a folder, or a side file called anything but `name.ubj`.
     """
-    for name in side:
-        if not isinstance(name, str) or not _SIDE_FILE.fullmatch(name):
-            raise PolicyError(f"the further file {name!r} must be called like booster.ubj, without a path")
+    check_side_names(side)
     allowed = {*known, *side}
     found = set()
     for entry in os.scandir(folder):

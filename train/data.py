@@ -18,7 +18,7 @@ from ..collect.store import Trace
 from ..decode.noise import stream_key
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
-from ..policies.features import Layout
+from ..policies.features import SIBLING_FEATURES, Layout
 from ..policies.history import HISTORY_FEATURES
 
 
@@ -81,6 +81,8 @@ class TraceArrays:
 
     def column(self, name: str) -> Tensor:
         """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
+        if name in SIBLING_FEATURES and self.tree.is_chain:
+            return torch.zeros(self.ends.shape)
         if name not in self.columns:
             raise TraceError(
                 f"the trace has no feature {name!r}; it has {', '.join(self.columns)}; collect it again with that feature"

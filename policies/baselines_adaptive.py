@@ -1,0 +1,215 @@
+"""Published rules whose level follows the rounds before: Hugging Face's heuristic and ROC threshold, AdaEDL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .baselines_scores import check_number, check_whole
+from .contract import DraftStep, RoundOutcome, State, StopPolicy
+
+
+def tells(outcome: RoundOutcome) -> Tensor:
+    """Return [S] bool, the streams whose round says something about acceptance."""
+    return outcome.active & ~outcome.cut & (outcome.verified > 0)
+
+
+class HeuristicTransient(StopPolicy):
+    """Draft K tokens; after a round that was accepted whole K grows by `up`, after another it shrinks by `down`, to 1 at least.
+
+    Hugging Face's `num_assistant_tokens_schedule="heuristic_transient"` (transformers 5.23, `AssistedCandidateGenerator.
+    update_candidate_strategy`): +2 and -1, from 20 tokens. K starts anew with each text, and never passes `max_depth`;
+    rounds that an end of text or a limit cut do not count.
+    """
+
+    _called = "heuristic-transient"
+
+    def __init__(self, start: int = 20, up: float = 2, down: float = 1, max_depth: int = 20) -> None:
+        self.begin = check_whole(self._called, "start", start)
+        self.up = check_number(self._called, "up", up, 0.0)
+        self.down = check_number(self._called, "down", down, 0.0)
+        self.max_depth = check_whole(self._called, "max_depth", max_depth)
+        self.name = f"{self._called}:{start}"
+
+    def start(self, streams: int, key: Tensor) -> State:
+        """Return K of each stream."""
+        return torch.full((streams,), float(min(self.begin, self.max_depth)), device=key.device)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        """Keep every branch above K."""
+        return step.alive & (step.depth < state)[:, None], state
+
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`."""
+        return depth < float(state), state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return K for the next round."""
+        moved = torch.where(outcome.accepted == outcome.verified, state + self.up, state - self.down)
+        return torch.where(tells(outcome), moved.clamp(1.0, float(self.max_depth)), state)
+
+
+class Heuristic(HeuristicTransient):
+    """The same with a K that passes from text to text: `num_assistant_tokens_schedule="heuristic"`."""
+
+    carries: ClassVar[bool] = True
+    _called = "heuristic"
+
+
+class AdaEDL(StopPolicy):
+    """Draft on while the bound 1 - sqrt(gamma H_j) on the acceptance probability is at least lambda, which adapts.
+
+    AdaEDL (arXiv 2410.18351): gamma = 0.2. After each round, with r a running share of accepted tokens,
+    r <- b1 r + (1 - b1) accepted / drafted and lambda <- b2 lambda + (1 - b2) (lambda +- eps), + where r <= alpha. The
+    constants are those of the update that it takes over (self-speculative decoding, arXiv 2309.08168, and its script): alpha
+    0.9, b1 0.5, b2 0.9, eps 0.01, r = 0 at first; so is the first lambda, 0.6, for which no source of its own was found.
+    """
+
+    features = ("entropy",)
+
+    def __init__(
+        self,
+        start: float = 0.6,
+        gamma: float = 0.2,
+        alpha: float = 0.9,
+        eps: float = 0.01,
+        b1: float = 0.5,
+        b2: float = 0.9,
+        max_depth: int = 20,
+    ) -> None:
+        self.begin = check_number("adaedl", "start", start, 0.0, 1.0)
+        self.gamma = check_number("adaedl", "gamma", gamma, 1e-6)
+        self.alpha, self.eps, self.b1, self.b2 = (
+            check_number("adaedl", name, value, 0.0, 1.0)
+            for name, value in (("alpha", alpha), ("eps", eps), ("b1", b1), ("b2", b2))
+        )
+        self.max_depth = check_whole("adaedl", "max_depth", max_depth)
+        self.name = f"adaedl:{start:g}"
+
+    def start(self, streams: int, key: Tensor) -> State:
+        """Return (lambda, r, the largest entropy to draft on from) of each stream."""
+        level = torch.full((streams,), self.begin, dtype=torch.float64, device=key.device)
+        return level, torch.zeros_like(level), self._most(level)
+
+    def _most(self, level: Tensor) -> Tensor:
+        """Return [S] float32, the entropy at which the bound is lambda."""
+        return ((1.0 - level) ** 2 / self.gamma).float()
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        """Keep the branches whose bound is high enough."""
+        return step.alive & (step.features[..., 0] <= state[2][:, None]), state
+
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`."""
+        return features[0] <= float(state[2]), state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state with lambda moved."""
+        level, rate, _ = state
+        now = self.b1 * rate + (1.0 - self.b1) * outcome.accepted.double() / outcome.verified.clamp_min(1)
+        aim = torch.where(now <= self.alpha, level + self.eps, level - self.eps)
+        moved = (self.b2 * level + (1.0 - self.b2) * aim).clamp(0.0, 1.0)
+        counts = tells(outcome)
+        level = torch.where(counts, moved, level)
+        return level, torch.where(counts, now, rate), self._most(level)
+
+
+def recorded(seen: Tensor, depth: int, values: Tensor, alive: Tensor) -> Tensor:
+    """Return `seen` [S, K] with the largest of `values` [S, B] of the branches alive at this depth; infinite = not asked."""
+    best = torch.where(alive, values, -torch.inf).amax(1)
+    column = torch.where(alive.any(1), best, seen[:, depth - 1])
+    return torch.cat([seen[:, : depth - 1], column[:, None], seen[:, depth:]], 1)
+
+
+def accept_bits(seen: Tensor, outcome: RoundOutcome) -> tuple[Tensor, Tensor]:
+    """Return [S, K] bool: the depths whose outcome is known and that were asked about, and whether each was accepted.
+
+    Known are the accepted ones and, where not all that was verified was accepted, the first rejected one.
+    """
+    depth = torch.arange(1, seen.shape[1] + 1, device=seen.device)
+    accepted = depth <= outcome.accepted[:, None]
+    rejected = (depth == outcome.accepted[:, None] + 1) & (depth <= outcome.verified[:, None])
+    return (accepted | rejected) & seen.isfinite() & tells(outcome)[:, None], accepted
+
+
+@dataclass(frozen=True)
+class RocState:
+    """Of `Roc`: [S] thresholds, [S, K] probabilities of this round, and [S, M] samples of the text, `count` [S] of them."""
+
+    threshold: Tensor
+    seen: Tensor
+    probs: Tensor
+    labels: Tensor
+    count: Tensor
+
+
+class Roc(StopPolicy):
+    """The confidence rule with a threshold that is fitted to the text so far.
+
+    Hugging Face's default (transformers 5.23, `ConfidenceCriteria`, `AssistedCandidateGenerator.update_candidate_strategy`):
+    q(x_j) of the accepted tokens (1) and of each first rejected one (0) are kept for the whole text; from 6 samples of both
+    kinds on, the threshold is the one with the least false positive rate + 3 times the false negative rate. It starts at 0.4,
+    with at most 20 tokens a round. The token at the last depth, which no policy is asked about, is not among the samples.
+    In a tree the best branch of a depth stands for it.
+    """
+
+    features = ("drawn_prob",)
+
+    def __init__(self, threshold: float = 0.4, weight: float = 3.0, samples: int = 6, max_depth: int = 20) -> None:
+        self.threshold = check_number("roc", "threshold", threshold, 0.0, 1.0)
+        self.weight = check_number("roc", "weight", weight, 0.0)
+        self.samples = check_whole("roc", "samples", samples)
+        self.max_depth = check_whole("roc", "max_depth", max_depth)
+        self.name = f"roc:{threshold:g}"
+
+    def start(self, streams: int, key: Tensor) -> State:
+        """Return the state of fresh texts."""
+        like = torch.full((streams,), self.threshold, device=key.device)
+        none = like.new_zeros(streams, 0)
+        return RocState(like, self._unseen(like), none, none.bool(), torch.zeros_like(key))
+
+    def _unseen(self, like: Tensor) -> Tensor:
+        return like.new_full((len(like), self.max_depth), torch.inf)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        """Keep the branches whose token is likely enough, and remember how likely."""
+        prob = step.features[..., 0]
+        seen = recorded(state.seen, step.depth, prob, step.alive)
+        return step.alive & (prob >= state.threshold[:, None]), RocState(
+            state.threshold, seen, state.probs, state.labels, state.count
+        )
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state with the round's samples and the threshold fitted to all."""
+        known, accepted = accept_bits(state.seen, outcome)
+        place = state.count[:, None] + known.long().cumsum(1) - 1
+        count = state.count + known.sum(1)
+        width = max(int(count.max()), state.probs.shape[1])
+        probs, labels = (
+            torch.nn.functional.pad(old, (0, width + 1 - old.shape[1])) for old in (state.probs, state.labels)
+        )  # the column beyond all takes what is not known
+        place = torch.where(known, place, width)
+        probs = probs.scatter(1, place, state.seen)[:, :width]
+        labels = labels.scatter(1, place, accepted)[:, :width]
+        threshold = self._fitted(probs, labels, count, state.threshold)
+        return RocState(threshold, self._unseen(threshold), probs, labels, count)
+
+    def _fitted(self, probs: Tensor, labels: Tensor, count: Tensor, threshold: Tensor) -> Tensor:
+        """Return [S], the sample value of the least cost; the largest of several."""
+        if not probs.shape[1]:
+            return threshold
+        there = torch.arange(probs.shape[1], device=probs.device) < count[:, None]
+        score, order = torch.where(there, probs, -torch.inf).sort(1, descending=True)
+        there = there.gather(1, order)
+        good = labels.gather(1, order) & there
+        true, false = good.double().cumsum(1), (there & ~good).double().cumsum(1)
+        positives, negatives = true[:, -1:], false[:, -1:]
+        cost = false / negatives.clamp_min(1.0) + self.weight * (1.0 - true / positives.clamp_min(1.0))
+        last = torch.cat([score[:, 1:] != score[:, :-1], torch.ones_like(there[:, :1])], 1)  # of equal samples
+        best = torch.where(there & last, cost, torch.inf).argmin(1, keepdim=True)
+        enough = (count >= self.samples) & (positives[:, 0] > 0) & (negatives[:, 0] > 0)
+        return torch.where(enough, score.gather(1, best)[:, 0], threshold)

@@ -1,0 +1,83 @@
+"""Learned heads as ONNX models, where onnx and onnxruntime are installed; else what the user is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from specstop.policies.calibration import Calibrator
+from specstop.policies.errors import PolicyError
+from specstop.policies.folder import save_policy
+from specstop.policies.heads import HEADS
+from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
+from test_heads import NAMES, features
+from test_learned import learned
+
+sys.path.append(str(Path(__file__).parents[1] / "cli"))
+from commands import cli  # noqa: E402
+
+
+@pytest.mark.parametrize("kind", list(HEADS))
+def test_onnxruntime_answers_as_torch_does(kind: str) -> None:
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    policy = learned(kind)
+    session = runtime.InferenceSession(build_onnx(policy).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = features(300)
+    x[:3, 1] = torch.tensor([0.0, 1.0, 0.5])
+    if kind == "xgboost":
+        x[50:90, 2] = float("nan")
+    found = session.run(list(OUTPUTS), {"features": x.numpy()})
+    expected = [*policy.probabilities(x, 1), policy.probabilities(x, 0)[1]]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs.numpy(), atol=NEAR)
+    facts = json.loads({p.key: p.value for p in build_onnx(policy).metadata_props}["specstop"])
+    assert facts["features"] == list(NAMES) and facts["rule"] == policy.rule.to_dict()
+
+
+def test_the_command_writes_what_it_has_checked(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    folder = save_policy(learned("mlp"), tmp_path / "p")
+    answer = cli("deploy", "--policy", folder, "--to", "onnx", "--out", tmp_path / "m.onnx", "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["difference"] <= NEAR
+    assert (tmp_path / "m.onnx").stat().st_size == json.loads(answer.out)["bytes"]
+    assert cli("deploy", "--policy", folder, "--out", tmp_path / "m.onnx").code == 2
+
+
+def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    policy = learned()
+    monkeypatch.setattr(Calibrator, "scale", 0.3)
+    with pytest.raises(PolicyError, match="nothing was written"):
+        export_onnx(policy, tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    folder = save_policy(learned(), tmp_path / "p")
+    answer = cli("deploy", "--policy", folder, "--out", tmp_path / "m.onnx")
+    assert answer.code == 2
+    assert 'pip install "specstop[onnx]"' in answer.err
+    assert not (tmp_path / "m.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "fixed:4"], "has no head to deploy"),
+        (["--policy", "fixed:4", "--to", "floppy"], "--to: expected one of onnx"),
+        (["--policy", "nowhere/x"], "does not exist"),
+    ],
+)
+def test_what_cannot_be_deployed_is_told_why(tmp_path: Path, arguments: list[str], message: str) -> None:
+    answer = cli("deploy", *arguments, "--out", tmp_path / "m.onnx")
+    assert answer.code == 2
+    assert message in answer.err
