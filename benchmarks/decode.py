@@ -31,8 +31,8 @@ from specstop.decode.topology import chain
 from specstop.policies import FixedLength
 from specstop.train.pair import demo_pair
 
-LENGTHS = (1, 2, 3, 4, 6, 8)
-TREES = ("4", "2,1", "2,2,1", "2,2,1,1", "4,2,1", "4,2,2,1", "fork:2x4", "fork:4x4")
+LENGTHS = (2, 3, 4, 6, 8)
+TREES = ("2,1", "2,2,1,1", "4,2,1", "fork:2x4")
 FLOOR_TREE = "2,2,1,1"
 LONG = 2048
 Prompts = list[tuple[str, list[int]]]

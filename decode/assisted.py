@@ -41,7 +41,7 @@ DEFAULTS = AssistedSetting("assistant, defaults", 20, "constant", 0.4, adapts=Tr
 SETTINGS = (
     *(AssistedSetting(f"assistant, constant {k}", k) for k in (2, 4, 6, 8)),
     AssistedSetting("assistant, heuristic 5", 5, "heuristic"),
-    *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4, 0.6)),
+    *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4)),
     DEFAULTS,
 )
 """What users of assisted generation can set, from fixed lengths to its defaults."""

@@ -60,7 +60,7 @@ class DraftPhase:
         found = Candidates.at(text.roots, self._topology)
         known: Base | None = None
         level: Level | None = None
-        alive = list(range(len(text.roots)))
+        alive = [place for place, token in enumerate(text.roots) if token not in self._eos]
         deepest = self._topology.deepest
         for depth in range(deepest + 1):
             if depth == min(allowed, deepest):

@@ -19,7 +19,7 @@ def tells(outcome: RoundOutcome) -> Tensor:
 
 
 class HeuristicTransient(StopPolicy):
-    """Draft K tokens; after a round that was accepted whole K grows by `up`, after another it shrinks by `down`, to 1 at least.
+    """Draft K tokens; K grows by `up` after a round that was accepted whole, else it shrinks by `down`, to 1 at least.
 
     Hugging Face's `num_assistant_tokens_schedule="heuristic_transient"` (transformers 5.23, `AssistedCandidateGenerator.
     update_candidate_strategy`): +2 and -1, from 20 tokens. K starts anew with each text, and never passes `max_depth`;

@@ -82,7 +82,7 @@ def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> li
             both = total[:, None] + options[None]
             size = min(both.shape[0] + both.shape[1] - 1, _LARGEST + 1)
             merged, taken = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
-            for count in range(both.shape[1]):
+            for count in range(min(both.shape[1], size)):
                 end = min(size, count + both.shape[0])
                 better = both[: end - count, count] > merged[count:end]
                 merged[count:end] = np.where(better, both[: end - count, count], merged[count:end])

@@ -39,7 +39,7 @@ def test_a_policy_of_ours_conforms(name: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", ["fixed", "confidence", *HEADS])
+@pytest.mark.parametrize("name", [*BUILTINS, *HEADS])
 def test_a_policy_of_ours_conforms_on_trees(name: str, check: str) -> None:
     class Case(TreePolicyTests):
         def make(self) -> StopPolicy:
