@@ -2,12 +2,12 @@
 
     python benchmarks/decision.py --check
 
-For logistic regression, boosted trees (XGBoost, 100 trees of depth 4 for each of two outputs) and networks of one and two hidden
-layers of 64, at 3,072 and 32,000 logits: microseconds of a decision as the loop asks for it, with the features of `train` and
-with all that read a whole row; warm (as timing loops measure), cold (a matrix product of 9 MB between decisions, like a
-small draft's step), colder (45 MB, like a target's call); the library's own call for the same head beside it, without features.
-Then a million random rows, missing values among them: tensors against the library, and the path of one row against tensors.
-The last line is one JSON object. The bar: 40 us warm at 3,072 logits.
+For logistic regression, boosted trees (XGBoost, 100 trees of depth 4 for each of two outputs) and networks of one and two
+hidden layers of 64, at 3,072 and 32,000 logits: microseconds of a decision as the loop asks for it, with the features of
+`train` and with all that read a whole row; warm (as timing loops measure), cold (a matrix product of 9 MB between decisions,
+like a small draft's step), colder (45 MB, like a target's call); the library's own call for the same head beside it, without
+features. Then a million random rows, missing values among them: tensors against the library, and the path of one row
+against tensors. The last line is one JSON object. The bar: 40 us warm at 3,072 logits.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, help="not needed here: logits are random")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="few decisions and rows: shows that it runs, checks nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="few decisions and rows: shows that it runs, checks nothing"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     torch.set_num_threads(1)

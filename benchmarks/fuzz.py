@@ -2,15 +2,16 @@
 
     python benchmarks/fuzz.py --check
 
-Two sorts of damage, seeded. Accidents (bits, cuts, insertions, swapped entries, files lost or added) must be refused or change
-no decision. Forgeries mend all checksums behind themselves: no checksum can tell those from a policy somebody meant, so they
-must be refused or be a policy that decides without failing. Nothing may raise anything but `PolicyError`, or take longer than
-`SECONDS`. The last line is one JSON object.
+Two sorts of damage, seeded. Accidents (bits, cuts, insertions, swapped entries, files lost or added) must be refused or
+change no decision. Forgeries mend all checksums behind themselves: no checksum can tell those from a policy somebody meant,
+so they must be refused or be a policy that decides without failing. Nothing may raise anything but `PolicyError`, or take
+longer than `SECONDS`. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
@@ -60,7 +61,11 @@ def good_policies() -> list[LearnedPolicy]:
     }
     knots = torch.stack([torch.linspace(-3, 3, 5), torch.linspace(0.05, 0.9, 5)])
     maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.5)
-    heads = {"logistic": {**base, "weight": draw(3, WIDTH), "bias": draw(3)}, "mlp": {**base, **layers}, "xgboost": trees}
+    heads = {
+        "logistic": {**base, "weight": draw(3, WIDTH), "bias": draw(3)},
+        "mlp": {**base, **layers},
+        "xgboost": trees,
+    }
     rules = (Derived([0.1, 0.2, 0.3, 0.2]), Threshold("survival", 0.3), Threshold("step", 0.4))
     return [
         LearnedPolicy(f"good {kind}", NAMES, build_head(kind, NAMES, tensors), *maps, rule, 4)
@@ -206,10 +211,8 @@ def forge_weights(folder: Path, chance: random.Random) -> None:
 def _seal(folder: Path, raw: Any) -> None:
     if isinstance(raw, dict) and isinstance(raw.get("files"), dict) and WEIGHTS_FILE in raw["files"]:
         raw["files"][WEIGHTS_FILE] = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
-    try:
+    with contextlib.suppress(ValueError, TypeError):  # what JSON has no word for stays unsealed
         raw["sha256"] = digest(raw)
-    except (ValueError, TypeError):
-        pass
     (folder / POLICY_FILE).write_text(json.dumps(raw))
 
 

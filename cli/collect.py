@@ -160,7 +160,7 @@ def _record(
 
 def _show(trace: Trace, place: Place, json: bool) -> None:
     """Print what was collected; a process that others have yet to join says only how far the trace is."""
-    from .info import describe_trace
+    from .info import describe_trace, trace_json
 
     out = trace.folder
     if not trace.complete:
@@ -170,10 +170,10 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
         else:
             typer.echo(f"{out}: process {place.rank} of {place.world} is done; {have} shards are there")
         return
-    facts, rows = describe_trace(trace)
     if json:
-        print_json(facts)
+        print_json(trace_json(trace))
         return
+    facts, rows = describe_trace(trace)
     table(
         f"{out}: {facts['anchors']} anchors of {facts['prompts']} prompts",
         ("depth", "P(A >= depth)", "anchors"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,4 +38,8 @@ def deploy(
         return
     apart = found["difference"]
     checked = "onnxruntime is not installed: not checked" if apart is None else f"{apart:.1e} at most beside torch"
-    table(f"{chosen.name} as ONNX", ("what", "value"), [(k, str(found[k])) for k in ("path", "bytes")] + [("check", checked)])
+    table(
+        f"{chosen.name} as ONNX",
+        ("what", "value"),
+        [(k, str(found[k])) for k in ("path", "bytes")] + [("check", checked)],
+    )

@@ -42,22 +42,36 @@ def _show_trace(path: Path, json: bool) -> None:
     from ..collect.store import open_trace
 
     trace = open_trace(path)
-    facts, rows = describe_trace(trace)
-    sample = sample_rows(trace)
     if json:
-        print_json({**facts, "sample": dict(sample)})
+        print_json(trace_json(trace))
         return
+    facts, rows = describe_trace(trace)
     table(str(path), ("what", "value"), flat(facts))
     if rows:
         table("acceptance", ("depth", "P(A >= depth)", "anchors"), rows)
     if trace.header.depth < len(trace.header.topology):
         table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branch_rows(trace))
-    table("a row", ("what", "value"), sample)
+    table("a row", ("what", "value"), sample_rows(trace))
+
+
+def trace_json(trace: Trace) -> dict[str, Any]:
+    """Return what `info` says of a trace as JSON can hold it."""
+    facts, rows = describe_trace(trace)
+    return {
+        **facts,
+        "acceptance": [{"depth": int(k), "probability": float(p), "anchors": int(n)} for k, p, n in rows],
+        "branches": [
+            {"depth": int(k), "branch": b, "probability": p, "rows": int(n)} for k, b, p, n in branch_rows(trace)
+        ],
+        "sample": dict(sample_rows(trace)),
+    }
 
 
 def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """Return the plain facts of a trace, and its acceptance by depth as table rows."""
     import numpy as np
+
+    from ..decode.modes import describe
 
     header = trace.header
     columns = trace.table(["accepted_length", "cut", "prompt_id", "group"])
@@ -73,10 +87,11 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     facts = {
         "kind": "trace",
         "schema": header.schema,
-        "collector": header.collector,
+        "collector": header.collector + (f" under {header.policy}" if header.policy else ""),
+        "texts": header.texts,
         "target": header.target,
         "draft": header.draft,
-        "verification": f"{header.verification} (lossless)",
+        "verification": describe(header.verification),
         "temperature": header.temperature,
         "depth": header.depth,
         "nodes": len(header.topology),
@@ -149,10 +164,16 @@ def _policy(path: Path) -> dict[str, Any]:
         "head": policy.head.kind,
         "rule": policy.rule.kind,
         "features": ", ".join(policy.features),
+        "calibration": f"accept {policy.accept.kind}, next {policy.following.kind}",
+        "first decision at depth": policy.first,
         "max depth": policy.max_depth,
+        "weights": sum(t.numel() for t in policy.head.tensors().values()),
         "temperature": facts.temperature,
         "verification": facts.verification,
+        "label": facts.label,
+        **{f"pair: {role}": value for role, value in facts.pair.items()},
         "rho (tokens/s)": facts.rho,
+        **{f"provenance: {name}": _short(value) for name, value in facts.provenance.items()},
         **facts.metrics,
     }
 

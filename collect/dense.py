@@ -32,19 +32,18 @@ def dense_rows(
         batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
         max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
     """
-    texts = plain_texts(
-        pair,
-        [b[3] for b in batch],
-        [b[4] for b in batch],
-        max_new_tokens + unroller.depth,
-        unroller.temperature,
-    )
+    longest = max_new_tokens + unroller.depth
+    bytes_each = longest * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
+    side_by_side = max(1, min(len(batch), unroller.memory_bytes // bytes_each))
     chunks = []
-    for one, text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
-        last = min(len(text), max_new_tokens)
-        if last > 1:
-            anchor = torch.arange(1, last, device=pair.device)
-            chunks.append(text_columns(unroller, one, text, rows[: len(text)], last, anchor))
+    for start in range(0, len(batch), side_by_side):
+        part = batch[start : start + side_by_side]
+        texts = plain_texts(pair, [b[3] for b in part], [b[4] for b in part], longest, unroller.temperature)
+        for one, text, rows in zip(part, texts.tokens, texts.logits, strict=True):
+            last = min(len(text), max_new_tokens)
+            if last > 1:
+                anchor = torch.arange(1, last, device=pair.device)
+                chunks.append(text_columns(unroller, one, text, rows[: len(text)], last, anchor))
     return chunks
 
 

@@ -73,7 +73,9 @@ def _mixed(
     model = CachedModel(pair.draft, ids.shape[1], pair.vocabulary)
     logits = model.read(ids, rows=len(text) - 1)[0]
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
-    rows = Rows(logits, temperature, match_scores(logits, temperature, noise), own, torch.zeros_like(logits[:, 0]), 1)
+    scores, alone = match_scores(logits, temperature, noise), torch.ones_like(own)
+    # The sample is seldom the best of these rows, so its own score must be looked up: as of an only child.
+    rows = Rows(logits, temperature, scores, own, torch.zeros_like(logits[:, 0]), 1, None, 0 * alone, alone)
     features = compute(CHAIN_FEATURES, rows).cpu().numpy()
     made = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
     before = torch.cat([torch.zeros_like(is_own[:1]), is_own[:-1]])  # whether the last token read was the draft's

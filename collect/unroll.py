@@ -28,6 +28,9 @@ _BYTES_PER_SCORE = 48
 _MOST_ROWS = {"cpu": 96, "cuda": 2048}
 """Rows of one forward: more of them see more columns that are not theirs, fewer cost more calls."""
 
+_SEGMENT = 256
+"""Places of a text that are read together."""
+
 _LEAST = -1e30
 
 
@@ -87,7 +90,7 @@ class Unroller:
     def __init__(
         self, pair: Pair, tree: int | Topology, temperature: float, memory_bytes: int = 1 << 28, rows: int | None = None
     ) -> None:
-        self.pair, self.temperature = pair, temperature
+        self.pair, self.temperature, self.memory_bytes = pair, temperature, memory_bytes
         self.tree = chain(tree) if isinstance(tree, int) else tree
         if max(map(len, self.tree.children)) > pair.vocabulary:
             raise InputError(f"--tree: {self.tree.name} wants more candidates than the vocabulary has")
@@ -113,8 +116,9 @@ class Unroller:
         first, last = int(anchors.anchor[0]), int(anchors.anchor[-1])
         end = min(len(anchors.text) - anchors.prompt, last + self.depth - 1)  # the last place that is looked at
         places = _Places(self, anchors, first, last, end)
-        places.read_text(self._room(anchors.prompt + end, len(self._shape)), target_rows)
-        places.grow(self._model, self._rows)
+        model = self._room(anchors.prompt + end, len(self._shape))
+        places.read_text(model, target_rows, max(self._rows, _SEGMENT))
+        places.grow(model, self._rows)
         return places.gather(anchors.anchor - first, self.tree)
 
     def _room(self, tokens: int, nodes: int) -> CachedModel:
@@ -230,24 +234,39 @@ class _Places:
         self.pre = torch.zeros(*size, len(_PRE), device=device)
         self.top = torch.zeros(*size, most, dtype=dtype, device=device)
         self.prob, self.logprob = (torch.zeros(*size, self.width, dtype=dtype, device=device) for _ in range(2))
-        self.noise = None
-        if self.temperature > 0:
-            deepest = torch.arange(self.prompt + first, self.prompt + end + self.shape.deepest, device=device)
-            self.noise = gumbel(anchors.key, deepest, self.pair.vocabulary, dtype)
+        self.key, self.noise = anchors.key, None
+        places = self.count + self.shape.deepest
+        if self.temperature > 0 and places * self.pair.vocabulary * _BYTES_PER_SCORE <= owner.memory_bytes:
+            self.noise = self._noise_at(torch.arange(places, device=device))
 
-    def read_text(self, model: CachedModel, target_rows: Tensor) -> None:
-        """Read the text with the draft and record what it proposes on it, beside the target's probabilities."""
-        end = self.prompt + self.first + self.count - 1
-        ids = torch.tensor([self.text[:end]], device=self.pair.device)
-        logits = model.read(ids, rows=self.count)[0]
-        place = torch.arange(self.count, device=self.pair.device)
-        self._record(logits, place, torch.zeros_like(place), 1)
-        known = min(self.count, len(target_rows) - self.first)
-        p, q = (self._sampled(rows[:known]) for rows in (target_rows[self.first :], logits))
+    def _noise_at(self, place: Tensor) -> Tensor:
+        """Return [., V], the noise of the tokens at these places."""
+        at = self.prompt + self.first + place
+        return gumbel(self.key, at, self.pair.vocabulary, self.pair.logits_dtype)
+
+    def read_text(self, model: CachedModel, target_rows: Tensor, most_rows: int) -> None:
+        """Read the text with the draft and record what it proposes on it, beside the target's probabilities.
+
+        Args:
+            model: the draft; empty.
+            target_rows: [L, V], the target's row that each generated token was drawn from.
+            most_rows: that are looked at together, so that a long text takes no more memory than a short one.
+        """
         self.overlap = self.prob.new_zeros(self.count)
-        self.overlap[:known] = torch.minimum(p, q).sum(-1)
         self.target_prob = torch.zeros_like(self.prob[:, 0])
-        self.target_prob[:known] = p.gather(-1, self.token[:known, 0])
+        begin = 0
+        for start in range(0, self.count, most_rows):
+            place = torch.arange(start, min(start + most_rows, self.count), device=self.pair.device)
+            end = self.prompt + self.first + start + len(place) - 1
+            ids = torch.tensor([self.text[begin:end]], device=self.pair.device)
+            logits = model.read(ids, rows=len(place))[0]
+            begin = end
+            self._record(logits, place, torch.zeros_like(place), 1)
+            known = max(0, min(len(place), len(target_rows) - self.first - start))
+            p, q = (self._sampled(rows[:known]) for rows in (target_rows[self.first + start :], logits))
+            here = place[:known]
+            self.overlap[here] = torch.minimum(p, q).sum(-1)
+            self.target_prob[here] = p.gather(-1, self.token[here, 0])
 
     def _sampled(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits / (self.temperature or 1.0), -1)
@@ -297,11 +316,16 @@ class _Places:
         """Note what is proposed below (place, row): tokens of depth `depth` behind the place."""
         rows = _Wide(logits, self.temperature)
         sampled = None
-        if self.noise is None:
+        if self.temperature == 0:
             scores = logits
         else:
             sampled = torch.log_softmax(logits / self.temperature, -1)
-            scores = sampled + self.noise[place + depth - 1]
+            at = place + depth - 1
+            if self.noise is not None:
+                scores = sampled + self.noise[at]
+            else:
+                at, where = at.unique(return_inverse=True)
+                scores = sampled + self._noise_at(at)[where]
         top = scores.topk(self.top.shape[-1], -1)
         rows.tokens = top.indices[:, : self.width]
         at = (place, self.at[row])

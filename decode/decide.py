@@ -215,9 +215,7 @@ class Guard:
         carried: its state between texts, if it carries one.
     """
 
-    def __init__(
-        self, policy: StopPolicy, device: torch.device, chain: bool, fallback: int, mode: str = "off"
-    ) -> None:
+    def __init__(self, policy: StopPolicy, device: torch.device, chain: bool, fallback: int, mode: str = "off") -> None:
         self.policy, self._device, self._chain, self._fallback = policy, device, chain, fallback
         self._watch, self._mode = make_watch(policy, mode, chain), mode
         self.decider = Decider(policy, device, chain)

@@ -1,9 +1,9 @@
 """The live guard: is what the target accepts what the policy's calibration predicts?
 
-A learned policy says for each token it asked about how likely the round is to reach it, S_j. If it is calibrated, a round that
-drafted k tokens has S_1 + ... + S_k of them accepted on average, whatever the policy decided along the way, with a variance of
-sum (2j - 1) S_j - (sum S_j)^2. Summed over the last rounds that gives a band for the mean; a policy that was trained on other
-texts, another pair or another temperature leaves it.
+A learned policy says for each token it was asked about how likely the round is to get that far, S_j. If it is calibrated,
+a round that drafted k tokens has S_1 + ... + S_k of them accepted on average, whatever the policy decided along the way,
+with a variance of sum (2j - 1) S_j - (sum S_j)^2. Summed over the last rounds that gives a band for the mean; a policy
+that was trained on other texts, another pair or another temperature leaves it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:
 def describe(policy: StopPolicy, band: Band) -> str:
     """Return the warning: what was seen, what was predicted, what it may mean."""
     return (
-        f"policy {policy.name}: {band.live:.2f} drafted tokens a round were accepted over the last {band.rounds} rounds, where "
-        f"its calibration predicts {max(band.low, 0.0):.2f} to {band.high:.2f}; it may have been trained on other texts, another "
-        "pair or another temperature (the text is not affected, only the speed)"
+        f"policy {policy.name}: {band.live:.2f} drafted tokens a round were accepted over the last {band.rounds} rounds, "
+        f"where its calibration predicts {max(band.low, 0.0):.2f} to {band.high:.2f}; it may have been trained on other "
+        "texts, another pair or another temperature (the text is not affected, only the speed)"
     )

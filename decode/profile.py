@@ -29,6 +29,7 @@ from .pair import Pair
 from .records import Generation, Round
 from .settings import Settings, Stopwatch
 from .topology import chain
+from .tree_gauge import TreeGauge
 
 DECISIONS = 200
 SCRATCH = 1536
@@ -72,6 +73,7 @@ def measure_profile(
     repeats: int = 4,
     facts: dict[str, Any] | None = None,
     progress: Progress = silent,
+    tree: str | None = None,
 ) -> Profile:
     """Measure what draft steps, verifications and everything around them cost.
 
@@ -86,11 +88,12 @@ def measure_profile(
         repeats: texts at each context, after one that warms up.
         facts: kept in the profile.
         progress: see `Progress`.
+        tree: a topology whose rounds are timed too.
 
     Returns:
         Medians over rounds; `facts["spread"]` is the relative interquartile range of the verification times.
     """
-    gauge = Gauge(pair, prompts, depth=depth, temperature=temperature, new_tokens=new_tokens)
+    gauge = Gauge(pair, prompts, depth=depth, temperature=temperature, new_tokens=new_tokens, tree=tree)
     total = repeats + 1 + len(policies)
     for repeat in range(repeats + 1):
         gauge.play(repeat)
@@ -109,11 +112,18 @@ class Gauge:
     is best timed in the same minutes as the profile behind it.
 
     Args:
-        pair, prompts, depth, temperature, new_tokens: as of `measure_profile`.
+        pair, prompts, depth, temperature, new_tokens, tree: as of `measure_profile`.
     """
 
     def __init__(
-        self, pair: Pair, prompts: Sequence[Sequence[int]], *, depth: int, temperature: float, new_tokens: int = 96
+        self,
+        pair: Pair,
+        prompts: Sequence[Sequence[int]],
+        *,
+        depth: int,
+        temperature: float,
+        new_tokens: int = 96,
+        tree: str | None = None,
     ) -> None:
         self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
         self._prompts = prompts
@@ -121,6 +131,7 @@ class Gauge:
         self._script = Speculator(pair, Scripted(depth), self.settings)
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
         self._plain = Speculator(pair, FixedLength(0), self.settings)
+        self._tree = TreeGauge(pair, tree, temperature=temperature, new_tokens=new_tokens) if tree else None
         self._runs: list[list[Generation]] = [[], []]
         self._idle: list[list[Round]] = [[], []]
 
@@ -132,6 +143,8 @@ class Gauge:
             if number:
                 self._runs[side].append(generation)
                 self._idle[side] += [r for r in alone.rounds if not r.cut]
+        if self._tree is not None:
+            self._tree.play(number, [_stretch(self._prompts, length, number) for length in self._contexts])
 
     def profile(self, decisions: Mapping[str, float], facts: Mapping[str, Any] | None = None) -> Profile:
         """Return the profile of the texts played so far, at least one after the warm-up."""
@@ -144,7 +157,8 @@ class Gauge:
         )
         known = {**(facts or {}), "spread": _spread(every), "rounds": len(every)}
         temperature = self.settings.temperature
-        return Profile(low, high, step_s, round_s, _prefill(self._runs), dict(decisions), temperature, known)
+        made = Profile(low, high, step_s, round_s, _prefill(self._runs), dict(decisions), temperature, known)
+        return made if self._tree is None else self._tree.add_to(made)
 
 
 def _contexts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:

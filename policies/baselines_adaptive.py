@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -147,6 +148,15 @@ class RocState:
     count: Tensor
 
 
+@dataclass(frozen=True)
+class RocOne:
+    """The same of one stream in plain numbers: threshold, probabilities of this round, (probability, accepted) of the text."""
+
+    threshold: float
+    seen: tuple[float, ...] = ()
+    samples: tuple[tuple[float, bool], ...] = ()
+
+
 class Roc(StopPolicy):
     """The confidence rule with a threshold that is fitted to the text so far.
 
@@ -183,8 +193,37 @@ class Roc(StopPolicy):
             state.threshold, seen, state.probs, state.labels, state.count
         )
 
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`."""
+        one = state if isinstance(state, RocOne) else RocOne(float(state.threshold))
+        return features[0] >= one.threshold, RocOne(one.threshold, (*one.seen, features[0]), one.samples)
+
+    def _observe_one(self, outcome: RoundOutcome, state: RocOne) -> RocOne:
+        """Take the round in as `observe` does, in plain numbers."""
+        accepted, verified = int(outcome.accepted), int(outcome.verified)
+        if bool(outcome.cut) or not bool(outcome.active):
+            return RocOne(state.threshold, (), state.samples)
+        known = state.seen[: min(accepted + 1, verified)]
+        samples = (*state.samples, *((prob, j < accepted) for j, prob in enumerate(known)))
+        positives = sum(good for _, good in samples)
+        negatives = len(samples) - positives
+        if len(samples) < self.samples or not positives or not negatives:
+            return RocOne(state.threshold, (), samples)
+        best, least, true, false = state.threshold, math.inf, 0, 0
+        ordered = sorted(samples, reverse=True)
+        for at, (prob, good) in enumerate(ordered):
+            true, false = true + good, false + (not good)
+            if at + 1 < len(ordered) and ordered[at + 1][0] == prob:
+                continue
+            cost = false / negatives + self.weight * (1.0 - true / positives)
+            if cost < least:
+                best, least = prob, cost
+        return RocOne(best, (), samples)
+
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
+        if isinstance(state, RocOne):
+            return self._observe_one(outcome, state)
         known, accepted = accept_bits(state.seen, outcome)
         place = state.count[:, None] + known.long().cumsum(1) - 1
         count = state.count + known.sum(1)

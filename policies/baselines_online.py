@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,6 +25,16 @@ class OnlineState:
     precision: Tensor
     seen: Tensor
     survival: Tensor
+
+
+@dataclass(frozen=True)
+class OnlineOne:
+    """The same of one stream in plain numbers: (slope, intercept), (ww, wb, bb) of the precision, log-odds, S_j."""
+
+    weights: tuple[float, float]
+    precision: tuple[float, float, float]
+    seen: tuple[float, ...] = ()
+    survival: float = 1.0
 
 
 class Online(StopPolicy):
@@ -62,8 +74,43 @@ class Online(StopPolicy):
         seen = recorded(state.seen, step.depth, odds, step.alive)
         return step.alive & (survival >= self.threshold), replace(state, seen=seen, survival=survival)
 
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`."""
+        one = state if isinstance(state, OnlineOne) else self._one(state)
+        prob = min(max(features[0], _EDGE), 1.0 - _EDGE)
+        odds = math.log(prob / (1.0 - prob))
+        survival = _sigmoid(one.weights[0] * odds + one.weights[1])
+        if depth > self.first:
+            survival *= one.survival
+        return survival >= self.threshold, OnlineOne(one.weights, one.precision, (*one.seen, odds), survival)
+
+    @staticmethod
+    def _one(state: OnlineState) -> OnlineOne:
+        (a, b), (_, d) = state.precision[0].tolist()
+        slope, level = state.weights[0].tolist()
+        return OnlineOne((slope, level), (a, b, d))
+
+    def _observe_one(self, outcome: RoundOutcome, state: OnlineOne) -> OnlineOne:
+        """Take the Newton step of `observe` in plain numbers."""
+        accepted, verified = int(outcome.accepted), int(outcome.verified)
+        seen = state.seen[: min(accepted + 1, verified)]
+        if not seen or bool(outcome.cut) or not bool(outcome.active):
+            return OnlineOne(state.weights, state.precision)
+        (slope, level), (a, b, d) = state.weights, (self.decay * x for x in state.precision)
+        to_slope = to_level = 0.0
+        for j, odds in enumerate(seen):
+            chance = _sigmoid(slope * odds + level)
+            error, spread = (j < accepted) - chance, chance * (1.0 - chance)
+            a, b, d = a + spread * odds * odds, b + spread * odds, d + spread
+            to_slope, to_level = to_slope + error * odds, to_level + error
+        size = a * d - b * b
+        moved = ((d * to_slope - b * to_level) / size, (a * to_level - b * to_slope) / size)
+        return OnlineOne((slope + moved[0], level + moved[1]), (a, b, d))
+
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state after a Newton step on the round's accept bits."""
+        if isinstance(state, OnlineOne):
+            return self._observe_one(outcome, state)
         known, accepted = accept_bits(state.seen, outcome)
         odds = torch.where(known, state.seen, 0.0)
         basis = torch.stack([odds, torch.ones_like(odds)], -1)  # [S, K, 2]
@@ -79,3 +126,7 @@ class Online(StopPolicy):
         moved = torch.stack([d * slope - b * level, a * level - c * slope], -1) / size[:, None]
         weights = torch.where(some[:, None], state.weights + moved, state.weights)
         return OnlineState(weights, precision, torch.full_like(state.seen, torch.inf), state.survival)
+
+
+def _sigmoid(value: float) -> float:
+    return 1.0 / (1.0 + math.exp(-value)) if value >= 0 else math.exp(value) / (1.0 + math.exp(value))

@@ -25,7 +25,16 @@ from .files import staged_folder, write_atomic, write_json
 from .heads import build_head
 from .learned import Facts, LearnedPolicy
 from .rules import build_rule
-from .strict import MOST_DATA, MOST_TEXT, check_names, check_side_names, check_tensor_file, digest, parse_json, read_plain
+from .strict import (
+    MOST_DATA,
+    MOST_TEXT,
+    check_names,
+    check_side_names,
+    check_tensor_file,
+    digest,
+    parse_json,
+    read_plain,
+)
 
 POLICY_SCHEMA = 1
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
@@ -143,7 +152,16 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         return _build(raw, safetensors.torch.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+        OverflowError,
+        OSError,
+        SafetensorError,
+    ) as error:
         reason = " ".join(str(error).split())[:200]
         raise PolicyError(f"--policy: {path}: {POLICY_FILE} lacks or mangles {reason}") from None
 
@@ -156,7 +174,9 @@ def _check_keys(raw: Mapping[str, Any]) -> None:
         if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
             raise PolicyError(f"{name}: {str(raw[name])[:80]!r} is not what is expected there")
     if raw["sha256"] != digest(raw):
-        raise PolicyError(f"{POLICY_FILE} is not as it was written (its checksum differs); train or copy the policy again")
+        raise PolicyError(
+            f"{POLICY_FILE} is not as it was written (its checksum differs); train or copy the policy again"
+        )
     if raw["kind"] != "learned":
         raise PolicyError(f"kind: expected 'learned', not {raw['kind']!r}")
 

@@ -25,7 +25,8 @@ class Layers:
         joint = [np.concatenate([weight.numpy(), bias.numpy()[:, None]], 1) for weight, bias in layers]
         *hidden, last = (np.ascontiguousarray(matrix, dtype=np.float32) for matrix in joint)
         inputs = [np.ones(matrix.shape[1], dtype=np.float32) for matrix in joint]
-        self._first = memoryview(inputs[0])
+        given: Any = inputs[0]
+        self._first: Any = memoryview(given)
         self._width = range(len(inputs[0]) - 1)
         self._hidden = [
             ((0.5 * matrix).dot, given, np.empty(len(matrix), dtype=np.float32), below[:-1])

@@ -1,8 +1,9 @@
 """A learned policy's probabilities as an ONNX model, for runtimes that are not torch.
 
-Input `features` [N, F] float32 in the policy's order (unknown values NaN for trees); outputs [N] float32: `accept` and `next` at
-depths from 1 on, `next_first` at depth 0. They are calibrated. The stop rule stays outside: it carries S_j from depth to depth
-and is a comparison; it travels with names and depths in the model's metadata. Needs the extra `specstop[onnx]`.
+Input `features` [N, F] float32 in the policy's order (unknown values NaN for trees); outputs [N] float32: `accept` and
+`next` at depths from 1 on, `next_first` at depth 0. They are calibrated. The stop rule stays outside: it carries S_j from
+depth to depth and is a comparison; it travels with names and depths in the model's metadata. Needs the extra
+`specstop[onnx]`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
     raw = model.SerializeToString()
     found = largest_difference(policy, raw)
     if found is not None and not found <= NEAR:
-        raise PolicyError(f"deploy: onnxruntime answers {found:.1e} beside torch, more than {NEAR:g}; nothing was written")
+        raise PolicyError(
+            f"deploy: onnxruntime answers {found:.1e} beside torch, more than {NEAR:g}; nothing was written"
+        )
     write_atomic(Path(path), raw)
     return {"path": str(path), "bytes": len(raw), "difference": found}
 
@@ -185,5 +188,5 @@ def _calibrated(graph: _Graph, logit: str, calibrate: Calibrator) -> str:
     bounds, start, level, slope = calibrate.pieces()
     below = graph.add("Cast", graph.add("Less", graph.put(bounds[None]), logit), to=7)  # [N, n] int64
     at = graph.add("ReduceSum", below, graph.put([1], np.int64), keepdims=1)
-    start, level, slope = (graph.add("Gather", graph.put(piece), at) for piece in (start, level, slope))
-    return graph.add("Add", level, graph.add("Mul", slope, graph.add("Sub", logit, start)))
+    first, base, rise = (graph.add("Gather", graph.put(piece), at) for piece in (start, level, slope))
+    return graph.add("Add", base, graph.add("Mul", rise, graph.add("Sub", logit, first)))

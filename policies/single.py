@@ -194,7 +194,7 @@ class _Buffer:
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):  # usable with and without inference mode
             self.tensor = torch.zeros(1, width, dtype=dtype)
-        self.values = memoryview(self.tensor.numpy()[0])
+        self.values: Any = memoryview(self.tensor.numpy()[0])
         self.width, self.dtype = width, dtype
 
 

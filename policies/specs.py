@@ -1,4 +1,4 @@
-"""Policies by name: `fixed:4`, `confidence:0.4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins."""
+"""Policies by name: `fixed:4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ class PolicyTests:
         raise NotImplementedError("return your policy from make()")
 
     def test_it_says_what_it_is(self) -> None:
+        """Name, depths and features are of the right kind; every feature is known."""
         policy = self.make()
         assert isinstance(policy, StopPolicy)
         assert isinstance(policy.name, str) and policy.name and "\n" not in policy.name
@@ -78,6 +79,7 @@ class PolicyTests:
         assert same(before, state), "observe() changed the state that it was given"
 
     def test_streams_do_not_know_of_each_other(self) -> None:
+        """A stream decides as it would on its own."""
         together, _ = play(self.make(), range(STREAMS), self.branches)
         for stream in range(STREAMS):
             alone, _ = play(self.make(), [stream], self.branches)
@@ -85,6 +87,7 @@ class PolicyTests:
                 assert torch.equal(mine[0], ours[stream]), f"stream {stream} decides otherwise on its own"
 
     def test_what_is_dead_is_ignored(self) -> None:
+        """The features of branches that are not alive do not matter, and none of them is kept."""
         policy = self.make()
         for depth in depths(policy):
             step = make_step(policy, depth, range(STREAMS), 0, self.branches)
@@ -99,6 +102,7 @@ class PolicyTests:
             assert torch.equal(one, two) and not bool(one[0].any())
 
     def test_it_can_be_limited(self) -> None:
+        """`limited` returns another policy and leaves this one as it is."""
         policy = self.make()
         limited = policy.limited(2)
         assert limited.max_depth == min(policy.max_depth, 2)
@@ -107,7 +111,8 @@ class PolicyTests:
     def test_deciding_alone_is_deciding_among_many(self) -> None:
         """`keep_one`, where there is one, is what the live loop asks; replay asks `keep`."""
         policy = self.make()
-        if type(policy).keep_one is None:
+        decide = policy.keep_one
+        if decide is None:
             return
         for stream in range(STREAMS):
             key = keys([stream])
@@ -115,11 +120,12 @@ class PolicyTests:
             for depth in depths(policy):
                 step = make_step(policy, depth, [stream], 0, 1)
                 answer, many = checked_keep(policy, step, many)
-                one, alone = policy.keep_one(depth, step.features[0, 0].tolist(), alone)
+                one, alone = decide(depth, step.features[0, 0].tolist(), alone)
                 assert isinstance(one, bool), "keep_one() must return a plain bool"
                 assert one == bool(answer), f"stream {stream}, depth {depth}: keep_one() and keep() differ"
 
     def test_what_it_selects_is_closed_under_parents(self) -> None:
+        """A node that is verified has its parent verified."""
         policy = self.make()
         if type(policy).select is StopPolicy.select:
             return
@@ -127,7 +133,9 @@ class PolicyTests:
         mask = checked_select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
         if mask is None:
             return
-        above = torch.cat([mask, torch.ones(STREAMS, 1, dtype=torch.bool)], 1).gather(1, tree.parent % (mask.shape[1] + 1))
+        above = torch.cat([mask, torch.ones(STREAMS, 1, dtype=torch.bool)], 1).gather(
+            1, tree.parent % (mask.shape[1] + 1)
+        )
         assert bool((~mask | above).all()), "a node is selected whose parent is not"
 
 
@@ -148,7 +156,7 @@ def depths(policy: StopPolicy) -> range:
 
 
 def make_step(policy: StopPolicy, depth: int, streams: Sequence[int], round: int, branches: int) -> DraftStep:
-    """Return a question about these streams: random features within their ranges, the same for a stream wherever it stands."""
+    """Return a question about these streams: features drawn within their ranges, whoever else is asked."""
     width = branches if depth else 1
     rows, parents = [], []
     for stream in streams:

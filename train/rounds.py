@@ -71,7 +71,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
     walk = Walk(arrays, policy, profile, torch.arange(arrays.sequences)[:, None])
     shape = TreeShape(arrays.tree.limited(policy.max_depth))
-    soft = header.verification.startswith("rejection") and arrays.tree.is_chain
+    soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
     full = arrays.extra["explored"] | (header.explore == 0.0)
     anchors = arrays.anchors if arrays.anchors is not None else _following(arrays)
     lines = []

@@ -1,4 +1,4 @@
-"""Tuning the rules that need no training: each has a grid of `BUDGET` settings, and the one that replays fastest is taken.
+"""Tuning the rules that need no training: each has its published setting and a grid of `BUDGET` more; the fastest is taken.
 
 All grids are of one size, so that no rule wins by having been searched longer.
 """
@@ -27,7 +27,7 @@ from .replay import Replayed, replay_many
 from .tune import fixed_grid, typical_context
 
 BUDGET = 16
-"""Settings tried for each rule."""
+"""Settings tried for each rule besides the published one."""
 
 SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9)
 ENTROPIES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 1.8, 2.1, 2.5, 3.0, 4.0, 5.0)
@@ -127,7 +127,8 @@ def tuned_rules(names: Sequence[str], arrays: TraceArrays, profile: Profile) -> 
         if name not in GRIDS:
             raise InputError(f"expected one of {', '.join(GRIDS)}, not {name!r}{close_match(name, GRIDS)}")
     at = place(arrays, profile, max(r.rate for r in fixed_grid(arrays, profile)))
-    return {name: fastest(GRIDS[name](at), arrays, profile)[0] for name in names}
+    published = rule_defaults(at.depth)
+    return {name: fastest([published[name], *GRIDS[name](at)], arrays, profile)[0] for name in names}
 
 
 def fastest(policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profile) -> tuple[StopPolicy, Replayed]:
@@ -140,6 +141,7 @@ def fastest(policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profil
 def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
     """Return where rules are tuned: the depth of the trace and the profile, and prices at `rho` tokens per second."""
     chain = arrays.tree.is_chain
+    decision_s = profile.decision("gain")  # each step is followed by one more
     depth = min(arrays.depth, profile.max_depth) if chain else arrays.depth
     widest = max(len(level) for level in arrays.tree.levels)
     low, high = profile.low, profile.high
@@ -159,6 +161,6 @@ def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
         draft = between(lambda table: table.tree_draft(widest)[1:])
     return Place(
         depth,
-        tuple(rho * (seconds + outside[1] + outside[2] * (n + 1)) for n, seconds in enumerate(draft)),
+        tuple(rho * (seconds + outside[1] + outside[2] * (n + 1) + decision_s) for n, seconds in enumerate(draft)),
         tuple(rho * (seconds - verify[0]) for seconds in verify),
     )

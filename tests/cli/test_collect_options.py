@@ -277,6 +277,8 @@ def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
     assert facts["groups"] == "2: g0, g1" or facts["groups"] == "2: g1, g0"
     assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
     assert set(facts["sample"]) == set(done.table().column_names)
+    assert [a["depth"] for a in facts["acceptance"]] == [1, 2]
+    assert [b["rows"] for b in facts["branches"]] == np.array(done.rows["labelled"]).sum(0).tolist()
     shown = cli("info", done.folder).out
     assert "P(A >= depth)" in shown
     assert "a row" in shown

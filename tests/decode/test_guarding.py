@@ -114,7 +114,12 @@ def test_a_policy_that_never_stops_ends_at_the_depth_allowed(pair: Pair, prompt_
 def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = None) -> LearnedPolicy:
     """A policy that says of every token that it is accepted with this probability, and always drafts on."""
     logit = math.log(accept / (1 - accept))
-    tensors = {"mean": torch.zeros(1), "scale": torch.ones(1), "weight": torch.zeros(3, 1), "bias": torch.full((3,), logit)}
+    tensors = {
+        "mean": torch.zeros(1),
+        "scale": torch.ones(1),
+        "weight": torch.zeros(3, 1),
+        "bias": torch.full((3,), logit),
+    }
     head = build_head("logistic", ("depth",), tensors)
     rule, facts = Threshold("survival", 0.0), Facts(profile=profile or {})
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, facts)
@@ -209,9 +214,11 @@ def test_the_best_fixed_length_follows_acceptance_and_costs() -> None:
 
 def test_only_learned_policies_on_chains_are_watched() -> None:
     assert make_watch(promising(0.9), "warn", True) is not None
-    for policy, mode, chain in ((promising(0.9), "off", True), (promising(0.9), "warn", False), (Confidence(), "warn", True)):
+    for policy, mode, chain in (
+        (promising(0.9), "off", True),
+        (promising(0.9), "warn", False),
+        (Confidence(), "warn", True),
+    ):
         assert make_watch(policy, mode, chain) is None
     with pytest.raises(InputError, match="--guard: expected one of off, warn, fallback, not 'on'"):
         make_watch(Confidence(), "on", True)
-
-

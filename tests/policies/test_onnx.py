@@ -18,7 +18,7 @@ from test_heads import NAMES, features
 from test_learned import learned
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))
-from commands import cli  # noqa: E402
+from commands import cli
 
 
 @pytest.mark.parametrize("kind", list(HEADS))

@@ -55,7 +55,9 @@ def installed(target: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_page_writes_the_package_in_examples(written: Path) -> None:
-    names = sorted(str(p.relative_to(written)) for p in written.rglob("*") if p.is_file() and p.suffix in (".py", ".toml"))
+    names = sorted(
+        str(p.relative_to(written)) for p in written.rglob("*") if p.is_file() and p.suffix in (".py", ".toml")
+    )
     assert names == ["pyproject.toml", "specstop_patience.py", "tests/test_patience.py"]
     for name in names:
         assert (written / name).read_text() == (EXAMPLE / name).read_text()

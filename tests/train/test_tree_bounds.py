@@ -133,15 +133,14 @@ def test_single_rounds_are_expectations_over_the_stored_probabilities(
         found = evaluate_rounds(arrays, FixedLength(k), profile)
         expected = []
         for i in rows:
-            chances = [
-                min(1.0, float(p / q)) for p, q in zip(arrays.extra["target_prob"][i], arrays.extra["draft_prob"][i])
-            ]
+            p, q = arrays.extra["target_prob"][i], arrays.extra["draft_prob"][i]
+            chances = (p / q).clamp(max=1.0).tolist()
             expected.append(
                 1 + sum(float(torch.tensor(chances[:j], dtype=torch.float64).prod()) for j in range(1, k + 1))
             )
         assert sorted(found.committed.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
         assert (found.drafted == k).all()
-        assert found.rounds == len(rows) > 60
+        assert found.rounds == len(rows) > 30
     whole = evaluate_rounds(arrays, FixedLength(4), profile)
     drawn = (arrays.accepted[~arrays.cut].double() + 1).mean()
     assert float(whole.committed.mean()) == pytest.approx(float(drawn), rel=0.15)

@@ -1,0 +1,187 @@
+"""The rules that need no training, side by side: published defaults, and tuned on training traces, on held-out prompts.
+
+    python benchmarks/baselines.py --check
+    python benchmarks/baselines.py --quick --tree 3,2,1,1
+
+Without `--pair` the embedded pair is used. For temperatures 0 and 0.7 each rule is replayed on held-out traces with the
+latency profile of this machine, decisions included as the live loop measures them: ratio to the best fixed length, with 95%
+intervals over prompts, and the share of the gap to the clairvoyant that is closed. Every rule is tuned by replayed
+throughput over as many settings. With `--tree` the same on a tree, whose fixed depths are then what is to be beaten. The last
+line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from specstop.cli.console import progress_bars
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import collect, facts, reading_room
+from specstop.collect.store import Trace
+from specstop.decode import Pair, Settings, load_pair
+from specstop.decode.profile import loop_decisions, measure_profile
+from specstop.policies import StopPolicy
+from specstop.policies.costs import Profile
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.evaluate import evaluate
+from specstop.train.pair import demo_pair
+from specstop.train.records import Line
+from specstop.train.replay import replay
+from specstop.train.tune_rules import BUDGET, rule_defaults, tuned_rules
+
+TEMPERATURES = (0.0, 0.7)
+DEPTH = 10
+SEED = 0
+WORSE = 0.01  # of the best fixed length: what a tuned rule may lose to its default on other prompts
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--out", type=Path, help="folder for traces and the report; default: a temporary one")
+    parser.add_argument("--tree", action="append", default=[], help="also on this tree, as 3,2,1,1; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    counts = {"train": 24, "test": 12} if options.quick else {"train": 80, "test": 80}
+    tokens = 48 if options.quick else 128
+    folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-baselines-"))
+    where = options.pair or demo_pair()
+    pair = load_pair(where / "target", where / "draft")
+    found: dict[str, Any] = {}
+    missed: list[str] = []
+    for temperature in TEMPERATURES:
+        profile: Profile | None = None
+        for tree in (None, *options.tree):
+            name = f"T={temperature:g}, {tree or 'chain'}"
+            sides = record(pair, where, folder / name.replace(" ", ""), counts, tokens, temperature, tree)
+            profile = profile or measured(pair, where, sides["train"], temperature, tokens)
+            found[name] = compare(name, sides, profile, missed)
+    if options.out is None:
+        shutil.rmtree(folder)
+    else:
+        (folder / "baselines.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    checked = not options.quick and counts["test"] >= 40
+    print(f"compared: {counts['test']} prompts of {tokens} tokens; {BUDGET} settings of each rule and its default")
+    print(json.dumps({"checked": checked, "missed": missed, **found}))
+    return int(options.check and (bool(missed) or not checked))
+
+
+def record(
+    pair: Pair, where: Path, folder: Path, counts: dict[str, int], tokens: int, temperature: float, tree: str | None
+) -> dict[str, Trace]:
+    """Return dense traces of training and test prompts."""
+    sides = {}
+    for side, count in counts.items():
+        prompts = read_prompts(where / f"prompts-{side}.jsonl", count)
+        with progress_bars() as progress:
+            sides[side] = collect(
+                pair,
+                prompts,
+                folder / side,
+                target=str(where / "target"),
+                draft=str(where / "draft"),
+                depth=DEPTH,
+                tree=tree,
+                temperature=temperature,
+                max_new_tokens=tokens,
+                seed=SEED,
+                overwrite=True,
+                progress=progress,
+            )
+    return sides
+
+
+def measured(pair: Pair, where: Path, trace: Trace, temperature: float, tokens: int) -> Profile:
+    """Return the latency of this machine on training prompts, with the decisions of every rule."""
+    ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
+    with progress_bars() as progress:
+        profile = measure_profile(pair, ids, depth=DEPTH, temperature=temperature, facts=facts(pair), progress=progress)
+    settings = Settings(temperature, tokens, DEPTH)
+    return profile.with_decisions(loop_decisions(pair, list(rule_defaults(DEPTH).values()), ids, settings))
+
+
+def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[str]) -> dict[str, Any]:
+    """Print and return what each rule makes of the test prompts, by default and tuned."""
+    arrays = trace_arrays(sides["train"])
+    defaults = rule_defaults(arrays.depth)
+    begin = time.perf_counter()
+    tuned = tuned_rules(list(defaults), arrays, profile)
+    spent = time.perf_counter() - begin
+    print(f"{name}: tuned in {spent:.0f} s")
+    ways = {"default": defaults, "tuned": tuned}
+    lines = {way: judged(sides["test"], profile, rules) for way, rules in ways.items()}
+    fixed = lines["default"]["best fixed"]
+    bound = lines["default"]["clairvoyant bound"]
+    print(
+        f"  best fixed {fixed.note}: {fixed.to_plain.value:.3f} of plain; clairvoyant {bound.to_best_fixed.value:.3f}"
+    )
+    print(
+        f"  {'rule':<20}{'default, of best fixed':>26}{'gap':>7}{'us':>7}   {'tuned, of best fixed':<25}{'gap':>7}   setting"
+    )
+    table = {}
+    for rule in defaults:
+        was, now = lines["default"][rule], lines["tuned"][rule]
+        print(
+            f"  {rule:<20}{_interval(was):>26}{was.gap_closed.value:>7.2f}"
+            f"{1e6 * profile.decision(defaults[rule].cost_name):>7.0f}   "
+            f"{_interval(now):<25}{now.gap_closed.value:>7.2f}   {setting(tuned[rule], defaults[rule])}"
+        )
+        table[rule] = {way: _numbers(lines[way][rule]) for way in ways} | {
+            "setting": setting(tuned[rule], defaults[rule])
+        }
+        if now.to_best_fixed.value < was.to_best_fixed.value - WORSE:
+            missed.append(f"{name}: {rule} loses {was.to_best_fixed.value - now.to_best_fixed.value:.3f} by tuning")
+        if slower(arrays, profile, tuned[rule], defaults[rule]):
+            missed.append(f"{name}: {rule} tuned is slower than its default on the training prompts")
+    best = max(defaults, key=lambda rule: lines["tuned"][rule].to_best_fixed.value)
+    print(f"  best tuned rule: {best} {_interval(lines['tuned'][best])}", flush=True)
+    return {"rules": table, "best": best, "clairvoyant": bound.to_best_fixed.value, "best fixed": fixed.note}
+
+
+def judged(trace: Trace, profile: Profile, rules: dict[str, StopPolicy]) -> dict[str, Line]:
+    """Return the report's lines by rule, and those of the best fixed length and of the bound."""
+    report = evaluate(trace, profile, list(rules.values()), seed=SEED)
+    lines = {line.name: line for line in report.lines}
+    return {**lines, **{rule: lines[policy.name] for rule, policy in rules.items()}}
+
+
+def slower(arrays: TraceArrays, profile: Profile, one: StopPolicy, other: StopPolicy) -> bool:
+    """Whether one policy replays slower than another."""
+    return replay(arrays, one, profile).rate < replay(arrays, other, profile).rate
+
+
+def setting(policy: StopPolicy, default: StopPolicy) -> str:
+    """Return the parameters in which a policy differs from its default."""
+    mine, theirs = vars(policy), vars(default)
+    changed = {
+        name: value
+        for name, value in mine.items()
+        if not name.startswith("_") and name not in ("name", "max_depth") and value != theirs.get(name)
+    }
+    if "arms" in changed:
+        changed["arms"] = ",".join(arm.name for arm in changed["arms"])
+    kept = {name: value for name, value in changed.items() if not name.endswith("_prices") and name != "features"}
+    return " ".join(f"{name}={value}" for name, value in kept.items()) or "as published"
+
+
+def _interval(line: Line) -> str:
+    ratio = line.to_best_fixed
+    return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def _numbers(line: Line) -> list[float]:
+    ratio = line.to_best_fixed
+    return [ratio.value, ratio.low, ratio.high, line.gap_closed.value]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

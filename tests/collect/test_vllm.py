@@ -1,0 +1,77 @@
+"""vLLM's records: rounds of known outcome, for policies that look at the depth alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specstop.collect.vllm import import_vllm
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError, TraceError
+from specstop.train.data import trace_arrays
+from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
+
+
+def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:
+    metrics: dict[str, Any] = {"num_spec_tokens": 3, "num_spec_steps": len(accepted), "per_step_accepted": accepted}
+    metrics["acceptance_histogram"] = [accepted.count(n) for n in range(4)]
+    if drafted:
+        metrics["per_step_drafted"] = drafted
+    usage = {"prompt_tokens": 7, "completion_tokens": 1 + sum(accepted) + len(accepted)}
+    return {"id": name, "usage": usage, "metrics": {"speculative_decoding": metrics}}
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+def test_steps_become_rounds_that_fixed_lengths_are_evaluated_on(tmp_path: Path, profile: Profile) -> None:
+    file = write(tmp_path / "r.jsonl", [response([0, 3, 1, 2]), response([2, 2], name="b")])
+    trace = import_vllm(file, tmp_path / "out")
+    rows = trace.rows.with_format("numpy")
+    assert list(rows["anchor"][:]) == [1, 2, 6, 8, 1, 4]
+    assert list(rows["prompt_id"][:]) == ["a"] * 4 + ["b"] * 2
+    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
+    for k, tokens in ((0, 4), (1, 4 + 0 + 1 + 1 + 1), (2, 4 + 0 + 2 + 1 + 2), (3, 4 + 0 + 3 + 1 + 2)):
+        found = evaluate_rounds(arrays, FixedLength(k), profile)
+        assert (found.rounds, float(found.committed.sum())) == (4, tokens), "the last round of each request is left out"
+        assert any("as it was drawn" in text for text in found.caveats)
+    with pytest.raises(TraceError, match="no feature 'drawn_prob'"):
+        evaluate_rounds(arrays, Confidence(0.4, 3), profile)
+
+
+def test_steps_of_other_lengths_are_left_out(tmp_path: Path, profile: Profile) -> None:
+    file = write(tmp_path / "r.jsonl", [response([0, 1, 1, 2], [3, 1, 3, 3])])
+    arrays = trace_arrays(import_vllm(file, tmp_path / "out"), extra=ROUND_COLUMNS)
+    found = evaluate_rounds(arrays, FixedLength(3), profile)
+    assert (found.rounds, float(found.committed.sum())) == (2, 3.0)
+
+
+def test_a_summary_is_laid_out_by_length(tmp_path: Path) -> None:
+    metrics = {"num_spec_tokens": 3, "acceptance_histogram": [2, 0, 1, 1]}
+    trace = import_vllm(write(tmp_path / "r.jsonl", [metrics]), tmp_path / "out")
+    assert list(trace.rows.with_format("numpy")["accepted_length"][:]) == [0, 0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"usage": {}}, "line 2: expected a response with metrics.speculative_decoding"),
+        (response([4], [3]), "line 2: steps accept more"),
+        ("text", "line 2: expected a response"),
+    ],
+)
+def test_a_line_without_a_record_is_named(tmp_path: Path, record: Any, message: str) -> None:
+    file = write(tmp_path / "r.jsonl", [response([1]), record])
+    with pytest.raises(InputError, match=message):
+        import_vllm(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--from-vllm: expected a JSON Lines file"):
+        import_vllm(tmp_path / "none", tmp_path / "out")

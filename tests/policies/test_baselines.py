@@ -1,0 +1,303 @@
+"""Rules that look at one score or at earlier rounds, against the same rule in plain Python."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_curve
+from specstop.policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient, Roc
+from specstop.policies.baselines_online import Online
+from specstop.policies.baselines_scores import EntropyBound, MaxProb, Product
+from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
+from specstop.policies.draws import keyed_normal, keyed_uniform, mix
+from specstop.policies.errors import PolicyError
+from specstop.policies.specs import load_policy
+from specstop.policies.testing import PolicyTests, TreePolicyTests
+
+STREAMS, ROUNDS, DEPTH = 6, 40, 5
+RULES = ("heuristic", "heuristic-transient", "roc", "entropy", "adaedl", "maxprob", "product", "online", "bandit", "ddd",
+         "eagle", "opt", "c2t", "gain")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one stream was asked in a round (a score for each depth that was reached), what it said, and how it went."""
+
+    scores: list[float]
+    answers: list[bool]
+    verified: int
+    accepted: int
+    cut: bool
+
+
+def play(policy: StopPolicy, low: float = 0.0, high: float = 1.0, seed: int = 0) -> list[list[Round]]:
+    """Run chains with made-up scores and outcomes; return the rounds by stream."""
+    dice = random.Random(seed)
+    state = policy.start(STREAMS, torch.arange(STREAMS))
+    played: list[list[Round]] = [[] for _ in range(STREAMS)]
+    for _ in range(ROUNDS):
+        alive = [dice.random() > 0.1 for _ in range(STREAMS)]
+        scores: list[list[float]] = [[] for _ in range(STREAMS)]
+        answers: list[list[bool]] = [[] for _ in range(STREAMS)]
+        going = list(alive)
+        for depth in range(1, min(DEPTH, policy.max_depth)):
+            values = [float(np.float32(dice.uniform(low, high))) if on else 0.0 for on in going]
+            features = torch.tensor(values)[:, None, None]
+            mask = torch.tensor(going)[:, None]
+            step = DraftStep(depth, mask, torch.zeros(STREAMS, 1, dtype=torch.int64), features)
+            kept, state = policy.keep(step, state)
+            assert not (kept & ~mask).any()
+            for s in range(STREAMS):
+                if going[s]:
+                    scores[s].append(values[s])
+                    answers[s].append(bool(kept[s]))
+                    going[s] = answers[s][-1]
+        drafted = [sum(a) + 1 if on else 0 for a, on in zip(answers, alive, strict=True)]
+        accepted = [min(d, dice.randrange(DEPTH + 1)) for d in drafted]
+        cut = [dice.random() < 0.1 for _ in range(STREAMS)]
+        k = torch.tensor(drafted)
+        seconds = torch.ones(STREAMS, dtype=torch.float64)
+        outcome = RoundOutcome(torch.tensor(alive), k, k, torch.tensor(accepted), torch.tensor(cut), seconds)
+        state = policy.observe(outcome, state)
+        for s in range(STREAMS):
+            if alive[s]:
+                played[s].append(Round(scores[s], answers[s], drafted[s], accepted[s], cut[s]))
+    return played
+
+
+def stops_and_goes(played: Sequence[Sequence[Round]]) -> None:
+    said = [answer for rounds in played for r in rounds for answer in r.answers]
+    assert 0.05 < sum(said) / len(said) < 0.99, "the case does not tell the rule from another"
+
+
+@pytest.mark.parametrize(
+    ("policy", "keeps", "low", "high"),
+    [
+        (EntropyBound(0.6), lambda h: math.sqrt(0.15 * h) <= 0.3, 0.0, 2.0),
+        (MaxProb(0.6), lambda p: p >= 0.6, 0.0, 1.0),
+        (MaxProb(0.75), lambda p: p >= 0.75, 0.0, 1.0),
+        (Product(0.3), lambda logp: math.exp(logp) >= 0.3, -3.0, 0.0),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_a_score_is_compared_with_its_level(policy: StopPolicy, keeps: object, low: float, high: float) -> None:
+    played = play(policy, low, high)
+    stops_and_goes(played)
+    for rounds in played:
+        for r in rounds:
+            assert r.answers == [keeps(score) for score in r.scores]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [Heuristic, HeuristicTransient])
+def test_the_heuristic_adds_two_or_takes_one(kind: type[HeuristicTransient]) -> None:
+    played = play(kind(2, max_depth=DEPTH))
+    stops_and_goes(played)
+    for rounds in played:
+        length = 2
+        for r in rounds:
+            assert r.verified == min(length, DEPTH - 1) or length == DEPTH
+            if not r.cut:
+                length = min(length + 2, DEPTH) if r.accepted == r.verified else max(1, length - 1)
+    assert (kind().begin, kind().up, kind().down, kind().max_depth) == (20, 2, 1, 20)
+    assert (Heuristic.carries, HeuristicTransient.carries) == (True, False)
+
+
+def test_adaedl_moves_its_level_with_the_share_accepted() -> None:
+    played = play(AdaEDL(0.5, eps=0.3, alpha=0.65, max_depth=DEPTH), 0.0, 2.5)
+    stops_and_goes(played)
+    levels = set()
+    for rounds in played:
+        level, rate = 0.5, 0.0
+        for r in rounds:
+            assert r.answers == [1 - math.sqrt(0.2 * h) >= level for h in r.scores]
+            if not r.cut:
+                rate = 0.5 * rate + 0.5 * r.accepted / r.verified
+                level = 0.9 * level + 0.1 * (level + 0.3 if rate <= 0.65 else level - 0.3)
+                level = min(max(level, 0.0), 1.0)
+                levels.add(level)
+    assert min(levels) < 0.45 < 0.55 < max(levels)
+    policy = AdaEDL()
+    assert (policy.gamma, policy.alpha, policy.eps, policy.b1, policy.b2) == (0.2, 0.9, 0.01, 0.5, 0.9)
+
+
+def test_the_roc_threshold_is_that_of_hugging_face() -> None:
+    """Its update, with scikit-learn's curve."""
+    played = play(Roc(max_depth=DEPTH + 1))
+    stops_and_goes(played)
+    thresholds = set()
+    for rounds in played:
+        threshold, probs, matches = 0.4, [], []
+        for r in rounds:
+            assert r.answers == [p >= threshold for p in r.scores]
+            if r.cut:
+                continue
+            labels = [1] * r.accepted + [0] * (r.accepted < r.verified)
+            seen = min(len(labels), len(r.scores))
+            probs += r.scores[:seen]
+            matches += labels[:seen]
+            if len(matches) > 5 and {0, 1} <= set(matches):
+                fpr, tpr, found = roc_curve(matches, probs)
+                threshold = found[np.argmin(fpr + 3 * (1 - tpr))]
+                thresholds.add(threshold)
+    assert len(thresholds) > 10
+
+
+def test_equal_probabilities_are_one_point_of_the_curve() -> None:
+    policy = Roc(samples=3, weight=1.0)
+    probs = torch.tensor([[0.5, 0.5, 0.25, 0.75, 0.25]])
+    labels = torch.tensor([[True, False, True, True, True]])
+    fitted = policy._fitted(probs, labels, torch.tensor([5]), torch.tensor([0.4]))
+    fpr, tpr, found = roc_curve(labels[0].numpy(), probs[0].numpy())
+    assert float(fitted) == found[np.argmin(fpr + (1 - tpr))]
+
+
+def test_the_online_model_takes_a_newton_step_a_round() -> None:
+    played = play(Online(0.3, prior=3.0, decay=0.9, max_depth=DEPTH), 0.02, 1.0)
+    stops_and_goes(played)
+    slopes = set()
+    for rounds in played:
+        weights, precision = np.array([1.0, 0.0]), 3.0 * np.eye(2)
+        for r in rounds:
+            odds = [math.log(p / (1 - p)) for p in np.clip(np.array(r.scores), 1e-3, 1 - 1e-3)]
+            survival, said = 1.0, []
+            for z in odds:
+                survival /= 1 + math.exp(-(weights[0] * z + weights[1]))
+                said.append(survival >= 0.3)
+            assert r.answers == said
+            if r.cut:
+                continue
+            seen = [(z, j < r.accepted) for j, z in enumerate(odds) if j < min(r.accepted + 1, r.verified)]
+            if not seen:
+                continue
+            precision *= 0.9
+            gradient = np.zeros(2)
+            for z, label in seen:
+                basis = np.array([z, 1.0])
+                p = 1 / (1 + math.exp(-weights @ basis))
+                precision += p * (1 - p) * np.outer(basis, basis)
+                gradient += (label - p) * basis
+            weights = weights + np.linalg.solve(precision, gradient)
+            slopes.add(round(float(weights[0]), 6))
+    assert len(slopes) > 50
+
+
+def test_the_online_model_learns_what_is_true() -> None:
+    """Accepted with probability sigmoid(0.5 z - 1): the weights come near after a thousand tokens."""
+    policy = Online(0.0, max_depth=3)
+    generator = torch.Generator().manual_seed(0)
+    state = policy.start(4, torch.arange(4))
+    one = torch.ones(4, dtype=torch.int64)
+    for _ in range(1000):
+        prob = torch.rand(4, 1, 1, generator=generator) * 0.96 + 0.02
+        alive, parent = torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, 1, dtype=torch.int64)
+        _, state = policy.keep(DraftStep(1, alive, parent, prob), state)
+        chance = torch.sigmoid(0.5 * torch.logit(prob[:, 0, 0]) - 1.0)
+        accepted = (torch.rand(4, generator=generator) < chance).long()
+        outcome = RoundOutcome(alive[:, 0], one, one, accepted, ~alive[:, 0], one.double())
+        state = policy.observe(outcome, state)
+    # Standard errors of about 0.07 after 1,000 samples, some of them half forgotten: four of them.
+    assert bool(((state.weights - torch.tensor([0.5, -1.0])).abs() < 0.3).all()), state.weights
+
+
+CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_conforms_on_trees(name: str, check: str) -> None:
+    class Case(TreePolicyTests):
+        def make(self) -> StopPolicy:
+            return load_policy(name)
+
+    getattr(Case(), check)()
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "depth"),
+    [
+        ("heuristic", "heuristic:20", 20),
+        ("heuristic?start=5&up=1", "heuristic:5", 20),
+        ("roc", "roc:0.4", 20),
+        ("entropy:0.8", "entropy:0.8", 40),
+        ("entropy", "entropy:0.6", 40),
+        ("adaedl", "adaedl:0.6", 20),
+        ("maxprob:0.75?max_depth=16", "maxprob:0.75", 16),
+        ("maxprob", "maxprob:0.6", 6),
+        ("product:0.3", "product:0.3", 20),
+        ("online?threshold=0.5&prior=5", "online:0.5", 20),
+        ("ddd:-0.7?every=1", "ddd:-0.7", 11),
+        ("eagle:30?top=4&max_depth=6", "eagle:30", 6),
+        ("opt", "opt:0.5", 10),
+        ("c2t:3", "c2t:3", 20),
+        ("gain?row=0.01&step=0.2", "gain:0.2", 20),
+        ("bandit?kind=thompson&arms=fixed:2,confidence:0.3", "bandit:thompson", 20),
+        ("bandit:0.5", "bandit:ucb", 40),
+    ],
+)
+def test_a_rule_is_made_by_its_name(spec: str, name: str, depth: int) -> None:
+    policy = load_policy(spec)
+    assert (policy.name, policy.max_depth) == (name, depth)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("heuristic:0", "heuristic: expected for start a whole number of 1 or more, not 0"),
+        ("heuristic?up=-1", "for up a number of 0 or more"),
+        ("roc:1.5", "roc: expected for threshold a number between 0 and 1, not 1.5"),
+        ("roc?samples=2.5", "whole number"),
+        ("entropy:-1", "entropy: expected for level a number of 0 or more"),
+        ("entropy:nan", "for level a number"),
+        ("adaedl?gamma=0", "adaedl: expected for gamma"),
+        ("maxprob?max_depth=0", "maxprob: expected for max_depth"),
+        ("product:0", "product: expected for threshold"),
+        ("online?prior=0", "online: expected for prior"),
+        ("ddd:1", "ddd: expected for threshold a number between -100 and 0"),
+        ("eagle:0", "eagle: expected for nodes"),
+        ("opt?top=x", "opt: expected for top"),
+        ("c2t?entropy=much", "c2t: expected for entropy"),
+        ("gain?verify=-1", "gain: expected for verify"),
+        ("bandit?kind=best", "expected for kind one of ucb, thompson, not 'best'"),
+        ("bandit?arms=,", "expected one arm"),
+        ("bandit?arms=fixed:2,c2t", "the arm c2t:2 trims, selects"),
+        ("bandit?arms=eagle", "the arm eagle:59 trims, selects"),
+        ("bandit?arms=fixd:2", "did you mean 'fixed'"),
+    ],
+)
+def test_a_wrong_parameter_is_told(spec: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        load_policy(spec)
+
+
+def splitmix(value: int) -> int:
+    """The finaliser in plain numbers."""
+    mask = (1 << 64) - 1
+    value &= mask
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & mask
+    return value ^ (value >> 31)
+
+
+def test_draws_depend_on_their_key_and_number_alone() -> None:
+    key, number = torch.tensor([5, -7, 1 << 62]), torch.tensor([0, 3, 99])
+    drawn = keyed_uniform(key, number, 4)
+    golden = 0x9E3779B97F4A7C15
+    for s in range(3):
+        row = splitmix(splitmix(int(number[s]) * golden + 1) ^ int(key[s]) & ((1 << 64) - 1))
+        assert drawn[s].tolist() == [(splitmix(row + at * golden) >> 11) * 2.0**-53 for at in range(1, 5)]
+    assert torch.equal(keyed_uniform(key[1:2], number[1:2], 4), drawn[1:2])
+    assert splitmix(12345) == int(mix(torch.tensor(12345))) & ((1 << 64) - 1)
+
+
+def test_normal_draws_are_normal() -> None:
+    drawn = keyed_normal(torch.arange(100), torch.full((100,), 7), 100).flatten()
+    assert bool(drawn.isfinite().all()) and len(set(drawn.tolist())) == 10_000
+    # 10,000 draws: standard errors 0.01 and 0.007; five of them.
+    assert abs(float(drawn.mean())) < 0.05
+    assert abs(float(drawn.std()) - 1.0) < 0.036

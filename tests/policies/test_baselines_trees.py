@@ -1,0 +1,304 @@
+"""Rules for trees and the bandit, against brute force in plain Python."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines_adaptive import Heuristic
+from specstop.policies.baselines_bandit import Bandit
+from specstop.policies.baselines_gain import Gain, prices
+from specstop.policies.baselines_trees import C2T, DDD, UNSEEN, Eagle, OptTree, ranks
+from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
+
+PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
+"""Levels of 3, 4, 5 and 4 nodes."""
+
+DEPTHS: list[int] = []
+for _above in PARENTS:
+    DEPTHS.append(1 if _above < 0 else DEPTHS[_above] + 1)
+LEVELS = [[n for n, d in enumerate(DEPTHS) if d == depth] for depth in (1, 2, 3, 4)]
+
+
+@dataclass
+class Played:
+    """One round of one stream.
+
+    Attributes:
+        values: log-probability of each node's path, of the drawn ones.
+        entropy: of each node's distribution.
+        kept: nodes kept, by depth that was asked about.
+        drawn: nodes.
+        selected: nodes to verify.
+    """
+
+    values: dict[int, float] = field(default_factory=dict)
+    entropy: dict[int, float] = field(default_factory=dict)
+    kept: dict[int, set[int]] = field(default_factory=dict)
+    drawn: set[int] = field(default_factory=set)
+    selected: set[int] = field(default_factory=set)
+
+    def asked(self, depth: int) -> list[int]:
+        return [n for n in LEVELS[depth - 1] if n in self.drawn]
+
+
+def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
+    """Let a policy grow trees with made-up probabilities, as the draft phase does; return what happened by stream."""
+    dice = random.Random(seed)
+    played = [Played() for _ in range(streams)]
+    for one in played:
+        for node, above in enumerate(PARENTS):
+            inherited = one.values[above] if above >= 0 else 0.0
+            one.values[node] = inherited + math.log(dice.choice([0.9, 0.6, 0.3, 0.1]) * dice.uniform(0.9, 1.0))
+            one.entropy[node] = dice.uniform(0.0, 3.0)
+        one.drawn = set(LEVELS[0])
+    state = policy.start(streams, torch.arange(streams))
+    for depth in range(1, min(len(LEVELS), policy.max_depth)):
+        level = LEVELS[depth - 1]
+        alive = torch.tensor([[n in one.drawn for n in level] for one in played])
+        if not bool(alive.any()):
+            break
+        columns = {"path_logprob": "values", "entropy": "entropy"}
+        rows = [
+            [[float(depth) if f == "depth" else getattr(one, columns[f])[n] for f in policy.features] for n in level]
+            for one in played
+        ]
+        features = torch.where(alive[..., None], torch.tensor(rows), 0.0)
+        first = LEVELS[depth - 2][0] if depth > 1 else 0
+        parent = torch.tensor([[PARENTS[n] - first if depth > 1 else 0 for n in level]]).expand(streams, -1)
+        kept, state = policy.keep(DraftStep(depth, alive, parent, features), state)
+        for s, one in enumerate(played):
+            one.kept[depth] = {n for at, n in enumerate(level) if kept[s, at]}
+            assert one.kept[depth] <= one.drawn
+            one.drawn |= {n for n in LEVELS[depth] if PARENTS[n] in one.kept[depth]}
+    drawn = torch.tensor([[n in one.drawn for n in range(len(PARENTS))] for one in played])
+    tree = DraftTree(
+        torch.where(drawn, 7, -1),
+        torch.tensor(PARENTS).expand(streams, -1),
+        torch.tensor(DEPTHS).expand(streams, -1),
+        drawn,
+    )
+    mask = policy.select(tree, state)
+    for s, one in enumerate(played):
+        one.selected = one.drawn if mask is None else {n for n in range(len(PARENTS)) if mask[s, n]}
+        assert all(PARENTS[n] < 0 or PARENTS[n] in one.selected for n in one.selected), "closed under parents"
+    return played
+
+
+def valued(one: Played, power: float = 1.0) -> dict[int, float]:
+    """Return the drawn nodes' values as a policy knows them: guessed at depths that it was not asked about."""
+    known: dict[int, float] = {}
+    for node in sorted(one.drawn):
+        above = PARENTS[node]
+        if DEPTHS[node] in one.kept:
+            known[node] = power * one.values[node]
+        else:
+            better = sum(PARENTS[n] == above for n in range(node))
+            known[node] = (known[above] if above >= 0 else 0.0) + (1 + better) * math.log(UNSEEN)
+    return known
+
+
+def best(values: dict[int, float], count: int) -> set[int]:
+    return set(sorted(values, key=lambda n: (-values[n], n))[:count])
+
+
+@pytest.mark.parametrize(("nodes", "top"), [(5, 2), (7, 1), (59, 10), (3, 3)])
+def test_eagle_keeps_the_best_branches_and_sends_the_best_nodes(nodes: int, top: int) -> None:
+    for one in grow(Eagle(nodes, top)):
+        for depth, kept in one.kept.items():
+            assert kept == best({n: one.values[n] for n in one.asked(depth)}, top)
+        assert one.selected == best(valued(one), nodes)
+
+
+@pytest.mark.parametrize(("delta", "nodes"), [(0.3, 60), (0.8, 60), (0.2, 4)])
+def test_opt_tree_goes_deeper_while_enough_is_expected(delta: float, nodes: int) -> None:
+    went = []
+    for one in grow(OptTree(delta, nodes), streams=16):
+        expected, before = [0.0], {}
+        for depth, kept in one.kept.items():
+            asked = one.asked(depth)
+            before |= {n: math.exp(one.values[n]) for n in asked}
+            expected.append(sum(sorted(before.values(), reverse=True)[:nodes]))
+            goes = bool(asked) and expected[-1] - expected[-2] > delta
+            went.append(goes)
+            assert kept == (set(asked) if goes else set())
+        assert one.selected == best(valued(one), nodes)
+    assert 0 < sum(went) < len(went)
+
+
+@pytest.mark.parametrize(("begin", "every", "width"), [(1, 1, 10), (2, 1, 2), (1, 2, 3)])
+def test_ddd_asks_for_the_mass_of_the_beam_now_and_then(begin: int, every: int, width: int) -> None:
+    went = []
+    for one in grow(DDD(-0.7, begin, every, width), streams=16):
+        for depth, kept in one.kept.items():
+            beam = best({n: one.values[n] for n in one.asked(depth)}, width)
+            asked = depth >= begin and (depth - begin) % every == 0
+            if asked and beam:
+                went.append(math.log(sum(math.exp(one.values[n]) for n in beam)) >= -0.7)
+            assert kept == (beam if not asked or (beam and went[-1]) else set())
+    assert 0 < sum(went) < len(went)
+
+
+def test_c2t_prunes_by_probability_entropy_and_depth() -> None:
+    said = []
+    for one in grow(C2T(2.0, 0.3, 0.2)):
+        for depth, kept in one.kept.items():
+            for n in one.asked(depth):
+                chance = 1 / (1 + math.exp(-(one.values[n] - 0.3 * one.entropy[n] - 0.2 * depth + 2.0)))
+                said.append(chance >= 0.5)
+                assert (n in kept) == said[-1]
+    assert 0.1 < sum(said) / len(said) < 0.9
+    assert C2T.trims
+
+
+TABLES = {
+    "linear": ({"step": 0.3, "row": 0.1, "verify": 0.05}, (0.3, 0.4, 0.5, 0.6, 0.7), [0.05 * n for n in range(17)]),
+    "cliffs": (
+        {"draft_prices": (0.2, 0.2, 0.6), "target_prices": (0.0, 0.3, 0.2, 0.2, 0.2, 0.6, 0.9)},
+        (0.2, 0.2, 0.6, 1.0, 1.4),
+        [0.0, 0.3, 0.2, 0.2, 0.2, 0.6, 0.9, *(0.9 + 0.3 * i for i in range(1, 11))],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+@pytest.mark.parametrize("power", [1.0, 0.4])
+def test_gain_buys_what_is_worth_its_price(case: str, power: float) -> None:
+    """No other number of branches, and no other set of nodes closed under parents, is worth more."""
+    arguments, draft, target = TABLES[case]
+    policy = Gain(power=power, follow=0.7, **arguments)  # type: ignore[arg-type]
+    marginal = 0.05 if case == "linear" else 0.15
+    stopped, widths = 0, set()
+    for one in grow(policy, streams=16):
+        for depth, kept in one.kept.items():
+            asked = sorted((math.exp(power * one.values[n]) for n in one.asked(depth)), reverse=True)
+            worth = [0.0, *(0.7 * sum(asked[:m]) - draft[m - 1] - marginal * m for m in range(1, len(asked) + 1))]
+            assert worth[len(kept)] == pytest.approx(max(worth), abs=1e-6)
+            assert kept == best({n: one.values[n] for n in one.asked(depth)}, len(kept))
+            stopped += bool(asked) and not kept
+            widths.add(len(kept))
+        values = {n: math.exp(v) for n, v in valued(one, power).items()}
+        earned = sum(values[n] for n in one.selected) - target[len(one.selected)]
+        for count in range(len(one.drawn) + 1):
+            assert earned >= sum(values[n] for n in best(values, count)) - target[count] - 1e-6
+        if len(one.drawn) <= 7:
+            for some in itertools.chain.from_iterable(itertools.combinations(one.drawn, c) for c in range(8)):
+                if all(PARENTS[n] < 0 or PARENTS[n] in some for n in some):
+                    assert earned >= sum(values[n] for n in some) - target[len(some)] - 1e-6
+    assert stopped
+    assert len(widths) > 2
+
+
+def test_doubt_widens_the_tree_where_rows_are_cheap_and_ends_it_where_steps_are_dear() -> None:
+    def width(policy: StopPolicy, chances: list[float]) -> int:
+        features = torch.tensor(chances).log()[None, :, None]
+        alive = torch.ones(1, len(chances), dtype=torch.bool)
+        step = DraftStep(1, alive, torch.zeros(1, len(chances), dtype=torch.int64), features)
+        return int(policy.keep(step, policy.start(1, torch.zeros(1, dtype=torch.int64)))[0].sum())
+
+    sure, doubtful = [0.94, 0.02, 0.02, 0.02], [0.3, 0.25, 0.25, 0.2]
+    cheap, dear = Gain(step=0.2, row=0.05, verify=0.05), Gain(step=0.9, row=0.05, verify=0.05)
+    assert (width(cheap, sure), width(cheap, doubtful)) == (1, 4)
+    assert (width(dear, sure), width(dear, doubtful)) == (0, 0)
+
+
+def test_ranks_put_the_first_of_equals_first() -> None:
+    assert ranks(torch.tensor([[0.5, 2.0, 0.5, -torch.inf, 2.0]])).tolist() == [[2, 0, 3, 4, 1]]
+
+
+def test_prices_go_on_as_at_their_end() -> None:
+    like = torch.zeros(1)
+    assert prices((1.0, 3.0), 4, like).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert prices((1.0, 3.0), 1, like).tolist() == [1.0]
+    assert prices((0.5,), 3, like).tolist() == [0.5, 0.5, 0.5]
+
+
+def outcome(accepted: list[int], drafted: list[int], seconds: list[float], cut: bool = False) -> RoundOutcome:
+    active = torch.ones(len(drafted), dtype=torch.bool)
+    k = torch.tensor(drafted)
+    cuts = torch.full_like(active, cut)
+    return RoundOutcome(active, k, k, torch.tensor(accepted), cuts, torch.tensor(seconds, dtype=torch.float64))
+
+
+def simulate(policy: Bandit, rounds: int, seed: int = 0) -> tuple[list[list[int]], list[list[tuple[int, float, int]]]]:
+    """Run rounds whose worth depends on the arm; return by stream the choices and (arm, seconds, tokens)."""
+    dice = random.Random(seed)
+    state = policy.start(3, torch.tensor([11, 22, 33]))
+    choices: list[list[int]] = [[], [], []]
+    logs: list[list[tuple[int, float, int]]] = [[], [], []]
+    for _ in range(rounds):
+        chosen = state.choice.tolist()
+        accepted = [min(dice.randrange(3), arm + 1) for arm in chosen]
+        seconds = [1.0 + (0.1, 0.2, 0.9)[arm] + dice.random() / 10 for arm in chosen]
+        for s, arm in enumerate(chosen):
+            choices[s].append(arm)
+            logs[s].append((arm, seconds[s], accepted[s] + 1))
+        state = policy.observe(outcome(accepted, [arm + 1 for arm in chosen], seconds), state)
+    return choices, logs
+
+
+ARMS = (FixedLength(1), FixedLength(2), FixedLength(3))
+
+
+def test_ucb_takes_the_arm_with_the_best_rate_and_bonus() -> None:
+    choices, logs = simulate(Bandit(ARMS, "ucb", 0.3), 60)
+    for picked, log in zip(choices, logs, strict=True):
+        assert picked[:3] == [0, 1, 2]
+        for t in range(3, 60):
+            count = [sum(arm == a for arm, _, _ in log[:t]) for a in range(3)]
+            rate = [
+                sum(k for arm, _, k in log[:t] if arm == a) / sum(x for arm, x, _ in log[:t] if arm == a)
+                for a in range(3)
+            ]
+            worth = [rate[a] / max(rate) + 0.3 * math.sqrt(math.log(t) / count[a]) for a in range(3)]
+            assert picked[t] == worth.index(max(worth))
+        assert len(set(picked[3:])) > 1
+
+
+@pytest.mark.parametrize("kind", ["ucb", "thompson"])
+def test_a_bandit_finds_the_fastest_arm(kind: str) -> None:
+    """Arm 1 gains 2 tokens in 1.25 s, arm 0 1.67 in 1.15 s, arm 2 2 in 1.95 s."""
+    for picked in simulate(Bandit(ARMS, kind, 0.5 if kind == "ucb" else 1.0), 600)[0]:
+        late = picked[300:]
+        assert late.count(1) > 0.6 * len(late)
+
+
+def test_thompson_draws_by_the_key_of_the_stream() -> None:
+    policy = Bandit(ARMS, "thompson")
+    one, other = simulate(policy, 40)[0], simulate(policy, 40)[0]
+    assert one == other
+    assert one[0] != one[1] or one[1] != one[2]
+
+
+def test_the_arm_of_the_round_decides_and_the_others_hear_nothing() -> None:
+    policy = Bandit([FixedLength(1), Confidence(0.5, 6), Heuristic(1, max_depth=4)], "ucb", 0.0)
+    assert (policy.features, policy.first, policy.max_depth) == (("drawn_prob",), 1, 6)
+    state = policy.start(3, torch.arange(3))
+    state = type(state)(state.key, torch.tensor([0, 1, 2]), state.pulls, state.sums, state.arms)
+    alive = torch.ones(3, 2, dtype=torch.bool)
+    parent = torch.zeros(3, 2, dtype=torch.int64)
+    features = torch.tensor([0.9, 0.2]).repeat(3, 1)[..., None]
+    kept, state = policy.keep(DraftStep(1, alive, parent, features), state)
+    assert kept.tolist() == [[False, False], [True, False], [False, False]]
+    after = policy.observe(outcome([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0]), state)
+    assert after.arms[2].tolist() == [1.0, 1.0, 3.0]
+    assert after.pulls.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    cut = policy.observe(outcome([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0], cut=True), state)
+    assert not cut.pulls.any()
+
+
+def test_a_limited_bandit_limits_its_arms() -> None:
+    limited = Bandit([FixedLength(8), Confidence(0.4)]).limited(3)
+    assert isinstance(limited, Bandit)
+    assert [arm.max_depth for arm in limited.arms] == [3, 3]
+
+
+def test_without_a_profile_a_drafted_token_has_a_nominal_price() -> None:
+    policy = Bandit(ARMS[:2], "ucb", 0.0)
+    state = policy.observe(outcome([1], [1], [0.0]), policy.start(1, torch.zeros(1, dtype=torch.int64)))
+    assert state.sums[0, 0, :2].tolist() == pytest.approx([2.0, 1.1])
