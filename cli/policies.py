@@ -25,7 +25,7 @@ def policies(
     if json:
         print_json([{**dataclasses.asdict(policy), "loads": not policy.problem} for policy in found])
         return
-    rows = [(p.name, p.where, p.module, p.problem or "yes", p.usage) for p in found]
+    rows = [(p.name, p.where, p.module, p.problem or "yes", p.what) for p in found]
     table(
         "Policies: a name as below, or the path of a policy folder", ("name", "where", "module", "loads", "what"), rows
     )

@@ -150,7 +150,7 @@ class RocState:
 
 @dataclass(frozen=True)
 class RocOne:
-    """The same of one stream in plain numbers: threshold, probabilities of this round, (probability, accepted) of the text."""
+    """The same of one stream in plain numbers; `samples` are (probability, accepted)."""
 
     threshold: float
     seen: tuple[float, ...] = ()

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .baselines_scores import check_number, check_whole
+from .baselines_scores import check_number, check_whole, float32
 from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 
 UNSEEN = 0.5
@@ -61,6 +61,7 @@ class DDD(StopPolicy):
         self, threshold: float = -0.5, begin: int = 3, every: int = 2, width: int = 10, max_depth: int = 11
     ) -> None:
         self.threshold = check_number("ddd", "threshold", threshold, -100.0, 0.0)
+        self._least = float32(self.threshold)
         self.begin, self.every, self.width, self.max_depth = (
             check_whole("ddd", name, value)
             for name, value in (("begin", begin), ("every", every), ("width", width), ("max_depth", max_depth))
@@ -74,7 +75,12 @@ class DDD(StopPolicy):
         if step.depth < self.begin or (step.depth - self.begin) % self.every:
             return beam, state
         mass = torch.where(beam, path, -torch.inf).logsumexp(1, keepdim=True)
-        return beam & (mass >= self.threshold), state
+        return beam & (mass >= self._least), state
+
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Decide for one row, a beam of one; see `StopPolicy.keep_one`."""
+        asked = depth >= self.begin and not (depth - self.begin) % self.every
+        return not asked or features[0] >= self._least, state
 
 
 class Eagle(StopPolicy):
@@ -166,5 +172,9 @@ class C2T(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the nodes that the unit is sure of."""
-        path, entropy, depth = step.features.unbind(-1)
+        path, entropy, depth = step.features.double().unbind(-1)
         return step.alive & (path - self.entropy * entropy - self.slope * depth + self.bias >= 0.0), state
+
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Decide for one row; see `StopPolicy.keep_one`."""
+        return features[0] - self.entropy * features[1] - self.slope * features[2] + self.bias >= 0.0, state

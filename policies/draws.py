@@ -45,4 +45,5 @@ def keyed_uniform(key: Tensor, number: Tensor, count: int) -> Tensor:
 
 def keyed_normal(key: Tensor, number: Tensor, count: int) -> Tensor:
     """Return [S, count] float64 standard normals; arguments as of `keyed_uniform`."""
-    return torch.special.ndtri(keyed_uniform(key, number, count).clamp_max(1.0 - 2.0**-53))
+    normal: Tensor = torch.special.ndtri(keyed_uniform(key, number, count).clamp_max(1.0 - 2.0**-53))
+    return normal

@@ -31,6 +31,7 @@ from .strict import (
     check_names,
     check_side_names,
     check_tensor_file,
+    check_text,
     digest,
     parse_json,
     read_plain,
@@ -38,6 +39,9 @@ from .strict import (
 
 POLICY_SCHEMA = 1
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
+TEXT_FILES = (CARD_FILE, "run.yaml")
+"""For people, and the configuration of the run that made the policy: loading looks that they are text, and no further."""
+
 HUB_FILES = ("*.json", "*.safetensors", "*.ubj", "*.md")
 """All that is ever fetched from the hub."""
 
@@ -187,7 +191,7 @@ def _checked_files(path: Path, raw: Mapping[str, Any]) -> dict[str, bytes]:
     if WEIGHTS_FILE not in files or not (path / WEIGHTS_FILE).exists():
         raise PolicyError(f"it has no {WEIGHTS_FILE}")
     side = [name for name in files if name != WEIGHTS_FILE]
-    check_names(path, (POLICY_FILE, WEIGHTS_FILE, CARD_FILE), side)
+    check_names(path, (POLICY_FILE, WEIGHTS_FILE, *TEXT_FILES), side)
     contents = {name: read_plain(path / name, MOST_DATA) for name in files}
     for name, data in contents.items():
         if hashlib.sha256(data).hexdigest() != files[name]:
@@ -197,11 +201,9 @@ def _checked_files(path: Path, raw: Mapping[str, Any]) -> dict[str, bytes]:
             )
         if name != WEIGHTS_FILE and data[:1] != b"{":
             raise PolicyError(f"{name} is not UBJSON")
-    if (path / CARD_FILE).exists():
-        try:
-            read_plain(path / CARD_FILE, MOST_TEXT).decode("utf-8")
-        except UnicodeDecodeError:
-            raise PolicyError(f"{CARD_FILE} is no text") from None
+    for name in TEXT_FILES:
+        if (path / name).exists():
+            check_text(read_plain(path / name, MOST_TEXT), name)
     check_tensor_file(contents[WEIGHTS_FILE])
     return contents
 

@@ -96,7 +96,7 @@ class Listed:
     name: str
     where: str
     module: str
-    usage: str
+    what: str
     problem: str = ""
 
 

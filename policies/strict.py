@@ -74,6 +74,14 @@ def check_names(folder: Path, known: Iterable[str], side: Iterable[str]) -> None
         raise PolicyError(f"{', '.join(sorted(missing))} is missing")
 
 
+def check_text(raw: bytes, name: str) -> None:
+    """Refuse bytes that are no UTF-8 text."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise PolicyError(f"{name} is no text") from None
+
+
 def parse_json(raw: bytes, name: str) -> dict[str, Any]:
     """Return a JSON object; NaN, infinities, double keys, control characters and bottomless nesting are refused."""
     try:

@@ -162,7 +162,8 @@ def test_decode_gives_the_targets_text_whatever_the_policy(done: dict[str, Any],
 
 def test_policies_lists_the_built_in_ones(done: dict[str, Any]) -> None:
     assert {row["name"] for row in done["policies"]} >= {"fixed", "confidence"}
-    assert all(set(row) == {"name", "where", "what"} for row in done["policies"])
+    assert all(set(row) == {"name", "where", "module", "what", "loads", "problem"} for row in done["policies"])
+    assert all(row["loads"] and row["module"].startswith("specstop.") for row in done["policies"])
 
 
 def test_tables_are_for_people(done: dict[str, Any], home: Path, models: list[str]) -> None:

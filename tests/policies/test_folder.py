@@ -82,6 +82,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pickle as weights": (lambda f: weights(f, BAD), "expected a safetensors file"),
     "pickle as json": (lambda f: (f / POLICY_FILE).write_bytes(BAD), "expected JSON"),
     "pickle as card": (lambda f: (f / "README.md").write_bytes(BAD), "README.md is no text"),
+    "pickle as configuration": (lambda f: (f / "run.yaml").write_bytes(BAD), "run.yaml is no text"),
     "pickle as booster": (lambda f: side(f, "accept.ubj", BAD), "accept.ubj is not UBJSON"),
     "pickle beside": (lambda f: (f / "model.pkl").write_bytes(BAD), "'model.pkl' that policy.json does not name"),
     "pickle beside, named": (lambda f: side(f, "model.bin", BAD), "must be called like booster.ubj"),

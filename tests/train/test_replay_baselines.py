@@ -19,6 +19,7 @@ from specstop.train.data import TraceArrays, trace_arrays
 from specstop.train.replay import replay
 from zoo import DEPTH
 
+SOME = 5  # prompts, in their order
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"
 SPECS = (
     "heuristic:2",
@@ -52,9 +53,16 @@ def arrays(
     return made
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("spec", SPECS)
+FOR_TREES = ("ddd", "eagle", "opt", "c2t", "gain")
+CASES = [
+    (spec, tree, t)
+    for spec in SPECS
+    for tree, t in ((None, 0.0), (None, 0.7), (TREE, 0.0), (TREE, 0.7))
+    if tree is None or t > 0 or spec.startswith(FOR_TREES)
+]
+
+
+@pytest.mark.parametrize(("spec", "tree", "temperature"), CASES)
 def test_rounds_are_those_of_the_live_loop(
     pair: Pair,
     prompts: list[Prompt],
@@ -66,13 +74,15 @@ def test_rounds_are_those_of_the_live_loop(
     temperature: float,
 ) -> None:
     policy = load_policy(spec).limited(DEPTH)
+    held = arrays[tree, temperature].subset(range(SOME))
     speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=tree), profile)
     rounds: list[list[Round]] = [
-        list(speculator.generate(ids, stream_key(0, p.id)).rounds) for p, ids in zip(prompts, prompt_ids, strict=True)
+        list(speculator.generate(ids, stream_key(0, p.id)).rounds)
+        for p, ids in zip(prompts[:SOME], prompt_ids, strict=False)
     ]
     assert speculator.policy is policy, "the policy failed and was replaced"
-    log = replay(arrays[tree, temperature], policy, profile).log
-    played = [log[log[:, 0] == s, 1:].tolist() for s in range(len(prompts))]
+    log = replay(held, policy, profile).log
+    played = [log[log[:, 0] == s, 1:].tolist() for s in range(SOME)]
     assert played == [[[r.anchor, r.drafted, r.verified, r.accepted] for r in text] for text in rounds]
     assert len({r.verified for text in rounds for r in text}) > 1
 

@@ -1,0 +1,208 @@
+"""What collecting costs: dense traces beside the live loop, trees beside chains, memory by length of text.
+
+    python benchmarks/collect.py --check
+    python benchmarks/collect.py --pair pairs/a --out collect.json
+
+Without `--pair` the embedded pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from specstop.collect.dense import dense_rows, text_columns
+from specstop.collect.live import LiveCollector
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import reading_room
+from specstop.collect.unroll import Unroller
+from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
+from specstop.decode.topology import chain, parse_tree
+from specstop.policies import FixedLength
+from specstop.train.pair import demo_pair
+
+DEPTH, TREE = 12, "4,2,2,1"
+TIE = 1e-4
+NEAR = 2e-3
+Batch = list[tuple[int, str, str, list[int], int]]
+
+CHILD = """
+import resource, sys, torch
+torch.set_num_threads(1)
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import collect
+from specstop.decode import load_pair
+folder, out, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+pair = load_pair(folder + "/target", folder + "/draft")
+collect(pair, read_prompts(folder + "/prompts-test.jsonl", 4), out, depth=12, max_new_tokens=tokens, temperature=0.7)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    folder = options.pair or demo_pair()
+    count, tokens = (4, 32) if options.quick else (40, 128)
+    pair = load_pair(folder / "target", folder / "draft")
+    prompts = read_prompts(folder / "prompts-test.jsonl", count)
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
+    work = [(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
+    figures: dict[str, Any] = {}
+    missed: list[str] = []
+
+    def bar(name: str, value: float, met: bool, text: str) -> None:
+        figures[name] = value
+        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
+        if not met:
+            missed.append(name)
+
+    for temperature in (0.0, 0.7):
+        speeds(pair, work, tokens, temperature, bar, figures)
+        for tree in (None, TREE):
+            agreement(pair, work[: count // 2], tokens, temperature, tree, bar)
+    memory(folder, options.quick, bar)
+    checked = not options.quick and len(work) >= 40
+    line = json.dumps({"checked": checked, "missed": missed, **figures})
+    if options.out:
+        options.out.write_text(line + "\n")
+    print(f"compared: {len(work)} prompts of {tokens} tokens")
+    print(line)
+    return int(options.check and (bool(missed) or not checked))
+
+
+def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bar: Any, figures: dict[str, Any]) -> None:
+    """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
+    unroller, bushy = (Unroller(pair, tree, temperature) for tree in (chain(DEPTH), parse_tree(TREE)))
+    live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH))
+    ratios, ratios_tree, dense_s, live_s, dense_rate, live_rate = ([] for _ in range(6))
+    warm = work[:2]
+    dense_rows(pair, unroller, warm, 16)
+    for start in range(0, len(work), 16):
+        batch = work[start : start + 16]
+        begin = time.perf_counter()
+        texts = plain_texts(pair, [b[3] for b in batch], [b[4] for b in batch], tokens + DEPTH, temperature)
+        generated = time.perf_counter() - begin
+        spent = []
+        for each in (unroller, bushy):
+            begin = time.perf_counter()
+            chunks = []
+            for one, text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
+                last = min(len(text), tokens)
+                if last > 1:
+                    anchor = np.arange(1, last)
+                    chunks.append(text_columns(each, one, text, rows[: len(text)], last, _tensor(anchor, pair)))
+            spent.append(time.perf_counter() - begin)
+            if each is unroller:
+                anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "labelled"))
+                labels = sum(int(c["labelled"].sum()) for c in chunks)
+        ratios.append((generated + spent[0]) / generated)
+        ratios_tree.append((generated + spent[1]) / generated)
+        dense_s.append(anchors / spent[0])
+        dense_rate.append(labels / (generated + spent[0]))
+        rows = live.rows(batch)
+        drafting = sum(float((c["seconds"] - c["verify_s"]).sum()) for c in rows)
+        live_s.append(sum(len(c["anchor"]) for c in rows) / drafting)
+        live_rate.append(sum(int(c["labelled"].sum()) for c in rows) / sum(float(c["seconds"].sum()) for c in rows))
+    at = f"T={temperature:g}"
+    faster = statistics.median(d / v for d, v in zip(dense_s, live_s, strict=True))
+    bar(
+        f"anchors a second, dense over live, {at}",
+        faster,
+        faster >= 6,
+        f"{faster:.1f} ({statistics.median(dense_s):.0f} a second); at least 6",
+    )
+    decisions = statistics.median(d / v for d, v in zip(dense_rate, live_rate, strict=True))
+    bar(
+        f"labelled decisions a second, dense over live fixed:{DEPTH}, {at}",
+        decisions,
+        decisions >= 2.5,
+        f"{decisions:.1f}; at least 2.5",
+    )
+    whole = statistics.median(ratios)
+    bar(
+        f"(generation + unrolling) / generation, depth {DEPTH}, {at}",
+        whole,
+        whole <= 1.3,
+        f"{whole:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; at most 1.3",
+    )
+    figures[f"the same for {TREE}, {at}"] = statistics.median(ratios_tree)
+    print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
+
+
+def _tensor(values: Any, pair: Pair) -> Any:
+    import torch
+
+    return torch.from_numpy(values).to(pair.device)
+
+
+def agreement(pair: Pair, work: Batch, tokens: int, temperature: float, tree: str | None, bar: Any) -> None:
+    """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
+    topology = chain(DEPTH) if tree is None else parse_tree(tree)
+    live = LiveCollector(
+        pair, FixedLength(topology.deepest), Settings(temperature, tokens, topology.deepest, tree=tree)
+    )
+    dense = dense_rows(pair, Unroller(pair, topology, temperature), work, tokens)
+    known = {(int(c["sequence"][0]), int(a)): (c, at) for c in dense for at, a in enumerate(c["anchor"])}
+    compared = ties = wrong = 0
+    far = 0.0
+    for chunk in live.rows(work):
+        for row in range(len(chunk["anchor"])):
+            key = (int(chunk["sequence"][row]), int(chunk["anchor"][row]))
+            if key not in known:
+                ties += 1  # after a tie the text went another way
+                continue
+            other, at = known[key]
+            drawn = chunk["drawn"][row]
+            same = (chunk["tokens"][row] == other["tokens"][at])[drawn].all()
+            label = chunk["labelled"][row] & other["labelled"][at]
+            same = same and (chunk["accepted"][row] == other["accepted"][at])[label].all()
+            compared += 1
+            if same:
+                for name in live.features:
+                    gap = np.abs(chunk[name][row] - other[name][at])[drawn] / np.maximum(
+                        1, np.abs(other[name][at][drawn])
+                    )
+                    far = max(far, float(gap.max(initial=0.0)))
+            elif float(np.abs(other["noisy_margin"][at]).min()) < TIE:
+                ties += 1
+            else:
+                wrong += 1
+    name = f"rounds where dense and live agree, {tree or f'chain of {DEPTH}'}, T={temperature:g}"
+    met = wrong == 0 and compared > 0 and ties <= max(1, compared / 500) and far < NEAR
+    bar(name, compared, met, f"{compared} compared, {ties} ties, {wrong} wrong; features within {far:.1e}")
+
+
+def memory(folder: Path, quick: bool, bar: Any) -> None:
+    """Compare the peak memory of collecting short and long texts, each in a process of its own."""
+    peaks = []
+    with tempfile.TemporaryDirectory() as out:
+        for tokens in (32, 64) if quick else (128, 512):
+            command = [sys.executable, "-c", CHILD, str(folder), f"{out}/{tokens}", str(tokens)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            peaks.append(int(done.stdout.split()[-1]) / 1024)
+    grown = peaks[1] - peaks[0]
+    bar(
+        "peak memory, long texts less short ones, MiB",
+        grown,
+        grown < 100,
+        f"{peaks[0]:.0f} and {peaks[1]:.0f} MiB; within 100",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
