@@ -6,8 +6,9 @@
 Without `--pair` the embedded pair is used. For temperatures 0 and 0.7 each rule is replayed on held-out traces with the
 latency profile of this machine, decisions included as the live loop measures them: ratio to the best fixed length, with 95%
 intervals over prompts, and the share of the gap to the clairvoyant that is closed. Every rule is tuned by replayed
-throughput over as many settings. With `--tree` the same on a tree, whose fixed depths are then what is to be beaten. The last
-line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+throughput over as many settings; `free` is the tuned one if a decision took no time. With `--tree` the same on a tree, whose
+fixed depths are then what is to be beaten. The last line printed is one JSON object; with `--check` the exit code is 1
+where a bar falls short.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies import StopPolicy
 from specstop.policies.costs import Profile
-from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.data import trace_arrays
 from specstop.train.evaluate import evaluate
 from specstop.train.pair import demo_pair
 from specstop.train.records import Line
@@ -117,33 +118,32 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
     tuned = tuned_rules(list(defaults), arrays, profile)
     spent = time.perf_counter() - begin
     print(f"{name}: tuned in {spent:.0f} s")
-    ways = {"default": defaults, "tuned": tuned}
-    lines = {way: judged(sides["test"], profile, rules) for way, rules in ways.items()}
-    fixed = lines["default"]["best fixed"]
-    bound = lines["default"]["clairvoyant bound"]
-    print(
-        f"  best fixed {fixed.note}: {fixed.to_plain.value:.3f} of plain; clairvoyant {bound.to_best_fixed.value:.3f}"
-    )
-    print(
-        f"  {'rule':<20}{'default, of best fixed':>26}{'gap':>7}{'us':>7}   {'tuned, of best fixed':<25}{'gap':>7}   setting"
-    )
-    table = {}
-    for rule in defaults:
-        was, now = lines["default"][rule], lines["tuned"][rule]
+    free = profile.with_decisions({policy.cost_name: 0.0 for policy in defaults.values()})
+    lines = {
+        "default": judged(sides["test"], profile, defaults),
+        "tuned": judged(sides["test"], profile, tuned),
+        "free": judged(sides["test"], free, tuned),
+    }
+    fixed, bound = (lines["default"][line] for line in ("best fixed", "clairvoyant bound"))
+    print(f"  best {fixed.note}: {fixed.to_plain.value:.3f} of plain; clairvoyant {bound.to_best_fixed.value:.3f}")
+    print(f"  {'rule':<20}{'as published':<23}{'gap':>6}{'us':>6}   {'tuned':<23}{'gap':>6}{'free':>7}   setting")
+    table: dict[str, Any] = {}
+    for rule, default in defaults.items():
+        was, now, unpaid = (lines[way][rule] for way in ("default", "tuned", "free"))
+        cost = 1e6 * profile.decision(default.cost_name)
+        changed = setting(tuned[rule], default)
         print(
-            f"  {rule:<20}{_interval(was):>26}{was.gap_closed.value:>7.2f}"
-            f"{1e6 * profile.decision(defaults[rule].cost_name):>7.0f}   "
-            f"{_interval(now):<25}{now.gap_closed.value:>7.2f}   {setting(tuned[rule], defaults[rule])}"
+            f"  {rule:<20}{_interval(was):<23}{was.gap_closed.value:>6.2f}{cost:>6.0f}   "
+            f"{_interval(now):<23}{now.gap_closed.value:>6.2f}{unpaid.to_best_fixed.value:>7.3f}   {changed}"
         )
-        table[rule] = {way: _numbers(lines[way][rule]) for way in ways} | {
-            "setting": setting(tuned[rule], defaults[rule])
-        }
-        if now.to_best_fixed.value < was.to_best_fixed.value - WORSE:
-            missed.append(f"{name}: {rule} loses {was.to_best_fixed.value - now.to_best_fixed.value:.3f} by tuning")
-        if slower(arrays, profile, tuned[rule], defaults[rule]):
+        table[rule] = {way: _numbers(lines[way][rule]) for way in lines} | {"setting": changed, "decision_us": cost}
+        lost = was.to_best_fixed.value - now.to_best_fixed.value
+        if lost > WORSE:
+            missed.append(f"{name}: {rule} loses {lost:.3f} by tuning")
+        if replay(arrays, tuned[rule], profile).rate < replay(arrays, default, profile).rate:
             missed.append(f"{name}: {rule} tuned is slower than its default on the training prompts")
     best = max(defaults, key=lambda rule: lines["tuned"][rule].to_best_fixed.value)
-    print(f"  best tuned rule: {best} {_interval(lines['tuned'][best])}", flush=True)
+    print(f"  best tuned rule on these prompts: {best} {_interval(lines['tuned'][best])}", flush=True)
     return {"rules": table, "best": best, "clairvoyant": bound.to_best_fixed.value, "best fixed": fixed.note}
 
 
@@ -154,23 +154,22 @@ def judged(trace: Trace, profile: Profile, rules: dict[str, StopPolicy]) -> dict
     return {**lines, **{rule: lines[policy.name] for rule, policy in rules.items()}}
 
 
-def slower(arrays: TraceArrays, profile: Profile, one: StopPolicy, other: StopPolicy) -> bool:
-    """Whether one policy replays slower than another."""
-    return replay(arrays, one, profile).rate < replay(arrays, other, profile).rate
-
-
 def setting(policy: StopPolicy, default: StopPolicy) -> str:
     """Return the parameters in which a policy differs from its default."""
     mine, theirs = vars(policy), vars(default)
     changed = {
         name: value
         for name, value in mine.items()
-        if not name.startswith("_") and name not in ("name", "max_depth") and value != theirs.get(name)
+        if not name.startswith("_") and name != "name" and value != theirs.get(name)
     }
     if "arms" in changed:
         changed["arms"] = ",".join(arm.name for arm in changed["arms"])
     kept = {name: value for name, value in changed.items() if not name.endswith("_prices") and name != "features"}
-    return " ".join(f"{name}={value}" for name, value in kept.items()) or "as published"
+    return " ".join(f"{name}={_short(value)}" for name, value in kept.items()) or "as published"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _interval(line: Line) -> str:

@@ -42,7 +42,7 @@ def bench(
     max_new_tokens: MaxNewTokens = 128,
     depth: Depth = 20,
     tree: Annotated[str | None, typer.Option(help="4,2,2,1, fork:4x5, ...; default: chains.")] = None,
-    verification: Annotated[str, typer.Option(help="As of `specstop decode`.")] = "match",
+    verification: Annotated[str, typer.Option(help="As of `specstop decode`.")] = "auto",
     seed: Seed = 0,
     limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 20,
     device: Device = "cpu",

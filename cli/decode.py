@@ -46,10 +46,10 @@ def decode(
     verification: Annotated[
         str,
         typer.Option(
-            help="match, rejection, rejection_replace, block (chains): lossless. target_init, typical: LOSSY, they change "
-            "the output distribution."
+            help="auto (the fastest lossless one), match, rejection, rejection_replace, block (chains): lossless. "
+            "target_init, typical: LOSSY, they change the output distribution."
         ),
-    ] = "match",
+    ] = "auto",
     tree: Annotated[
         str | None, typer.Option(help="4,2,2,1 (children by depth), fork:4x5, parents:-1,-1,0; default: a chain.")
     ] = None,
@@ -80,7 +80,7 @@ def decode(
 ) -> None:
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
     from ..collect.prompts import Prompt
-    from ..decode.modes import describe
+    from ..decode.modes import describe, resolve_mode
     from ..decode.records import Tally
     from ..decode.run import decode as run
     from ..decode.sampling import Shaping
@@ -107,6 +107,7 @@ def decode(
         stops=stop_strings(pair, stop),
         guard=guard,
     )
+    mode = resolve_mode(verification, rule, settings.topology, temperature)
     shown = -1
 
     def stream(number: int, new: str) -> None:
@@ -134,14 +135,14 @@ def decode(
         print_json(
             {
                 **tally.summary(),
-                "verification": describe(verification),
+                "verification": describe(mode),
                 "acceptance": tally.acceptance(),
                 "texts": texts,
             }
         )
         return
     sys.stdout.write("\n\n" if shown >= 0 else "")
-    show_tally(tally, f"{rule.name}, {describe(verification)}")
+    show_tally(tally, f"{rule.name}, {describe(mode)}")
 
 
 def show_tally(tally: Tally, title: str) -> None:

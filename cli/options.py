@@ -11,7 +11,10 @@ from .config import apply_settings, load_config
 
 Target = Annotated[str | None, typer.Option(help="Target model: a folder or a hub name. Default: the demo pair.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model of the same tokenizer: a folder or a hub name.")]
-Prompts = Annotated[Path | None, typer.Option(help='Prompts: FILE.jsonl with "prompt" (and "id", "group"), FILE.txt, a folder, hf:org/name.')]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help='Prompts: FILE.jsonl with "prompt" (and "id", "group"), FILE.txt, a folder, hf:org/name.'),
+]
 Traces = Annotated[Path, typer.Option(help="Trace folder of `specstop collect`.")]
 ProfileFile = Annotated[Path, typer.Option("--profile", help="Latency profile of `specstop profile`.")]
 Policies = Annotated[

@@ -13,7 +13,7 @@ from ..decode.candidates import Candidates
 from ..decode.decide import Logits
 from ..decode.drafters import Drafter
 from ..decode.loop import Speculator
-from ..decode.modes import find_mode
+from ..decode.modes import find_mode, resolve_mode
 from ..decode.observer import Seen
 from ..decode.pair import Pair
 from ..decode.settings import Settings
@@ -152,10 +152,11 @@ class LiveCollector:
             raise InputError(f"--explore: expected a share between 0 and 1, not {explore}")
         self.tree = settings.topology
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
-        mode = find_mode(settings.verification, settings.temperature)
+        name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)
+        mode = find_mode(name, settings.temperature)
         names = node_features(self.tree)
         self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
-        self.label, self.verification = mode.label, settings.verification
+        self.label, self.verification = mode.label, name
         self._recorder = Recorder(self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
         self._speculator = Speculator(pair, runs, settings, profile, drafter=drafter, observer=marking)

@@ -46,7 +46,7 @@ def specstop_generate(
     generation_config: Any = None,
     draft_model: PreTrainedModel | None = None,
     policy: StopPolicy | str = "fixed:4",
-    verification: str = "match",
+    verification: str = "auto",
     tree: str | None = None,
     drafter: str = "model",
     profile: Profile | None = None,
@@ -61,7 +61,8 @@ def specstop_generate(
             prepares, the attention mask among it. Rows of a batch are decoded one after the other.
         draft_model: proposes the tokens; not needed with `drafter="lookup"`.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
-        verification, tree: see `Settings`.
+        verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
+        tree: see `Settings`.
         drafter: `model` or `lookup`.
         profile: see `Speculator`.
         seed: of the noise; None = drawn from torch's generator, so that `torch.manual_seed` makes it reproducible.

@@ -22,7 +22,7 @@ from .captured import open_cache
 from .decide import Guard
 from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
-from .modes import check_mode, find_mode
+from .modes import check_mode, find_mode, resolve_mode
 from .noise import Choices, KeyedSource, Source
 from .observer import Observer, Seen
 from .pair import Pair
@@ -63,8 +63,8 @@ class Speculator:
         if policy.vectors:
             raise PolicyError(f"{policy.name}: reads {', '.join(policy.vectors)}; this loop hands over scalars only")
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile
-        self.mode = find_mode(self.settings.verification, self.settings.temperature)
-        tree = self.settings.topology
+        tree, temperature = self.settings.topology, self.settings.temperature
+        self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
         check_processors(self.settings.shaping.processors, pair.vocabulary)
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError, PolicyError, close_match
 from ..policies.features import FEATURES, Kind
+from ..policies.learned import LearnedPolicy
 from .lossy import TargetInit, Typical
 from .matching import Match
 from .rejection import Block, Rejection, RejectionReplace
@@ -27,13 +28,32 @@ def find_mode(name: str, temperature: float) -> Verification:
         InputError: there is none of that name.
     """
     if name not in MODES:
-        raise InputError(f"--verification: expected one of {', '.join(MODES)}, not {name!r}{close_match(name, MODES)}")
+        raise InputError(f"--verification: expected auto or one of {', '.join(MODES)}, not {name!r}{close_match(name, MODES)}")
     return Match() if temperature == 0.0 and name != TargetInit.name else MODES[name]()
+
+
+def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature: float) -> str:
+    """Return the name of a mode; `auto` becomes the fastest lossless one for this policy and tree.
+
+    A learned policy keeps the mode it was trained for. Others get block verification on a chain, and `match` on a tree and
+    at temperature 0; `match` also where the policy reads what only that has (measured: `benchmarks/verification.py`).
+    """
+    if name != "auto":
+        return name
+    if isinstance(policy, LearnedPolicy):
+        return policy.facts.verification
+    if temperature == 0.0 or not topology.limited(policy.max_depth).is_chain:
+        return Match.name
+    try:
+        check_mode(Block(), policy, topology)
+    except PolicyError:
+        return Match.name
+    return Block.name
 
 
 def describe(name: str) -> str:
     """Return a mode's name with its label, for reports."""
-    return f"{name} ({'lossless' if MODES[name].lossless else 'LOSSY'})"
+    return f"{name} ({'lossless' if name == 'auto' or MODES[name].lossless else 'LOSSY'})"
 
 
 def is_trimming(policy: StopPolicy) -> bool:

@@ -30,7 +30,7 @@ class Settings:
         max_depth: no round drafts deeper, whatever the policy says.
         fallback: drafts this many tokens once a policy has failed.
         ignore_eos: go on after the end-of-text token.
-        verification: name of a mode (`modes.MODES`).
+        verification: name of a mode (`modes.MODES`), or `auto`, the fastest lossless one (`modes.resolve_mode`).
         tree: what `topology.parse_tree` reads; None = a chain.
         shaping: what else changes the distribution that is sampled from.
         stops: transformers' stopping criteria, asked after each committed token in order; the text is cut at the first

@@ -49,8 +49,8 @@ class Bandit(StopPolicy):
       arXiv 2505.15141, and TapOut, arXiv 2511.02017, with rewards of acceptance);
     * `thompson`: the largest draw from a normal around each rate, `explore` times as wide as the rate is uncertain.
 
-    What is learned passes from text to text. An arm sees and observes the rounds that it decides, and no others. Rounds
-    that an end of text or a limit cut do not count.
+    What is learned passes from text to text, and so does each arm's own state. An arm sees and observes the rounds that it
+    decides, and no others. Rounds that an end of text or a limit cut do not count.
 
     Args:
         arms: policies that neither trim nor select, on scalar features.

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .baselines_adaptive import accept_bits, recorded
+from .baselines_roc import accept_bits, recorded
 from .baselines_scores import check_number, check_whole
 from .contract import DraftStep, RoundOutcome, State, StopPolicy
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from .baselines import Confidence, FixedLength
-from .baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient, Roc
+from .baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
 from .baselines_bandit import Bandit
 from .baselines_gain import Gain
 from .baselines_online import Online
+from .baselines_roc import Roc
 from .baselines_scores import EntropyBound, MaxProb, Product
 from .baselines_trees import C2T, DDD, Eagle, OptTree
 from .contract import StopPolicy

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from ..policies.baselines import Confidence, FixedLength
-from ..policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient, Roc
+from ..policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
 from ..policies.baselines_bandit import Bandit
 from ..policies.baselines_gain import Gain
 from ..policies.baselines_online import Online
+from ..policies.baselines_roc import Roc
 from ..policies.baselines_scores import EntropyBound, MaxProb, Product
 from ..policies.baselines_trees import C2T, DDD, Eagle, OptTree
 from ..policies.contract import StopPolicy
@@ -26,11 +27,11 @@ from .data import TraceArrays
 from .replay import Replayed, replay_many
 from .tune import fixed_grid, typical_context
 
-BUDGET = 16
+BUDGET = 24
 """Settings tried for each rule besides the published one."""
 
-SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.9)
-ENTROPIES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 1.8, 2.1, 2.5, 3.0, 4.0, 5.0)
+SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85)
+ENTROPIES = (0.1, 0.3, 0.6, 1.0, 1.4, 1.8, 2.2, 2.6, 3.0, 3.5, 4.0, 5.0)
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class Place:
 Grid = Callable[[Place], list[StopPolicy]]
 
 
+def caps(depth: int) -> tuple[int, int]:
+    """Return the longest drafts that are tried: all that the trace has, and half of it."""
+    return depth, max(1, (depth + 1) // 2)
+
+
 def _over(kind: Callable[..., StopPolicy], **values: Sequence[Any]) -> Grid:
-    """Return the grid of all combinations of these parameters, none drafting deeper than the place allows."""
+    """Return the grid of all combinations of these parameters and of `caps`."""
 
     def grid(place: Place) -> list[StopPolicy]:
         settings = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
-        return [kind(**{"max_depth": place.depth, **chosen}).limited(place.depth) for chosen in settings]
+        return [kind(**chosen, max_depth=most) for chosen in settings for most in caps(place.depth)]
 
     return grid
 
@@ -60,12 +66,13 @@ def _gains(place: Place) -> list[StopPolicy]:
         Gain(
             power=power,
             follow=follow,
-            max_depth=place.depth,
+            max_depth=most,
             draft_prices=place.draft_prices,
             target_prices=place.target_prices,
         )
         for power in (0.25, 0.5, 1.0, 1.5)
-        for follow in (0.5, 0.7, 0.9, 1.2)
+        for follow in (0.5, 0.8, 1.2)
+        for most in caps(place.depth)
     ]
 
 
@@ -75,26 +82,29 @@ def _bandits(place: Place) -> list[StopPolicy]:
     return [
         Bandit(arms, kind, explore)
         for arms in (lengths, rules)
-        for kind, explores in (("ucb", (2.0**0.5, 0.3, 0.1, 0.03)), ("thompson", (2.0, 1.0, 0.5, 0.2)))
+        for kind, explores in (
+            ("ucb", (2.0**0.5, 0.7, 0.3, 0.1, 0.03, 0.01)),
+            ("thompson", (2.0, 1.0, 0.7, 0.5, 0.3, 0.1)),
+        )
         for explore in explores
     ]
 
 
 GRIDS: dict[str, Grid] = {
     "confidence": _over(Confidence, threshold=SHARES),
-    "heuristic": _over(Heuristic, up=(0.5, 1, 2, 3), down=(0.5, 1, 2, 3)),
-    "heuristic-transient": _over(HeuristicTransient, start=(2, 3, 5, 8), up=(1, 2), down=(0.5, 1)),
-    "roc": _over(Roc, threshold=(0.2, 0.4), weight=(0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 3.0)),
+    "heuristic": _over(Heuristic, up=(0.5, 1, 2), down=(0.25, 0.5, 1, 2)),
+    "heuristic-transient": _over(HeuristicTransient, start=(2, 3, 5), up=(1, 2), down=(0.5, 1)),
+    "roc": _over(Roc, threshold=(0.2, 0.4), weight=(0.2, 0.35, 0.5, 1.0, 2.0, 3.0)),
     "entropy": _over(EntropyBound, level=ENTROPIES),
-    "adaedl": _over(AdaEDL, start=(0.2, 0.4, 0.6, 0.8), gamma=(0.05, 0.2), alpha=(0.5, 0.9)),
+    "adaedl": _over(AdaEDL, start=(0.2, 0.4, 0.6), gamma=(0.05, 0.2), alpha=(0.5, 0.9)),
     "maxprob": _over(MaxProb, threshold=SHARES),
     "product": _over(Product, threshold=SHARES),
     "online": _over(Online, threshold=SHARES),
     "bandit": _bandits,
-    "ddd": _over(DDD, threshold=(-3.0, -2.0, -1.5, -1.0, -0.7, -0.5, -0.3, -0.15), begin=(1,), every=(1, 2)),
-    "eagle": _over(Eagle, nodes=(2, 3, 4, 6, 8, 12, 16, 24), top=(2, 10)),
-    "opt": _over(OptTree, delta=(0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8), nodes=(8, 60)),
-    "c2t": _over(C2T, bias=(0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0), entropy=(0.0, 0.3)),
+    "ddd": _over(DDD, threshold=(-4.0, -3.0, -2.0, -1.3, -0.7, -0.3), begin=(1,), every=(1, 2)),
+    "eagle": _over(Eagle, nodes=(2, 4, 6, 8, 12, 20), top=(2, 10)),
+    "opt": _over(OptTree, delta=(0.02, 0.05, 0.1, 0.2, 0.35, 0.5), nodes=(8, 60)),
+    "c2t": _over(C2T, bias=(1.0, 2.0, 3.0, 4.0, 5.0, 7.0), entropy=(0.0, 0.3)),
     "gain": _gains,
 }
 """The grid of each rule by its name in a spec."""

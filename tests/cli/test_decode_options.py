@@ -51,7 +51,8 @@ def expected(pair: Pair) -> dict[float, list[str]]:
 def test_any_tree_gives_the_targets_text(
     models: list[str], expected: dict[float, list[str]], tree: str, temperature: float
 ) -> None:
-    made = decoded(models, "--tree", tree, "--policy", "confidence:0.2", "--temperature", temperature)
+    options = ["--verification", "match", "--policy", "confidence:0.2", "--temperature", temperature]
+    made = decoded(models, "--tree", tree, *options)
     assert made["texts"] == expected[temperature]
     assert made["verification"] == "match (lossless)"
     wide = tree != "chain:3"
@@ -72,6 +73,11 @@ def test_every_mode_is_named_with_its_label(models: list[str], expected: dict[fl
     assert table.code == 0, table.err
     assert f"{mode} ({label})" in " ".join(table.out.split())
     assert ("LOSSY" in table.out) == (label == "LOSSY")
+
+
+def test_the_mode_follows_the_tree_unless_one_is_named(models: list[str]) -> None:
+    for options, mode in ((("--tree", "3,2"), "match"), ((), "block"), (("--temperature", 0), "match")):
+        assert decoded(models, "--temperature", 0.7, *options)["verification"] == f"{mode} (lossless)"
 
 
 def test_the_help_says_which_modes_are_lossy() -> None:
@@ -104,14 +110,15 @@ OPTIONS: dict[str, list[object]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_sampling_option_changes_the_text_and_no_tree_does(models: list[str], name: str) -> None:
-    sampled = ["--temperature", 1.5, *OPTIONS[name]]
+    match = ["--temperature", 1.5, "--verification", "match"]
+    sampled = [*match, *OPTIONS[name]]
     prompts = [*PROMPTS, "w12", "w40 w41"]
     made = decoded(models, *sampled, prompts=prompts)
     assert (
         decoded(models, *sampled, "--tree", "3,2", "--policy", "confidence:0.3", prompts=prompts)["texts"]
         == made["texts"]
     )
-    bare = decoded(models, "--temperature", 1.5, prompts=prompts)
+    bare = decoded(models, *match, prompts=prompts)
     assert made["texts"] != bare["texts"]
     if name == "min-new":
         assert made["tokens"] == 14 * len(prompts)

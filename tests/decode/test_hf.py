@@ -98,7 +98,8 @@ def test_sampling_is_reproducible_by_torchs_seed_or_by_ours(pair: Pair, prompt_i
     assert sample(1) != sample(2)
     assert sample(1, seed=5) == sample(2, seed=5)
     assert sample(1, seed=5) != sample(1, seed=6)
-    assert sample(1) == sample(1, policy="confidence:0.3", tree="3,2"), "under match the text is the key's"
+    match = {"verification": "match"}
+    assert sample(1, **match) == sample(1, policy="confidence:0.3", tree="3,2", **match), "the text is the key's"
     assert sample(1, verification="rejection") == sample(1, verification="rejection")
 
 
@@ -120,7 +121,7 @@ def test_sampling_options_are_those_of_the_loop(
     """The same key gives the same text through `generate` and through the settings of the command line."""
     for prompt in prompt_ids[3:5]:
         made = ours(pair, [prompt], **{**SAMPLING, "temperature": temperature, **options}, seed=3)
-        speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, shaping=shaping))
+        speculator = Speculator(pair, FixedLength(3), Settings(temperature, NEW, verification="auto", shaping=shaping))
         assert made[0, len(prompt) :].tolist() == list(speculator.generate(prompt, stream_key(3, "0")).tokens)
 
 
@@ -198,7 +199,7 @@ def test_a_streamer_gets_what_generate_would_give_it(
     [
         ({"draft_model": None}, r"expected draft_model= \(assistant_model= does not reach a callable\)"),
         ({"num_beams": 3}, "beam search is not speculative; expected num_beams=1"),
-        ({"verification": "matsch"}, "expected one of match, rejection.*did you mean 'match'"),
+        ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),
         ({"tree": "x"}, "--tree: expected widths"),
         ({"drafter": "medusa"}, "--drafter: expected model, lookup"),
         ({"tree": "3,2", "verification": "block", "do_sample": True}, "block: expected a chain"),

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_curve
-from specstop.policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient, Roc
+from specstop.policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
 from specstop.policies.baselines_online import Online
+from specstop.policies.baselines_roc import Roc
 from specstop.policies.baselines_scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.draws import keyed_normal, keyed_uniform, mix

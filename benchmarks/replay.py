@@ -1,0 +1,283 @@
+"""Replay: as fast, as small and as exact as it has to be, and what it predicts beside what is measured.
+
+    python benchmarks/replay.py --check
+    python benchmarks/replay.py --pair pairs/a --out replay.json
+
+Without `--pair` the embedded pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.run import collect, reading_room
+from specstop.collect.schema import Header, arrow_schema, parents
+from specstop.collect.store import open_for_writing, write_shard
+from specstop.decode import Pair, Settings, Speculator, load_pair
+from specstop.decode.alternate import run_alternating
+from specstop.decode.profile import Gauge
+from specstop.decode.topology import chain
+from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.policies.calibration import Calibrator
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.heads import LinearHead
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Threshold
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.pair import demo_pair
+from specstop.train.replay import replay, replay_many
+from specstop.train.static_tree import best_static_tree
+
+TREE, DEPTH = "3,2,1,1", 8
+TIE = 1e-4
+NAMES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
+
+CHILD = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+torch.set_num_threads(1)
+from replay import learned, made_profile
+from specstop.collect.store import open_trace
+from specstop.train.data import trace_arrays
+from specstop.train.replay import replay
+policy = learned(0.4)
+arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
+played = replay(arrays, policy, made_profile())
+print(len(played.log), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    missed: list[str] = []
+
+    def bar(name: str, value: Any, met: bool, text: str) -> None:
+        figures[name] = value
+        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
+        if not met:
+            missed.append(name)
+
+    with tempfile.TemporaryDirectory() as out:
+        speed(Path(out), options.quick, bar)
+        folder = options.pair or demo_pair()
+        pair = load_pair(folder / "target", folder / "draft")
+        count, tokens = (4, 32) if options.quick else (40, 128)
+        prompts = read_prompts(folder / "prompts-test.jsonl", count)
+        other = read_prompts(folder / "prompts-train.jsonl", 32)
+        for temperature in (0.0, 0.7):
+            for tree in (None, TREE):
+                live(pair, prompts, other, tokens, temperature, tree, Path(out), bar)
+    checked = not options.quick and len(prompts) >= 40
+    line = json.dumps({"checked": checked, "missed": missed, **figures})
+    if options.out:
+        options.out.write_text(line + "\n")
+    print(f"compared: {len(prompts)} prompts of {tokens} tokens")
+    print(line)
+    return int(options.check and (bool(missed) or not checked))
+
+
+def learned(threshold: float) -> LearnedPolicy:
+    """Return a logistic policy with made-up weights that draws about as many tokens as a trained one."""
+    generator = torch.Generator().manual_seed(1)
+    width = len(NAMES) + 2
+    weight = 0.4 * torch.randn(3, width, generator=generator)
+    tensors = {"mean": torch.zeros(width), "scale": torch.ones(width), "weight": weight, "bias": torch.full((3,), 1.0)}
+    calibrator = Calibrator("temperature", 1.3)
+    head = _head(tensors)
+    return LearnedPolicy(
+        f"logistic:{threshold}", NAMES, head, calibrator, calibrator, Threshold("survival", threshold), 12
+    )
+
+
+_HEADS: list[LinearHead] = []
+
+
+def _head(tensors: dict[str, torch.Tensor]) -> LinearHead:
+    """Return the one head, so that policies differ in their thresholds alone."""
+    if not _HEADS:
+        _HEADS.append(LinearHead(NAMES, tensors))
+    return _HEADS[0]
+
+
+def made_profile() -> Profile:
+    """Return costs of no machine, to depth 12."""
+    table = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, tuple(4e-3 + 1e-4 * n for n in range(13)))
+    return Profile(
+        table,
+        CostTable(400.0, (2e-3, 2.1e-3), 2e-5, tuple(6e-3 + 1e-4 * n for n in range(13))),
+        3e-5,
+        2e-4,
+        (5e-3, 1e-4),
+    )
+
+
+def write_trace(folder: Path, texts: int, length: int) -> Path:
+    """Write a trace of `texts` texts of `length` anchors at depth 12, made up."""
+    features = ("top1", "noisy_margin", "drawn_prob", "entropy", "depth")
+    header = Header(
+        "", "", {}, 99, (5,), 0.7, parents(chain(12)), features, ("anchor_top1",), length + 1, 0, 4, texts, ""
+    )  # fmt: skip
+    open_for_writing(folder, header)
+    chance = np.random.default_rng(0)
+    columns = arrow_schema(header)
+    for shard in range(4):
+        chunks = []
+        for text in range(shard, texts, 4):
+            anchor = np.arange(1, length + 1)
+            accepted = np.minimum(np.minimum(chance.geometric(0.3, length) - 1, 12), length + 1 - anchor)
+            values: dict[str, Any] = {"prompt_id": [f"p{text}"] * length, "group": [""] * length}
+            node = np.arange(12)
+            known = {
+                "sequence": np.full(length, text), "prompt_tokens": np.full(length, 60),
+                "text_tokens": np.full(length, length + 1), "anchor": anchor, "accepted_length": accepted,
+                "cut": anchor + 12 > length + 1, "accepted": node < accepted[:, None],
+                "labelled": node <= accepted[:, None], "tokens": chance.integers(6, 99, (length, 12)),
+            }  # fmt: skip
+            values |= known
+            for name in columns.names:
+                if name not in values:
+                    wide = name != "anchor_top1"
+                    values[name] = chance.random((length, 12) if wide else length, dtype=np.float32)
+            chunks.append(values)
+        write_shard(folder, header, shard, chunks)
+    return folder
+
+
+def speed(out: Path, quick: bool, bar: Any) -> None:
+    """Measure rounds a second, a sweep of thresholds, and the memory of a large trace."""
+    from specstop.collect.store import open_trace
+
+    torch.set_num_threads(1)  # one core does: more threads cost small tensors more than they bring
+    small = write_trace(out / "small", 200, 127)
+    arrays = trace_arrays(open_trace(small), NAMES)
+    policy, profile = learned(0.4), made_profile()
+    replay(arrays, policy, profile)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        rounds = len(replay(arrays, policy, profile).log)
+        times.append(time.perf_counter() - begin)
+    alone = rounds / float(np.median(times))
+    print(f"      rounds a second, one policy on 200 prompts: {alone:,.0f}")
+    count = 50 if quick else 1000
+    begin = time.perf_counter()
+    many = replay_many(arrays, [learned(at / count) for at in range(count)], profile)
+    spent = time.perf_counter() - begin
+    bar("seconds for 1,000 thresholds on 200 prompts", spent, spent <= 60, f"{spent:.1f} for {count}; at most 60")
+    total = sum(len(played.log) for played in many)
+    bar(
+        "rounds a second, logistic policies on chains",
+        total / spent,
+        total / spent >= 1e5,
+        f"{total / spent:,.0f}; at least 100,000",
+    )
+    rows = 20_000 if quick else 1_000_000
+    large = write_trace(out / "large", rows // 125, 125)
+    command = [sys.executable, "-c", CHILD, str(large), str(Path(__file__).parent)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    peak = int(done[1]) / 1024
+    bar(
+        f"peak memory of replaying {rows:,} rows, MiB",
+        peak,
+        peak <= 1024,
+        f"{peak:.0f}, {done[0]} rounds; at most 1024",
+    )
+    torch.set_num_threads(1)
+
+
+def live(
+    pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, temperature: float, tree: str | None,
+    out: Path, bar: Any,
+) -> None:  # fmt: skip
+    """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding."""
+    at = f"{tree or 'chain'}, T={temperature:g}"
+    options = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
+    arrays = trace_arrays(collect(pair, prompts, out / at.replace(",", "-"), **options))
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    gauge = Gauge(
+        pair, encode(other, pair.tokenizer, reading_room(pair, 1)), depth=DEPTH, temperature=temperature, tree=tree
+    )  # fmt: skip
+    gauge.play(0)
+    deepest = arrays.depth
+    policies: list[StopPolicy] = [
+        FixedLength(0),
+        FixedLength(2),
+        FixedLength(deepest),
+        *(Confidence(c, deepest) for c in (0.2, 0.5)),
+    ]
+    if tree is not None:
+        policies.append(best_static_tree(arrays, made_profile())[0])
+    runs = [Speculator(pair, policy, Settings(temperature, tokens, tree=tree)) for policy in policies]
+    found = run_alternating(runs, list(zip([p.id for p in prompts], ids, strict=True)), gauge=gauge)
+    profile = gauge.profile({})
+    asked = [sum(r.decisions for g in texts for r in g.rounds) for texts in found]
+    spent = [sum(r.policy_s for g in texts for r in g.rounds) for texts in found]
+    profile = profile.with_decisions({p.cost_name: s / n for p, s, n in zip(policies, spent, asked, strict=True) if n})
+    rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
+    played = [replay(arrays, policy, profile) for policy in policies]
+    worst, total, ties, wrong = 0.0, 0, 0, 0
+    for policy, rate, texts, back in zip(policies, rates, found, played, strict=True):
+        miss = (rate / rates[0]) / (back.rate / played[0].rate) - 1
+        worst = max(worst, abs(miss))
+        rounds = [
+            equality(arrays, policy, sequence, texts[sequence].rounds, back.log) for sequence in range(len(texts))
+        ]
+        total, ties, wrong = (a + sum(b) for a, b in zip((total, ties, wrong), zip(*rounds, strict=True), strict=True))
+        print(
+            f"      {policy.name:<44} {rate / rates[0]:.3f} of plain, predicted {back.rate / played[0].rate:.3f}, {miss:+.1%}"
+        )
+    bar(
+        f"predicted over measured, worst, {at}",
+        worst,
+        worst <= 0.05,
+        f"{worst:.1%} of {len(policies)} policies; within 5%",
+    )
+    bar(
+        f"rounds replayed as live, {at}",
+        total,
+        wrong == 0 and total > 0 and ties <= max(1, total / 2000),
+        f"{total} rounds, {ties} ties, {wrong} wrong",
+    )
+
+
+def equality(
+    arrays: TraceArrays, policy: StopPolicy, sequence: int, rounds: Sequence[Any], log: torch.Tensor
+) -> tuple[int, int, int]:
+    """Return rounds compared, ties and wrong ones of a text; comparison goes on from anchors that both visit."""
+    mine = {int(line[1]): line[2:].tolist() for line in log[log[:, 0] == sequence]}
+    compared = ties = wrong = 0
+    for r in rounds:
+        if r.anchor not in mine:
+            continue
+        compared += 1
+        if mine[r.anchor] != [r.drafted, r.verified, r.accepted]:
+            row = int(arrays.find(torch.tensor([sequence]), torch.tensor([r.anchor])))
+            near = float(arrays.column("noisy_margin")[row].abs().min()) < TIE
+            if isinstance(policy, Confidence):
+                near = near or float((arrays.column("drawn_prob")[row] - policy.threshold).abs().min()) < TIE
+            ties, wrong = ties + near, wrong + (not near)
+    return compared, ties, wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
