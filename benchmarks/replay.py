@@ -98,25 +98,21 @@ def main() -> int:
 
 def learned(threshold: float) -> LearnedPolicy:
     """Return a logistic policy with made-up weights that draws about as many tokens as a trained one."""
-    generator = torch.Generator().manual_seed(1)
-    width = len(NAMES) + 2
-    weight = 0.4 * torch.randn(3, width, generator=generator)
-    tensors = {"mean": torch.zeros(width), "scale": torch.ones(width), "weight": weight, "bias": torch.full((3,), 1.0)}
-    calibrator = Calibrator("temperature", 1.3)
-    head = _head(tensors)
-    return LearnedPolicy(
-        f"logistic:{threshold}", NAMES, head, calibrator, calibrator, Threshold("survival", threshold), 12
-    )
+    if not _MADE:
+        generator = torch.Generator().manual_seed(1)
+        width = len(NAMES) + 2
+        weight = 0.4 * torch.randn(3, width, generator=generator)
+        bias = torch.full((3,), 1.0)
+        head = LinearHead(
+            NAMES, {"mean": torch.zeros(width), "scale": torch.ones(width), "weight": weight, "bias": bias}
+        )
+        calibrator = Calibrator("temperature", 1.3)
+        _MADE.append(LearnedPolicy("logistic", NAMES, head, calibrator, calibrator, Threshold("survival", 0.5), 12))
+    return _MADE[0].with_rule(Threshold("survival", threshold))
 
 
-_HEADS: list[LinearHead] = []
-
-
-def _head(tensors: dict[str, torch.Tensor]) -> LinearHead:
-    """Return the one head, so that policies differ in their thresholds alone."""
-    if not _HEADS:
-        _HEADS.append(LinearHead(NAMES, tensors))
-    return _HEADS[0]
+_MADE: list[LearnedPolicy] = []
+"""The one policy: others differ from it in their thresholds alone."""
 
 
 def made_profile() -> Profile:

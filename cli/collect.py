@@ -58,6 +58,24 @@ INTERRUPTED = 130
 
 Shards = Annotated[int | None, typer.Option(help="Parts the trace is written in; default: one for every 32 prompts.")]
 Repair = Annotated[bool, typer.Option("--repair", help="With --resume: collect damaged shards again.")]
+Tree = Annotated[
+    str | None, typer.Option(help="4,2,2,1 (children by depth), fork:4x5, parents:-1,-1,0 in the place of a chain.")
+]
+Collector = Annotated[
+    str, typer.Option(help="dense: every position of the target's text. live: the rounds of the running loop, timed.")
+]
+Explore = Annotated[float, typer.Option(help="Live: share of rounds drafted to full depth whatever the policy says.")]
+Mix = Annotated[
+    float,
+    typer.Option(help="Dense, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++)."),
+]
+Completions = Annotated[
+    str | None, typer.Option(help="Dense: column with answers to label in the place of the target's own text.")
+]
+FromVLLM = Annotated[
+    Path | None,
+    typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; nothing is run."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it would take, from a few prompts.")]
 
 
@@ -78,6 +96,14 @@ def collect(
     target: Target = None,
     draft: Draft = None,
     depth: Depth = 10,
+    tree: Tree = None,
+    collector: Collector = "dense",
+    policy: Annotated[str | None, typer.Option(help="Live: whose rounds are recorded; default: full depth.")] = None,
+    verification: Annotated[str, typer.Option(help="Live: as of `specstop decode`.")] = "match",
+    explore: Explore = 0.0,
+    mix: Mix = 0.0,
+    completions: Completions = None,
+    from_vllm: FromVLLM = None,
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
@@ -102,10 +128,26 @@ def collect(
     from ..collect.processes import read_place
     from ..collect.prompts import apply_chat_template
     from ..collect.run import plan_run
+    from ..policies.specs import load_policy
 
     place = read_place(os.environ)
+    if from_vllm is not None:
+        _import_vllm(from_vllm, out, target or "", draft or "", overwrite, json)
+        return
     asked = Asked(
-        prompts, preset, split, column, group, side, test_share, split_seed, shuffle_seed, deduplicate, limit, chat
+        prompts,
+        preset,
+        split,
+        column,
+        group,
+        side,
+        test_share,
+        split_seed,
+        shuffle_seed,
+        deduplicate,
+        limit,
+        chat,
+        completions,
     )
     if repair and not resume and place.world == 1:
         raise InputError(
@@ -121,6 +163,13 @@ def collect(
             target=names[0],
             draft=names[1],
             depth=depth,
+            tree=tree,
+            collector=collector,
+            policy=load_policy(policy) if policy else None,
+            verification=verification,
+            explore=explore,
+            mix=mix,
+            completions=None if completions is None else {p.id: p.completion or "" for p in chosen},
             temperature=temperature,
             max_new_tokens=max_new_tokens,
             seed=seed,
@@ -133,6 +182,16 @@ def collect(
         _show_estimate(expected, place.world, json)
     elif trace is not None:
         _show(trace, place, json)
+
+
+def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: bool, json: bool) -> None:
+    """Make a trace of another engine's records."""
+    from ..collect.processes import Place
+    from ..collect.vllm import import_vllm
+
+    trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
+    save_config(out)
+    _show(trace, Place(), json)
 
 
 def _record(

@@ -37,6 +37,7 @@ def profile(
     policy: Policies = [],  # noqa: B006
     depth: Depth = 10,
     temperature: Temperature = 0.0,
+    tree: Annotated[str | None, typer.Option(help="Time rounds of this tree too: 4,2,2,1, fork:4x5, ...")] = None,
     repeats: Annotated[int, typer.Option(help="Texts timed at each context length.")] = 4,
     device: Device = "cpu",
     dtype: Dtype = "float32",
@@ -66,6 +67,7 @@ def profile(
             pair,
             encode(chosen, pair.tokenizer, reading_room(pair, 1)),
             depth=depth,
+            tree=tree,
             temperature=temperature,
             policies=rules,
             repeats=repeats,

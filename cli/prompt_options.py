@@ -50,6 +50,7 @@ class Asked:
     deduplicate: bool
     limit: int | None
     chat: bool
+    completion: str | None = None
 
     def read(self, demo: Path | None) -> list[Prompt]:
         """Read the prompts; `demo` is the folder of the embedded pair where that is used.
@@ -61,7 +62,7 @@ class Asked:
         from ..collect.prompts import Choice, Columns, read_prompts
 
         choice = Choice(self.deduplicate, self.side, self.test_share, self.split_seed, self.shuffle_seed, self.limit)
-        columns = Columns(self.column, self.group)
+        columns = Columns(self.column, self.group, self.completion)
         if self.preset == DEMO or (self.source is None and self.preset is None):
             return self._demo(demo, columns, choice)
         split = self.split

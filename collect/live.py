@@ -174,7 +174,7 @@ class LiveCollector:
             rows = self._recorder.rows
             if not rows:
                 continue
-            columns = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
+            columns: dict[str, Any] = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
             columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
             for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", len(text.tokens))):
                 columns[k] = np.full(len(rows), value)

@@ -204,10 +204,10 @@ class Places:
                 scores = sampled + self._noise_at(at)[where]
         top = scores.topk(self.top.shape[-1], -1)
         rows.tokens = top.indices[:, : self.width]
-        at = (place, self.at[row])
-        self.token[at], self.top[at], self.pre[at] = rows.tokens, top.values, compute(PRE_FEATURES, rows)
-        self.logprob[at] = rows.drawn_logprob
-        self.prob[at] = rows.of_drawn(sampled).exp() if sampled is not None else rows.drawn_logprob.exp()
+        spot = (place, self.at[row])
+        self.token[spot], self.top[spot], self.pre[spot] = rows.tokens, top.values, compute(PRE_FEATURES, rows)
+        self.logprob[spot] = rows.drawn_logprob
+        self.prob[spot] = rows.of_drawn(sampled).exp() if sampled is not None else rows.drawn_logprob.exp()
 
     def gather(self, start: Tensor, tree: Topology) -> Unrolled:
         """Return the trees of the anchors at the places `start` [n]: each follows the text as far as it can."""

@@ -28,7 +28,8 @@ def find_mode(name: str, temperature: float) -> Verification:
         InputError: there is none of that name.
     """
     if name not in MODES:
-        raise InputError(f"--verification: expected auto or one of {', '.join(MODES)}, not {name!r}{close_match(name, MODES)}")
+        known, meant = ", ".join(MODES), close_match(name, MODES)
+        raise InputError(f"--verification: expected auto or one of {known}, not {name!r}{meant}")
     return Match() if temperature == 0.0 and name != TargetInit.name else MODES[name]()
 
 

@@ -227,7 +227,7 @@ def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0)
     if pa.types.is_fixed_size_list(column.type):
-        values = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+        values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
     else:
         values = column.to_numpy(zero_copy_only=False)
     return values if kind is None else values.astype(kind, copy=False)

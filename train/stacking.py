@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
         if len({len(table) for table in tables}) > 1:
             return None
         rule = copy.copy(first)
-        rule.thresholds = tuple(_by_stream(column, streams) for column in zip(*tables, strict=True))  # type: ignore[assignment]
+        columns: Any = [_by_stream(column, streams) for column in zip(*tables, strict=True)]
+        rule.thresholds = tuple(columns)
         return rule
     return None
 

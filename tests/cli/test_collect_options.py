@@ -282,3 +282,31 @@ def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
     shown = cli("info", done.folder).out
     assert "P(A >= depth)" in shown
     assert "a row" in shown
+
+
+def test_trees_rounds_of_the_loop_and_mixed_text_are_collected(collect: list[object], home: Path) -> None:
+    made = {}
+    for name, options in (
+        ("tree", ("--tree", "2,1")),
+        ("live", ("--collector", "live", "--policy", "confidence:0.3", "--verification", "block", "--explore", 0.5)),
+        ("mixed", ("--depth", 1, "--mix", 0.2)),
+    ):
+        answer = cli(*collect, "--temperature", 0.7, *options, "--out", home / name)
+        assert answer.code == 0, answer.err
+        made[name] = open_trace(home / name)
+    assert made["tree"].header.tree.name == "2,1"
+    assert (made["live"].header.verification, made["live"].header.label) == ("block", "block")
+    assert made["mixed"].header.mix == 0.2
+
+
+def test_options_that_do_not_go_together_are_one_line(collect: list[object], home: Path) -> None:
+    for options, expected in (
+        (("--collector", "life"), "--collector: expected dense or live, not 'life'"),
+        (("--explore", 0.2), "give --collector live"),
+        (("--mix", 0.2), "--mix: expected a share between 0 and 1, --depth 1"),
+        (("--tree", "2;1"), "--tree: expected widths"),
+        (("--from-vllm", home / "nothing.jsonl"), "--from-vllm: expected a JSON Lines file"),
+    ):
+        answer = cli(*collect, *options, "--out", home / "refused")
+        assert answer.code == 2 and expected in answer.err and answer.err.count("\n") == 1
+        assert not (home / "refused").exists()

@@ -90,8 +90,8 @@ def done(home: Path, models: list[str]) -> dict[str, Any]:
     )  # fmt: skip
     for policy in ("fixed:0", "fixed:3", home / "policy"):
         out[f"decode {policy}"] = parsed(
-            cli("decode", "--prompts", home / "held.jsonl", "--policy", policy, *models, "--verification", "match", "--temperature", "0.7",
-                "--max-new-tokens", NEW, "--json")
+            cli("decode", "--prompts", home / "held.jsonl", "--policy", policy, *models,
+                "--verification", "match", "--temperature", "0.7", "--max-new-tokens", NEW, "--json")
         )  # fmt: skip
     for name in ("fit", "policy", "profile.json"):
         out[f"info {name}"] = parsed(cli("info", home / name, "--json"))

@@ -53,7 +53,7 @@ def stock(pair: Pair, prompts: Sequence[Sequence[int]], **more: Any) -> Tensor:
     "options",
     [{}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
      {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "tree": "3,1"}],
-    ids=lambda o: "-".join(map(str, o.values())) or "chain",
+    ids=lambda o: "-".join(getattr(v, "name", str(v)) for v in o.values()) or "chain",
 )  # fmt: skip
 def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]], options: dict[str, Any]) -> None:
     for prompt in prompt_ids[1::3]:
