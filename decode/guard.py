@@ -92,7 +92,8 @@ def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | 
     """
     if mode not in MODES:
         raise InputError(f"--guard: expected one of {', '.join(MODES)}, not {mode!r}")
-    return AcceptanceWatch() if mode != "off" and chain and isinstance(policy, LearnedPolicy) else None
+    learned = isinstance(policy, LearnedPolicy) and policy.first <= 1  # else it does not know S_1
+    return AcceptanceWatch() if mode != "off" and chain and learned else None
 
 
 def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:

@@ -53,7 +53,8 @@ class Derived:
 
     Args:
         thresholds: tau_0 .. tau_{K-1}.
-        first: 0 to decide before drafting too, 1 to draft at least one token and save that decision.
+        first: depth of the first decision: 0 to decide before drafting too; a decision saved is time saved where the first
+            tokens are nearly always worth drafting. S_j then counts from x_first on, and the thresholds with it.
     """
 
     kind = "derived"
@@ -61,8 +62,8 @@ class Derived:
     def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
         if not thresholds or not all(t == t for t in thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
-        if first not in (0, 1):
-            raise PolicyError(f"rule derived: expected first to be 0 or 1, not {first!r}")
+        if not isinstance(first, int) or not 0 <= first <= len(thresholds):
+            raise PolicyError(f"rule derived: expected first to be a depth up to {len(thresholds)}, not {first!r}")
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
 

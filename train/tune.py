@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,9 @@ THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOOK_AHEAD = (0.0, 0.5, 1.0)
 SETTLED = 3e-3
 """Relative change of rho below which another replay would not move the thresholds to speak of."""
+
+LATEST = 3
+"""Latest depth of a first decision that is tried."""
 
 _ROUNDS = 4
 
@@ -38,9 +42,9 @@ def solve_rate(
 ) -> tuple[LearnedPolicy, float]:
     """Solve rho of the derived rule by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
 
-    Two things that the traces alone can say are settled on the way, by replayed rate: whether the decision before the
-    first token pays for itself, and how far to look ahead, as a share of the mean acceptance (a doubtful token is
-    followed by less of it than the mean).
+    Two things that the traces alone can say are settled on the way, by replayed rate: at which depth decisions begin to pay
+    for themselves, and how far to look ahead, as a share of the mean acceptance (a doubtful token is followed by less of it
+    than the mean).
 
     Args:
         policy: whose head and calibration are used.
@@ -55,11 +59,13 @@ def solve_rate(
     rho = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
     for share in LOOK_AHEAD:
-        for first in (0, 1):
+        for first in range(min(LATEST + 1, policy.max_depth)):
             costs = profile.chain_costs(context, decision_s, first, policy.max_depth)
             ahead = [share * a for a in acceptance]
             for _ in range(_ROUNDS):
-                candidate = policy.with_rule(Derived(derived_thresholds(rho, costs, ahead), first))
+                known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
+                taus = [tau / known for tau in derived_thresholds(rho, costs, ahead)]
+                candidate = policy.with_rule(Derived(taus, first))
                 rate = replay(arrays, candidate, profile).rate
                 if rate > best_rate:
                     best, best_rate = candidate, rate
