@@ -61,6 +61,7 @@ class DraftPhase:
         known: Base | None = None
         level: Level | None = None
         alive = [place for place, token in enumerate(text.roots) if token not in self._eos]
+        found.capped = not alive  # alternatives that all end the text
         deepest = self._topology.deepest
         for depth in range(deepest + 1):
             if depth == min(allowed, deepest):
@@ -79,7 +80,7 @@ class DraftPhase:
             going = self._going(found, alive)
             feeding = [place for place in going if self._topology.children[found.rows[place]]]
             if not feeding:
-                found.capped = bool(alive) and not going
+                found.capped = found.capped or bool(alive) and not going
                 break
             places, level = self._grow(text, base, found, feeding, choices, level, watch)
             alive = places if self._asks_ended else self._going(found, places)
