@@ -23,7 +23,7 @@ from .evaluate import evaluate
 from .live import LiveLine, compare_live
 from .pair import demo_pair
 from .records import Report
-from .run import HEAD_KINDS, train
+from .run import HEAD_KINDS, settle, train
 from .tune import best_of, fixed_grid
 
 PROFILE_PROMPTS = 16
@@ -132,6 +132,7 @@ def run_offline(
     settings = Settings(temperature, sizes.tokens, sizes.depth)
     profile = profile.with_decisions(loop_decisions(models, learned, ids["train"], settings))
     profile.save(folder / "profile.json")
+    learned = [settle(folder / "policies" / kind, traces["train"], profile) for kind in HEAD_KINDS]
     report = evaluate(
         traces["test"],
         profile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from ..policies.costs import Profile
 from ..policies.errors import InputError, TraceError, close_match
 from ..policies.features import feature
 from ..policies.files import refuse_full
-from ..policies.folder import save_policy
+from ..policies.folder import load_policy_folder, save_policy
 from ..policies.heads import Head
 from ..policies.learned import Facts, LearnedPolicy
 from ..policies.progress import Progress, silent
@@ -126,6 +127,26 @@ def train(
         metrics=metrics,
     )
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
+
+
+def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
+    """Solve the derived rule of a saved policy again, for another profile, and save it in place.
+
+    `train` estimates what a decision costs where the profile does not say; a policy that has run in the loop is settled
+    for what its decisions cost there.
+
+    Args:
+        path: the policy folder.
+        traces: training traces.
+        profile: what rounds cost, this policy's decisions included.
+    """
+    policy = load_policy_folder(path)
+    if policy.rule.kind != "derived":
+        return policy
+    settled, rate = solve_rate(policy, trace_arrays(traces, policy.features), profile, policy.facts.acceptance)
+    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.to_dict())
+    save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
+    return settled
 
 
 def _reference(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
