@@ -80,7 +80,7 @@ class DraftPhase:
             going = self._going(found, alive)
             feeding = [place for place in going if self._topology.children[found.rows[place]]]
             if not feeding:
-                found.capped = found.capped or bool(alive) and not going
+                found.capped = found.capped or (bool(alive) and not going)
                 break
             places, level = self._grow(text, base, found, feeding, choices, level, watch)
             alive = places if self._asks_ended else self._going(found, places)

@@ -62,7 +62,7 @@ class Derived:
     def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
         if not thresholds or not all(t == t for t in thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
-        if not isinstance(first, int) or not 0 <= first <= len(thresholds):
+        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
             raise PolicyError(f"rule derived: expected first to be a depth up to {len(thresholds)}, not {first!r}")
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first

@@ -354,8 +354,8 @@ def test_a_rule_is_made_again_from_its_dictionary(rule: Any) -> None:
         ({"kind": "derived", "thresholds": [float("nan")], "first": 0}, "one number"),
         ({"kind": "derived", "thresholds": 3, "first": 0}, "lacks or mangles"),
         ({"kind": "derived", "thresholds": [0.1]}, "lacks or mangles 'first'"),
-        ({"kind": "derived", "thresholds": [0.1], "first": 2}, "expected first to be 0 or 1, not 2"),
-        ({"kind": "derived", "thresholds": [0.1], "first": "0"}, "expected first to be 0 or 1, not '0'"),
+        ({"kind": "derived", "thresholds": [0.1], "first": 2}, "expected first to be a depth up to 1, not 2"),
+        ({"kind": "derived", "thresholds": [0.1], "first": "0"}, "expected first to be a depth up to 1, not '0'"),
         ([], "lacks or mangles"),
     ],
 )

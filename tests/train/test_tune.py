@@ -14,6 +14,7 @@ from specstop.train.data import TraceArrays, trace_arrays
 from specstop.train.replay import replay
 from specstop.train.run import train
 from specstop.train.tune import (
+    LATEST,
     LOOK_AHEAD,
     THRESHOLDS,
     best_of,
@@ -119,3 +120,16 @@ def test_the_typical_context_is_the_middle_of_the_texts(arrays: TraceArrays) -> 
     middles = sorted((arrays.prompt_tokens + arrays.text_tokens / 2).tolist())
     assert middles[0] < typical_context(arrays) < middles[-1]
     assert sum(m <= typical_context(arrays) for m in middles) >= len(middles) / 2
+
+
+def test_a_dear_decision_comes_later(sides: tuple[Trace, Trace], profile: Profile) -> None:
+    """Where deciding costs as much as drafting, the rule drafts first and asks then; where it is free, it asks at once."""
+    arrays = trace_arrays(sides[0])
+    policy = train(sides[0], profile.with_decisions({"logistic": 0.0}), head="logistic").policy
+    firsts = []
+    for seconds in (0.0, 2.0e-3):
+        costs = profile.with_decisions({"logistic": seconds})
+        solved, rate = solve_rate(policy, arrays, costs, policy.facts.acceptance)
+        assert rate == pytest.approx(replay(arrays, solved, costs).rate)
+        firsts.append(solved.first)
+    assert firsts[0] < firsts[1] <= LATEST
