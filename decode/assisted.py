@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
@@ -89,11 +88,24 @@ class Assisted:
 
     @contextlib.contextmanager
     def _set(self, draft: PreTrainedModel) -> Iterator[None]:
-        """Give the assistant its setting for one text."""
+        """Give the assistant its setting for one text, and its own back afterwards."""
         config, setting = draft.generation_config, self._setting
-        config.num_assistant_tokens, config.num_assistant_tokens_schedule = setting.tokens or None, setting.schedule
-        config.assistant_confidence_threshold = setting.threshold
-        with contextlib.ExitStack() as stack:
+        wanted = {
+            "num_assistant_tokens": setting.tokens or None,
+            "num_assistant_tokens_schedule": setting.schedule,
+            "assistant_confidence_threshold": setting.threshold,
+        }
+        before = {name: getattr(config, name, None) for name in wanted}
+        # The stock loop refits the threshold wherever it finds scikit-learn; there is no option against it.
+        library: Any = candidate_generator
+        found = library.is_sklearn_available
+        try:
+            for name, value in wanted.items():
+                setattr(config, name, value)
             if not setting.adapts:
-                stack.enter_context(mock.patch.object(candidate_generator, "is_sklearn_available", lambda: False))
+                library.is_sklearn_available = lambda: False
             yield
+        finally:
+            library.is_sklearn_available = found
+            for name, value in before.items():
+                setattr(config, name, value)
