@@ -57,10 +57,13 @@ def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None,
     """Return the token ids of each prompt.
 
     Raises:
-        InputError: a prompt has no token, or more than `room`, what the models can read beside the new tokens.
+        InputError: there is no room, or a prompt has no token or more than `room`, what the models can read beside the new
+            tokens.
     """
     if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
+    if room < 1:
+        raise InputError("--max-new-tokens: leaves no room for a prompt in what this pair can read; lower it")
     encoded = [list(tokenizer(p.text, add_special_tokens=not p.templated)["input_ids"]) for p in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not 0 < len(ids) <= room:

@@ -175,6 +175,8 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
     kind, _, length = name.partition(":")
     if name == "model":
         return ModelDrafter(pair)
-    if kind == "lookup" and (not length or (length.isdigit() and int(length) > 0)):
-        return LookupDrafter(pair, int(length)) if length else LookupDrafter(pair)
+    if name == "lookup":
+        return LookupDrafter(pair)
+    if kind == "lookup" and length.isdigit() and int(length) > 0:
+        return LookupDrafter(pair, int(length))
     raise InputError(f"--drafter: expected model, lookup or lookup:LENGTH, not {name!r}")

@@ -201,3 +201,8 @@ def test_a_template_that_refuses_a_prompt_names_it(chatty: PreTrainedTokenizerFa
     chatty.chat_template = "{{ raise_exception('no system message here') }}"
     with pytest.raises(InputError, match=r"--chat: .*refuses prompt 'a': no system message here"):
         apply_chat_template([Prompt("a", "w7")], chatty)
+
+
+def test_no_room_for_any_prompt_is_said_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InputError, match="--max-new-tokens: leaves no room for a prompt"):
+        encode([Prompt("a", "w7")], tokenizer, 0)

@@ -119,7 +119,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     lookup = find_drafter("lookup:7", pair)
     assert isinstance(lookup, LookupDrafter)
     assert lookup._longest == 7
-    for name in ("lookup:0", "lookup:x", "lookup:-1", "model:3", "medusa", ""):
+    for name in ("lookup:", "lookup:0", "lookup:x", "lookup:-1", "model:3", "medusa", ""):
         with pytest.raises(InputError, match="--drafter: expected model, lookup or lookup:LENGTH, not ") as error:
             find_drafter(name, pair)
         assert repr(name) in str(error.value)
