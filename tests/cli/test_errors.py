@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "a broken prompt line": (lambda p: [*p.collect, "--prompts", p / "broken.jsonl"], "broken.jsonl, line 3: invalid JSON"),
     "no prompts for a pair": (lambda p: ["collect", *p.pair, "--out", p / "new"], "--prompts: expected a JSON Lines file"),
     "prompts twice": (lambda p: [*p.decode, "--prompts", p / "prompts.jsonl"], "not both"),
-    "a prompt too long": (lambda p: [*p.collect, "--max-new-tokens", 126], "expected 1 to"),
+    "a prompt too long": (lambda p: [*p.collect, "--max-new-tokens", 126], "no room for a prompt"),
     "no limit": (lambda p: [*p.collect, "--limit", 0], "--limit: expected 1 or more"),
     "depth 0": (lambda p: [*p.collect, "--depth", 0], "--depth: expected 1 or more"),
     "a temperature below 0": (lambda p: [*p.decode, "--temperature", -1], "--temperature: expected 0 or more"),
