@@ -43,15 +43,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, nargs="*", default=[], help="folders of further pairs")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7], help="temperatures to run at")
+    parser.add_argument("--prompts", type=int, default=40, help="prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--engine", default="auto", help="how our models compute")
     parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
-    count, tokens = (3, 32) if options.quick else (40, 128)
+    count, tokens = (3, 32) if options.quick else (options.prompts, 128)
     results: dict[str, Any] = {}
     missed: list[str] = []
     with progress_bars() as progress:
-        for folder in [demo_pair(progress=progress), *options.pair]:
+        embedded = [] if options.only_pairs else [demo_pair(progress=progress)]
+        for folder in [*embedded, *options.pair]:
             pair = load_pair(folder / "target", folder / "draft", engine=options.engine)
             stock = load_pair(folder / "target", folder / "draft", engine="plain")
             read = read_prompts(folder / "prompts-test.jsonl", count)
@@ -59,14 +63,15 @@ def main() -> int:
             prompts = list(zip([p.id for p in read], ids, strict=True))
             print(f"\n{folder.name}, engines {' and '.join(pair.engines)}, {torch.get_num_threads()} threads")
             figures = results[folder.name] = {}
-            for temperature in (0.0, 0.7):
+            for temperature in options.temperature:
                 figures[f"T={temperature:g}"] = measure(pair, stock, prompts, tokens, temperature, missed, progress)
             figures["memory"] = memory(pair, prompts[0][1], missed)
-    checked = not options.quick and count >= 40
+    checked = not options.quick and count >= 40 and bool(results)
     line = json.dumps({"checked": checked, "missed": missed, "pairs": results})
     if options.out:
         options.out.write_text(line + "\n")
-    print(f"compared: {count} prompts of {tokens} tokens, greedy and T = 0.7, on {', '.join(results)}")
+    at = ", ".join(f"T = {t:g}" for t in options.temperature)
+    print(f"compared: {count} prompts of {tokens} tokens, {at}, on {', '.join(results) or 'no pair'}")
     print(line)
     return int(options.check and (bool(missed) or not checked))
 

@@ -12,6 +12,7 @@ import xgboost as xgb
 from torch import Tensor
 
 from ..policies.heads import TreesHead
+from .fitting import FitTask
 from .rows import FitRows
 
 DEPTH, TREES, RATE = 4, 150, 0.1
@@ -35,6 +36,11 @@ def fit_boosted(
     tensors["base"] = torch.stack([a["base"] for a in arrays])
     files = {f"{name}.ubj": bytes(b.save_raw("ubj")) for name, b in zip(("accept", "next"), boosters, strict=True)}
     return TreesHead(names, tensors), files
+
+
+def fit_trees(task: FitTask) -> tuple[TreesHead, dict[str, bytes]]:
+    """Fit the boosted ensembles; see `Fitter`."""
+    return fit_boosted(task.rows, task.held_out, task.names, task.seed)
 
 
 def _boost(rows: FitRows, held_out: FitRows, label: str, names: Sequence[str], seed: int) -> xgb.Booster:

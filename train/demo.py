@@ -23,9 +23,10 @@ from .evaluate import evaluate
 from .live import LiveLine, compare_live
 from .pair import demo_pair
 from .records import Report
-from .run import HEAD_KINDS, settle, train
+from .run import settle, train
 from .tune import best_of, fixed_grid
 
+DEMO_HEADS = ("logistic", "mlp", "xgboost")
 PROFILE_PROMPTS = 16
 
 
@@ -125,14 +126,14 @@ def run_offline(
         loop_decisions(models, [Confidence()], ids["train"], Settings(temperature, sizes.tokens, sizes.depth))
     )
     learned: list[StopPolicy] = []
-    for kind in HEAD_KINDS:
+    for kind in DEMO_HEADS:
         path = folder / "policies" / kind
         train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
         learned.append(load_policy_folder(path))
     settings = Settings(temperature, sizes.tokens, sizes.depth)
     profile = profile.with_decisions(loop_decisions(models, learned, ids["train"], settings))
     profile.save(folder / "profile.json")
-    learned = [settle(folder / "policies" / kind, traces["train"], profile) for kind in HEAD_KINDS]
+    learned = [settle(folder / "policies" / kind, traces["train"], profile) for kind in DEMO_HEADS]
     report = evaluate(
         traces["test"],
         profile,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..policies.features import feature
 from ..policies.heads import Basis, LinearHead
+from .fitting import FitTask
 from .rows import FitRows
 
 
@@ -36,6 +37,11 @@ def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0) -> LinearHead
     return LinearHead(
         names, {"mean": mean, "scale": scale, "weight": torch.stack(weights), "bias": torch.stack(biases)}
     )
+
+
+def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
+    """Fit the logistic head; see `Fitter`."""
+    return fit_linear(task.rows, task.names, task.seed), {}
 
 
 def _regress(x: Tensor, y: Tensor, seed: int) -> tuple[Tensor, Tensor]:

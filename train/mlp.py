@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..policies.heads import Basis, MLPHead
 from ..policies.progress import Progress, silent
+from .fitting import FitTask
 from .linear import fit_basis
 from .rows import FitRows
 
@@ -155,6 +156,11 @@ def fit_mlp(
         f"{part}.{i}": state[f"layers.{i}.{part}"] for i in range(len(module.layers)) for part in ("weight", "bias")
     }
     return MLPHead(names, {"mean": mean, "scale": scale, **tensors})
+
+
+def fit_network(task: FitTask) -> tuple[MLPHead, dict[str, bytes]]:
+    """Fit the network; see `Fitter`."""
+    return fit_mlp(task.rows, task.held_out, task.names, task.seed, progress=task.progress), {}
 
 
 @contextmanager

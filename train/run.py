@@ -25,11 +25,11 @@ from ..policies.progress import Progress, silent
 from ..policies.rules import Derived, Rule, Threshold
 from .calibrate import auc, fit_calibrator, log_loss
 from .data import TraceArrays, trace_arrays
+from .fitting import HEAD_KINDS, FitTask, fitter
 from .replay import Replayed, replay
 from .rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from .tune import best_of, fixed_grid, solve_rate
 
-HEAD_KINDS = ("logistic", "mlp", "xgboost")
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 """What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
 
@@ -105,7 +105,9 @@ def train(
     rows, held = fit_rows(fit_side, names, seen), fit_rows(held_side, names, seen_held)
     if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
         raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
-    fitted, files = _fit(head, rows, held, names, seed, progress)
+    progress(f"train {head}", 0, 1)
+    fitted, files = fitter(head)(FitTask(rows, held, names, seed, progress))
+    progress(f"train {head}", 1, 1)
     accept, following, metrics = _calibrate(fitted, held)
     acceptance = conditional_acceptance(fit_side, seen)
     policy = LearnedPolicy(name or head, names, fitted, accept, following, _start_rule(rule, threshold), arrays.depth)
@@ -154,29 +156,6 @@ def _reference(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
     grid = fixed_grid(arrays, profile)
     best = grid.index(best_of(grid))
     return grid[max(1, best - 1) : max(1, best - 1) + REFERENCES]
-
-
-def _fit(
-    kind: str, rows: FitRows, held: FitRows, names: Sequence[str], seed: int, progress: Progress
-) -> tuple[Head, dict[str, bytes]]:
-    """Fit a head of this kind; each kind imports its own library."""
-    progress(f"train {kind}", 0, 1)
-    head: Head
-    files: dict[str, bytes] = {}
-    if kind == "logistic":
-        from .linear import fit_linear
-
-        head = fit_linear(rows, names, seed)
-    elif kind == "mlp":
-        from .mlp import fit_mlp
-
-        head = fit_mlp(rows, held, names, seed, progress=progress)
-    else:
-        from .boosted import fit_boosted
-
-        head, files = fit_boosted(rows, held, names, seed)
-    progress(f"train {kind}", 1, 1)
-    return head, files
 
 
 def _calibrate(head: Head, held: FitRows) -> tuple[Calibrator, Calibrator, dict[str, Any]]:

@@ -16,8 +16,7 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
 from specstop.policies.folder import load_policy_folder
-from specstop.train.demo import Demo, Sizes, demo
-from specstop.train.run import HEAD_KINDS
+from specstop.train.demo import DEMO_HEADS, Demo, Sizes, demo
 
 SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3)
 
@@ -38,14 +37,14 @@ def test_it_leaves_what_every_command_reads(done: Demo) -> None:
         assert (header.prompts, header.depth, header.temperature) == (count, SIZES.depth, 0.7)
         assert header.max_new_tokens == SIZES.tokens
     assert Profile.load(done.folder / "profile.json").max_depth == SIZES.depth
-    for kind in HEAD_KINDS:
+    for kind in DEMO_HEADS:
         assert load_policy_folder(done.folder / "policies" / kind).head.kind == kind
     written = json.loads((done.folder / "report" / "report.json").read_text())
     assert written == json.loads(json.dumps(done.report.to_dict()))
 
 
 def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) -> None:
-    assert {"plain decoding", "best fixed", *HEAD_KINDS} <= {line.name for line in done.report.lines}
+    assert {"plain decoding", "best fixed", *DEMO_HEADS} <= {line.name for line in done.report.lines}
     assert done.live[0].measured == done.live[0].predicted == 1.0
     assert len(done.live) > 2
     for line in done.live:

@@ -18,8 +18,9 @@ from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.folder import load_policy_folder
 from specstop.train.data import trace_arrays
+from specstop.train.fitting import HEAD_KINDS
 from specstop.train.replay import replay
-from specstop.train.run import FEATURES, HEAD_KINDS, train
+from specstop.train.run import FEATURES, train
 from zoo import DEPTH
 
 
