@@ -1,11 +1,13 @@
-"""Greedy speculative text against the target's own `generate`, for every kind of model: is it the same?
+"""Greedy speculative text against the target's own `generate`, for every kind of model and engine: is it the same?
 
     python benchmarks/architectures.py --check
     python benchmarks/architectures.py --quick
 
 Random models of a few thousand weights, the draft a noisy copy of the target. In float64 every text must be equal; in
 float32 a text may leave the plain one at a tie (the two best logits closer than 1e-4); bfloat16 is reported with the
-margins at which its texts part. The last line printed is one JSON object; `--check` exits with 1 where a bar falls short.
+margins at which its texts part. Each kind runs on transformers' modules (`plain`) and, but for float64, on the fast engine
+that `auto` chooses for it (`packed`, or `compact` for the Llama family); the texts expected come from the untouched model.
+The last line printed is one JSON object; `--check` exits with 1 where a bar falls short.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from specstop.decode import Pair, Settings, Speculator, Tally, join, load_pair
+from specstop.decode import Pair, Settings, Speculator, Tally, join, load_pair, with_engine
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from transformers import (
     AutoModelForCausalLM,
@@ -149,6 +151,7 @@ class Compared:
 
 
 def compare(
+    target: PreTrainedModel,
     pair: Pair,
     policy: StopPolicy,
     tree: str | None,
@@ -156,7 +159,7 @@ def compare(
     expected: Sequence[list[int]],
     new: int,
 ) -> Compared:
-    """Decode `texts` with one policy and tree, and hold the result against `expected`."""
+    """Decode `texts` with one policy and tree, and hold the result against `expected`, the text of `target`."""
     speculator = Speculator(pair, policy, Settings(0.0, new, tree=tree))
     made = [speculator.generate(prompt) for prompt in texts]
     out = Compared(len(made))
@@ -166,28 +169,37 @@ def compare(
             out.equal += 1
             continue
         first = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
-        out.margins.append(margin(pair.target, [*prompt, *right[:first]]))
+        out.margins.append(margin(target, [*prompt, *right[:first]]))
     facts = Tally.of(made).summary()
     out.accepted = facts["accepted"] / max(1, facts["verified"])
     return out
 
 
-def pairs(names: Iterable[str], dtypes: Iterable[str], folder: Path | None) -> Iterable[tuple[str, str, str, Pair]]:
-    """Yield (kind, attention, dtype, pair); a pair from a folder comes last."""
+def pairs(
+    names: Iterable[str], dtypes: Iterable[str], folder: Path | None
+) -> Iterable[tuple[str, str, str, PreTrainedModel, Pair]]:
+    """Yield (kind, attention, dtype, untouched target, pair) by engine; a pair from a folder comes last."""
     for name in names:
         for attention in ("eager",) if name in EAGER_ONLY else ("sdpa", "eager"):
             for dtype in dtypes:
                 target = build(name, DTYPES[dtype], attention)
-                yield name, attention, dtype, join(target, noisy(target))
+                draft = noisy(target)
+                yield name, attention, dtype, target, join(target, draft)
+                if dtype != "float64":  # no engine but the plain one multiplies it
+                    yield name, attention, dtype, target, with_engine(join(copy.deepcopy(target), draft))
     if folder:
         for dtype in dtypes:
-            yield "pair", "sdpa", dtype, load_pair(folder / "target", folder / "draft", dtype=dtype)
+            plain_pair = load_pair(folder / "target", folder / "draft", dtype=dtype, engine="plain")
+            for engine in ("plain", "auto") if dtype != "float64" else ("plain",):
+                pair = load_pair(folder / "target", folder / "draft", dtype=dtype, engine=engine)
+                yield "pair", "sdpa", dtype, plain_pair.target, pair
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py, compared as well")
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, help="kinds of model; default: all")
     parser.add_argument("--out", type=Path, help="write the table to this JSON file")
     parser.add_argument("--quick", action="store_true", help="few texts: shows that it runs, checks nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a text differs without a tie")
@@ -196,27 +208,30 @@ def main() -> int:
     count, new = (2, 12) if args.quick else (8, 48)
     begin, rows = time.perf_counter(), []
     print(
-        f"{'kind':15} {'attention':9} {'dtype':8} {'tree':25} {'policy':15} {'equal':>7} {'ties':>4} {'accepted':>8}  margins"
+        f"{'kind':15} {'attention':9} {'dtype':8} {'engine':7} {'tree':25} {'policy':15} "
+        f"{'equal':>7} {'ties':>4} {'accepted':>8}  margins"
     )
-    for name, attention, dtype, pair in pairs(CONFIGS, DTYPES, args.pair):
+    for name, attention, dtype, target, pair in pairs(args.only or CONFIGS, DTYPES, args.pair):
         texts = prompts(count, vocabulary=pair.vocabulary)
-        expected = [plain(pair.target, prompt, new) for prompt in texts]
+        expected = [plain(target, prompt, new) for prompt in texts]
+        engine = pair.engines[0]
         for tree in SHAPES:
             for policy in POLICIES:
-                cell = compare(pair, policy, tree, texts, expected, new)
-                where = {"kind": name, "attention": attention, "dtype": dtype, "tree": tree, "policy": policy.name}
+                cell = compare(target, pair, policy, tree, texts, expected, new)
+                where = {"kind": name, "attention": attention, "dtype": dtype, "engine": engine}
+                where |= {"tree": tree, "policy": policy.name}
                 rows.append({**where, **asdict(cell), "ties": cell.ties, "wrong": cell.wrong})
                 print(
-                    f"{name:15} {attention:9} {dtype:8} {tree or 'chain':25} {policy.name:15} "
+                    f"{name:15} {attention:9} {dtype:8} {engine:7} {tree or 'chain':25} {policy.name:15} "
                     f"{cell.equal:3}/{cell.texts:3} {cell.ties:4} {cell.accepted:8.2f}  "
                     + " ".join(f"{m:.2g}" for m in cell.margins),
                     flush=True,
                 )
     facts: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 1), "cells": len(rows)}
-    for dtype in DTYPES:
-        some = [row for row in rows if row["dtype"] == dtype]
+    for dtype, engine in sorted({(row["dtype"], row["engine"]) for row in rows}):
+        some = [row for row in rows if (row["dtype"], row["engine"]) == (dtype, engine)]
         apart = [m for row in some for m in row["margins"]]
-        facts[dtype] = {
+        facts[f"{dtype} {engine}"] = {
             "texts": sum(row["texts"] for row in some),
             "equal": sum(row["equal"] for row in some),
             "ties": sum(row["ties"] for row in some),
@@ -226,7 +241,7 @@ def main() -> int:
     wrong += sum(row["texts"] - row["equal"] for row in rows if row["dtype"] == "float64")
     if args.out:
         args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
-    met = wrong == 0 and not args.quick
+    met = wrong == 0 and not args.quick and not args.only
     if args.check:
         print(f"{'met ' if met else 'MISS'}  texts that differ without a tie: {wrong} of {facts['cells']} cells")
     print(json.dumps({**facts, "wrong": wrong}))

@@ -5,7 +5,7 @@ from .drafters import LookupDrafter, ModelDrafter
 from .hf import PolicyStoppingCriteria, specstop_generate
 from .loop import Speculator
 from .noise import stream_key
-from .pair import Pair, join, load_pair
+from .pair import Pair, join, load_pair, with_engine
 from .plain import plain_texts
 from .profile import measure_profile
 from .records import Generation, Round, Tally
@@ -35,4 +35,5 @@ __all__ = [
     "plain_texts",
     "specstop_generate",
     "stream_key",
+    "with_engine",
 ]

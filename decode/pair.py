@@ -158,7 +158,14 @@ def load_pair(
     models = [
         _model(name, option, where, kind, attention) for name, option in ((target, "--target"), (draft, "--draft"))
     ]
-    pair = join(models[0], models[1], first)
+    return with_engine(join(models[0], models[1], first), engine)
+
+
+def with_engine(pair: Pair, engine: str = "auto") -> Pair:
+    """Return a plain pair under an engine (see `engine`).
+
+    A packed model is changed in place: it can no longer be saved, trained or used by itself.
+    """
     names = (choose_engine(pair.target, engine), choose_engine(pair.draft, engine))
     hashes = (model_hash(pair.target), model_hash(pair.draft))
     fast = [speed_up(model, name) for model, name in zip((pair.target, pair.draft), names, strict=True)]

@@ -5,12 +5,13 @@ A seeded sample of the table that `benchmarks/architectures.py` makes.
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
 from conftest import build_model
-from specstop.decode.pair import join, load_pair
+from specstop.decode.pair import join, load_pair, with_engine
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PairError
@@ -36,25 +37,30 @@ NEW = 16
 TREE_POLICIES: list[StopPolicy] = [FixedLength(4), Confidence(0.2), ZOO["selecting"], ZOO["from-anchor"]]
 CHAIN_POLICIES: list[StopPolicy] = [*TREE_POLICIES, FixedLength(1), ZOO["reads-history"], ZOO["selecting"]]
 CASES = [
-    (name, attention, dtype)
+    (name, attention, dtype, engine)
     for name in table.CONFIGS
-    for attention, dtype in (("sdpa", "float64"), ("eager", "float32"))
+    for attention, dtype, engine in (
+        ("sdpa", "float64", "plain"),
+        ("eager", "float32", "plain"),
+        ("sdpa", "float32", "auto"),
+    )
     if attention == "eager" or name not in table.EAGER_ONLY
 ]
 
 
-@pytest.mark.parametrize(("name", "attention", "dtype"), CASES)
-def test_greedy_text_is_that_of_generate(name: str, attention: str, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "attention", "dtype", "engine"), CASES)
+def test_greedy_text_is_that_of_generate(name: str, attention: str, dtype: str, engine: str) -> None:
     target = table.build(name, table.DTYPES[dtype], attention)
-    pair = join(target, table.noisy(target))
+    pair = with_engine(join(copy.deepcopy(target), table.noisy(target)), engine)
+    assert engine == "plain" or "plain" not in pair.engines
     prompts = table.prompts(2)
     expected = [table.plain(target, prompt, NEW) for prompt in prompts]
     assert all(len(set(text)) > 5 for text in expected), "a text that repeats itself says little"
-    draw = random.Random(f"{name} {attention}")
+    draw = random.Random(f"{name} {attention} {engine}")
     cells = [(None, draw.choice(CHAIN_POLICIES)), *((tree, draw.choice(TREE_POLICIES)) for tree in table.SHAPES[1:])]
     accepted = []
     for tree, policy in draw.sample(cells, 2):
-        cell = table.compare(pair, policy, tree, prompts, expected, NEW)
+        cell = table.compare(target, pair, policy, tree, prompts, expected, NEW)
         assert cell.wrong == 0, (tree, policy.name, cell.margins)
         assert cell.equal == len(prompts) or dtype != "float64"
         accepted.append(cell.accepted)
@@ -67,7 +73,7 @@ def test_a_draft_may_be_of_another_kind(first: str, second: str) -> None:
     prompts = table.prompts(2)
     expected = [table.plain(pair.target, prompt, 12) for prompt in prompts]
     for tree in (None, "3,2"):
-        assert table.compare(pair, FixedLength(2), tree, prompts, expected, 12).equal == 2
+        assert table.compare(pair.target, pair, FixedLength(2), tree, prompts, expected, 12).equal == 2
 
 
 def test_the_comparison_tells_a_wrong_text_from_a_tie() -> None:
@@ -75,7 +81,7 @@ def test_the_comparison_tells_a_wrong_text_from_a_tie() -> None:
     prompts = table.prompts(1)
     right = table.plain(target, prompts[0], 8)
     wrong = [[*right[:5], (right[5] + 1) % table.VOCABULARY, *right[6:]]]
-    cell = table.compare(join(target, target), FixedLength(2), None, prompts, wrong, 8)
+    cell = table.compare(target, join(target, target), FixedLength(2), None, prompts, wrong, 8)
     assert (cell.equal, cell.wrong, len(cell.margins)) == (0, 1, 1)
     near = torch.tensor([0.0, 1.0, 1.0 + table.TIE / 4])
     target.forward = lambda ids: type("Out", (), {"logits": near.expand(1, ids.shape[1], 3)})()
@@ -148,4 +154,6 @@ def test_a_model_without_sdpa_is_loaded_with_what_it_has(
     pair = load_pair(folder, folder)
     assert pair.target.config._attn_implementation == "eager"
     prompt = [5, 6, 7, 8]
-    assert table.compare(pair, FixedLength(3), "2,2", [prompt], [table.plain(model, prompt, 9)], 9).equal == 1
+    assert (
+        table.compare(pair.target, pair, FixedLength(3), "2,2", [prompt], [table.plain(model, prompt, 9)], 9).equal == 1
+    )
