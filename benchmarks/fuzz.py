@@ -30,12 +30,15 @@ from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.heads import build_head
+from specstop.policies.heads_dynasd import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived, Threshold
+from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
 from specstop.policies.strict import digest
+from specstop.policies.vectors import check_sizes
 
 NAMES = ("mean_accepted", "top1", "entropy", "depth")
 WIDTH = len(NAMES) + 1
+HIDDEN = 6
 SECONDS = 5.0
 ODD_VALUES = (
     None, True, -1, 0, 10**400, 1e308, "", "os:system", "../../etc/passwd", "/etc/passwd", "\x1b[2J", [], {}, [[[]]],
@@ -59,17 +62,34 @@ def good_policies() -> list[LearnedPolicy]:
         "leaf": draw(2, 4, 8),
         "base": draw(2),
     }
+    resnet = {
+        **base,
+        "enter.weight": draw(5, WIDTH + 1), "enter.bias": draw(5), "enter.draft_hidden": draw(5, HIDDEN),
+        "mean.draft_hidden": draw(HIDDEN), "scale.draft_hidden": draw(HIDDEN).abs() + 0.2,
+        "block.weight": 0.3 * draw(2, 5, 5), "block.bias": draw(2, 5), "leave.weight": draw(2, 5), "leave.bias": draw(2),
+    }  # fmt: skip
+    soft = {"weight.0": draw(5, HIDDEN), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
+    hard = {"weight.0": draw(5, 11), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
+    specdec = {
+        "block.weight": 0.3 * draw(1, HIDDEN, HIDDEN), "block.bias": draw(1, HIDDEN),
+        "order": torch.zeros(3, dtype=torch.int64), "leave.weight": draw(2, HIDDEN), "leave.bias": draw(2), "first": draw(1),
+    }  # fmt: skip
     knots = torch.stack([torch.linspace(-3, 3, 5), torch.linspace(0.05, 0.9, 5)])
     maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.5)
-    heads = {
-        "logistic": {**base, "weight": draw(3, WIDTH), "bias": draw(3)},
-        "mlp": {**base, **layers},
-        "xgboost": trees,
-    }
-    rules = (Derived([0.1, 0.2, 0.3, 0.2]), Threshold("survival", 0.3), Threshold("step", 0.4))
+    heads: dict[str, tuple[tuple[str, ...], dict[str, torch.Tensor], Rule]] = {
+        "logistic": (
+            NAMES, {**base, "weight": draw(3, WIDTH), "bias": draw(3)}, Derived([0.1, 0.2, 0.3, 0.2])
+        ),
+        "mlp": (NAMES, {**base, **layers}, Threshold("survival", 0.3)),
+        "xgboost": (NAMES, trees, Threshold("step", 0.4)),
+        "resnet": (NAMES, resnet, Derived([0.1, 0.2, 0.3, 0.2])),
+        "dynasd-soft": ((), soft, AnyFork(0.4)),
+        "dynasd-hard": (HARD_FEATURES, hard, AnyFork(0.4)),
+        "specdec": ((), specdec, Threshold("survival", 0.3)),
+    }  # fmt: skip
     return [
-        LearnedPolicy(f"good {kind}", NAMES, build_head(kind, NAMES, tensors), *maps, rule, 4)
-        for (kind, tensors), rule in zip(heads.items(), rules, strict=True)
+        LearnedPolicy(f"good {kind}", names, build_head(kind, names, tensors), *maps, rule, 4)
+        for kind, (names, tensors, rule) in heads.items()
     ]
 
 
@@ -82,9 +102,11 @@ def decisions(policy: LearnedPolicy) -> str:
     state, alone = None, [None] * streams
     for depth in range(policy.first, min(policy.max_depth, 4)):
         x = torch.rand(streams, 1, len(policy.features), generator=generator)
-        keep, state = policy.keep(DraftStep(depth, alive, parent, x), state)
+        vectors = {name: torch.randn(streams, 1, HIDDEN, generator=generator) for name in policy.vectors}
+        check_sizes(policy, dict.fromkeys(policy.vectors, HIDDEN))
+        keep, state = policy.keep(DraftStep(depth, alive, parent, x, vectors), state)
         assert keep.dtype == torch.bool and keep.shape == alive.shape
-        for s in range(streams):
+        for s in range(streams if policy.keep_one is not None else 0):
             go_on, alone[s] = policy.keep_one(depth, x[s, 0].tolist(), alone[s])
             assert isinstance(go_on, bool)
         answers += [keep.tolist(), [f"{v:.5g}" for v in state[:, 0].tolist()]]

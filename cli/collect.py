@@ -72,6 +72,22 @@ Mix = Annotated[
 Completions = Annotated[
     str | None, typer.Option(help="Dense: column with answers to label in the place of the target's own text.")
 ]
+LivePolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="Live: whose rounds are recorded; default: full depth. One that carries its state from text to text starts anew "
+        "with each shard, and gets a single one unless --shards says otherwise.",
+    ),
+]
+Hidden = Annotated[
+    str | None,
+    typer.Option(
+        help="Record last hidden states: draft, target, or draft,target. Float16, on disk at each anchor up to 2 bytes x "
+        "width x nodes for the draft (depth 10, width 768: 15 kB, a text of 128 tokens 2 MB), 2 bytes x width for the "
+        "target; --dry-run says how much it comes to."
+    ),
+]
 FromVLLM = Annotated[
     Path | None,
     typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; nothing is run."),
@@ -98,11 +114,12 @@ def collect(
     depth: Depth = 10,
     tree: Tree = None,
     collector: Collector = "dense",
-    policy: Annotated[str | None, typer.Option(help="Live: whose rounds are recorded; default: full depth.")] = None,
+    policy: LivePolicy = None,
     verification: Annotated[str, typer.Option(help="Live: as of `specstop decode`.")] = "match",
     explore: Explore = 0.0,
     mix: Mix = 0.0,
     completions: Completions = None,
+    hidden: Hidden = None,
     from_vllm: FromVLLM = None,
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
@@ -175,6 +192,7 @@ def collect(
             seed=seed,
             shards=shards,
             source=asked.described(),
+            vectors=_vectors(hidden),
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)
@@ -182,6 +200,14 @@ def collect(
         _show_estimate(expected, place.world, json)
     elif trace is not None:
         _show(trace, place, json)
+
+
+def _vectors(hidden: str | None) -> list[str]:
+    """Return the names of the vectors that --hidden asks for."""
+    models = [word.strip() for word in (hidden or "").split(",") if word.strip()]
+    if hidden is not None and (not models or set(models) - {"draft", "target"}):
+        raise InputError(f"--hidden: expected draft, target, or draft,target, not {hidden!r}")
+    return [f"{model}_hidden" for model in models]
 
 
 def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: bool, json: bool) -> None:

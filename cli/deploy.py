@@ -2,31 +2,142 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..policies.errors import InputError, PolicyError
-from .console import print_json, table
-from .options import Json, Out, Overwrite
+from ..policies.errors import InputError, PolicyError, close_match
+from .config import save_config
+from .console import output, print_json, progress_bars, table
+from .options import Config, Json, Out, Overwrite, Quiet, Seed, Set
 
-TARGETS = ("onnx",)
+if TYPE_CHECKING:
+    from ..policies.progress import Progress
+
+TARGETS = ("onnx", "hf", "vllm", "sglang", "llama.cpp")
+FROM_TRACES = ("vllm", "sglang", "llama.cpp")
+
+To = Annotated[
+    str,
+    typer.Option(
+        help="onnx: a file with the calibrated probabilities. hf: a folder for generate(custom_generate=...) that runs the "
+        "exact policy. vllm, sglang: draft lengths by batch size; llama.cpp: draft length and p_min; these three from "
+        "--traces and --profile."
+    ),
+]
 
 
 def deploy(
-    policy: Annotated[str, typer.Option(help="A policy folder of `specstop train`, or hub:owner/name.")],
     out: Out,
-    to: Annotated[str, typer.Option(help="onnx: the calibrated probabilities as an ONNX model.")] = "onnx",
+    to: To = "onnx",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="A policy folder of `specstop train`, or hub:owner/name; of an engine's table: whose loss is to be stated."
+        ),
+    ] = None,
+    traces: Annotated[Path | None, typer.Option(help="Training traces, dense ones of chains.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Latency profile of `specstop profile`.")] = None,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Traces of other prompts that figures are stated on; default: a quarter of --traces, held out."
+        ),
+    ] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(help="vllm, sglang: the largest batch looked at. Default: 256, 64.")
+    ] = None,
+    seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
 ) -> None:
-    """Write a learned policy for another runtime."""
+    """Write a learned policy, or what of it another runtime can take, for that runtime."""
+    if to not in TARGETS:
+        raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
+    if max_batch is not None and to not in ("vllm", "sglang"):
+        raise InputError(f"--max-batch: only vllm and sglang have lengths by batch size, not {to}")
+    if to == "onnx":
+        deploy_onnx(_named(policy, to), out, overwrite, json)
+        return
+    missing = [name for name, path in (("--traces", traces), ("--profile", profile)) if path is None]
+    if missing and (to in FROM_TRACES or len(missing) == 1 or held_out is not None):
+        raise InputError(
+            f"{' and '.join(missing)}: expected as well; what {to} is to do is chosen, and its gain stated, by replaying "
+            "traces under a profile (specstop collect, specstop profile)"
+        )
+    with progress_bars(quiet or json) as progress:
+        figures = _deploy(to, policy, traces, profile, held_out, out, max_batch, seed, overwrite, progress)
+    if to != "hf":  # a hub folder is for others: paths of this machine mean nothing there
+        save_config(out)
+    if json:
+        print_json(figures)
+        return
+    show_export(figures)
+    output().print(f"README.md in {out} says how to use it, what to expect and what is lost")
+
+
+def _deploy(
+    to: str,
+    policy: str | None,
+    traces: Path | None,
+    profile: Path | None,
+    held_out: Path | None,
+    out: Path,
+    max_batch: int | None,
+    seed: int,
+    overwrite: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Call the engine's function."""
+    from ..policies.specs import load_policy
+
+    if to == "hf" and (traces is None or profile is None):
+        from ..decode.hub import deploy_hf
+
+        return deploy_hf(_named(policy, to), out, overwrite=overwrite)
+    from ..policies.costs import Profile
+    from ..train.evaluate import load_traces
+
+    assert traces is not None and profile is not None
+    costs, opened = Profile.load(profile), load_traces(traces)
+    held = load_traces(held_out) if held_out is not None else None
+    shared: dict[str, Any] = {"held_out": held, "seed": seed, "overwrite": overwrite, "progress": progress}
+    if to == "hf":
+        from ..train.exported import deploy_hf_replayed
+
+        return deploy_hf_replayed(_named(policy, to), opened, costs, out, **shared)
+    stated = load_policy(policy) if policy is not None else None
+    if max_batch is not None:
+        shared["max_batch"] = max_batch
+    if to == "vllm":
+        from ..train.deploy_vllm import deploy_vllm
+
+        return deploy_vllm(opened, costs, out, stated, **shared)
+    if to == "sglang":
+        from ..train.deploy_sglang import deploy_sglang
+
+        return deploy_sglang(opened, costs, out, stated, **shared)
+    from ..train.deploy_llama import deploy_llama
+
+    return deploy_llama(opened, costs, out, stated, **shared)
+
+
+def _named(policy: str | None, to: str) -> str:
+    if policy is None:
+        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} is made of one")
+    return policy
+
+
+def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
+    """Write the ONNX model and say how it was checked."""
     from ..policies.learned import LearnedPolicy
     from ..policies.onnx import export_onnx
     from ..policies.specs import load_policy
 
-    if to not in TARGETS:
-        raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}")
     if out.is_dir() or (out.exists() and not overwrite):
         raise InputError(f"--out: {out} is there already; choose another name, or pass --overwrite to replace a file")
     chosen = load_policy(policy)
@@ -43,3 +154,31 @@ def deploy(
         ("what", "value"),
         [(k, str(found[k])) for k in ("path", "bytes")] + [("check", checked)],
     )
+
+
+def show_export(figures: dict[str, Any]) -> None:
+    """Print what an export gains at one request, and by batch size."""
+    alone = figures.get("alone")
+    rows = []
+    if alone:
+        named = {
+            "to plain decoding": "to_plain",
+            f"to the best fixed length ({alone['best_fixed']})": "to_best_fixed",
+            f"{alone.get('policy')} to this export": "policy_to_this",
+            "knowing every accepted length, to this": "clairvoyant_bound_to_this",
+        }
+        rows = [
+            (what, f"{r['value']:.3f} [{r['low']:.3f}, {r['high']:.3f}]")
+            for what, key in named.items()
+            if (r := alone.get(key))
+        ]
+    for name in ("settings", "older_settings"):
+        if name in figures:
+            rows.append((name, ", ".join(f"{k} {v:g}" for k, v in figures[name].items())))
+    title = f"{figures['engine']}: times as fast, one request, {alone['prompts']}" if alone else figures["engine"]
+    table(title, ("what", "value"), rows or [("policy", str(figures.get("policy")))])
+    batches = figures.get("batches")
+    if batches:
+        chosen = "length" if "length" in batches[0] else "steps"
+        lines = [(str(b["batch"]), str(b[chosen]).strip("[]"), f"{b['to_plain']:.3f}") for b in batches]
+        table("By batch size", ("batch", chosen, "to plain"), lines)

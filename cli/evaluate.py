@@ -24,6 +24,10 @@ def evaluate(
         Path | None,
         typer.Option(help="Training traces: thresholds and rates are tuned there for this profile."),
     ] = None,
+    sweep: Annotated[
+        bool | None,
+        typer.Option(help="Show from which cost of a draft step each policy pays. Default: where it takes seconds."),
+    ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -46,6 +50,7 @@ def evaluate(
             [load_policy(spec) for spec in policy],
             train_traces=load_traces(train_traces) if train_traces else None,
             out=out,
+            sweep=sweep,
             seed=seed,
             overwrite=overwrite,
             progress=progress,
@@ -53,21 +58,28 @@ def evaluate(
     save_config(out)
     if json:
         print_json(report.to_dict())
-    else:
-        show_report(report)
-        output().print(f"report.json, report.md and report.png are in {out}")
+        return
+    show_report(report)
+    page = out / "report.html"
+    output().print(f"The page: {page} (the same as report.md, report.json, report.csv, report.png beside it)")
 
 
 def show_report(report: Report) -> None:
-    """Print a report's table, its curve of fixed lengths, and its headline."""
-    from ..train.report import COLUMNS, cells, headline
+    """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
+    from ..train.report import headline, policy_rows
 
     facts = report.facts
     title = f"{facts['prompts']} held-out prompts, temperature {facts['temperature']:g}, {facts['intervals']}"
-    table(title, COLUMNS, [cells(line) for line in report.lines])
-    rows = [
+    heads, *rows = policy_rows(report)
+    table(title, heads, rows)
+    by_length = [
         ("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),
         ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance)),
     ]
-    table("By length", ("k", *map(str, range(len(report.fixed)))), rows)
-    output().print(headline(report))
+    table("By length", ("k", *map(str, range(len(report.fixed)))), by_length)
+    console = output()
+    for text in (*report.caveats, *report.findings):
+        console.print(f"Note: {text}")
+    console.print(headline(report))
+    if report.answer is not None:
+        console.print(" ".join([f"How sure: {report.answer.sure}", *report.answer.why]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +72,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     """Return the plain facts of a trace, and its acceptance by depth as table rows."""
     import numpy as np
 
+    from ..collect.card import hidden_text
     from ..decode.modes import describe
 
     header = trace.header
@@ -106,6 +108,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "shards": f"{len(trace.finished)} of {header.shards}",
         "bytes": sum(path.stat().st_size for path in (trace.folder / "data").glob("*.parquet")),
         "features": ", ".join((*header.anchor_features, *header.features)),
+        "hidden states": hidden_text(header),
         "seed": header.seed,
         "made on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
     }
@@ -142,8 +145,8 @@ def sample_rows(trace: Trace) -> list[tuple[str, str]]:
     table = next((t for t in trace.shards() if t.num_rows), None)
     if table is None:
         return []
-    chosen = table.filter(pc.greater(table["accepted_length"], 0)).slice(0, 1)
-    (row,) = (chosen if chosen.num_rows else table.slice(0, 1)).to_pylist()
+    first = pc.index(pc.greater(table["accepted_length"], 0), True).as_py()
+    (row,) = table.slice(max(0, first), 1).to_pylist()
     return [(name, _short(value)) for name, value in row.items()]
 
 
@@ -151,6 +154,11 @@ def _short(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(_short(v) for v in value[:_NAMED]) + (" ..." if len(value) > _NAMED else "")
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def states_text(sizes: Mapping[str, int]) -> str:
+    """Return hidden states with their sizes, as `draft_hidden (768 numbers)`."""
+    return ", ".join(f"{name} ({size} numbers)" for name, size in sizes.items())
 
 
 def _policy(path: Path) -> dict[str, Any]:
@@ -164,6 +172,7 @@ def _policy(path: Path) -> dict[str, Any]:
         "head": policy.head.kind,
         "rule": policy.rule.kind,
         "features": ", ".join(policy.features),
+        **({"hidden states": hidden} if (hidden := states_text(policy.sizes)) else {}),
         "calibration": f"accept {policy.accept.kind}, next {policy.following.kind}",
         "first decision at depth": policy.first,
         "max depth": policy.max_depth,
@@ -174,7 +183,7 @@ def _policy(path: Path) -> dict[str, Any]:
         **{f"pair: {role}": value for role, value in facts.pair.items()},
         "rho (tokens/s)": facts.rho,
         **{f"provenance: {name}": _short(value) for name, value in facts.provenance.items()},
-        **facts.metrics,
+        **{name: value for name, value in facts.metrics.items() if not isinstance(value, list)},
     }
 
 

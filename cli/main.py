@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import sys
 from typing import NoReturn
@@ -12,7 +13,23 @@ import typer
 from ..policies.errors import SpecstopError
 from .console import one_line_warnings, say
 
-COMMANDS = ("demo", "collect", "merge", "train", "profile", "evaluate", "decode", "bench", "deploy", "policies", "info")
+COMMANDS = (
+    "demo",
+    "collect",
+    "merge",
+    "train",
+    "import",
+    "profile",
+    "evaluate",
+    "compare",
+    "transfer",
+    "estimate",
+    "decode",
+    "bench",
+    "deploy",
+    "policies",
+    "info",
+)
 
 INTERRUPTED = 130
 
@@ -41,8 +58,9 @@ def _root(
 
 
 for _name in COMMANDS:
-    _module = importlib.import_module(f".{_name}", __package__)
-    app.command(_name)(getattr(_module, _name))
+    _python = _name + "_" * keyword.iskeyword(_name)
+    _module = importlib.import_module(f".{_python}", __package__)
+    app.command(_name)(getattr(_module, _python))
 
 
 def run() -> None:

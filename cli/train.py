@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..policies.errors import InputError
 from .common import flat
 from .config import save_config
-from .console import print_json, progress_bars, table
-from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Seed, Set, Traces
+from .console import output, print_json, progress_bars, table
+from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, Seed, Set
+
+if TYPE_CHECKING:
+    from ..policies.progress import Progress
+    from ..train.run import Trained
+
+HEADS = "logistic,mlp,xgboost"
 
 
 def train(
-    traces: Traces,
+    traces: Annotated[
+        list[Path],
+        typer.Option(help="Trace folder of `specstop collect`; repeatable, such as for several temperatures."),
+    ],
     profile: ProfileFile,
     out: Out,
-    head: Annotated[str, typer.Option(help="logistic, mlp or xgboost.")] = "logistic",
-    rule: Annotated[str, typer.Option(help="derived (from costs, no threshold), survival or step.")] = "derived",
-    threshold: Annotated[float, typer.Option(help="Of the rules survival and step.")] = 0.5,
-    feature: Annotated[list[str], typer.Option(help="Features that the head reads; default: all recorded ones.")] = [],  # noqa: B006
+    head: Annotated[str, typer.Option(help="logistic, mlp, xgboost, ...; with --tune several, by commas.")] = "",
+    rule: Annotated[
+        str, typer.Option(help="derived (from costs, no threshold), survival, step, any, or gain for trees; default: the head's own.")
+    ] = "",
+    threshold: Annotated[
+        float | None, typer.Option(help="Of the rules survival, step and any; default: what replays fastest.")
+    ] = None,
+    feature: Annotated[list[str], typer.Option(help="Feature that the head reads; repeatable. Default: a few.")] = [],  # noqa: B006
+    vector: Annotated[list[str], typer.Option(help="Hidden state that the head reads; repeatable.")] = [],  # noqa: B006
+    mixed: Annotated[
+        Path | None,
+        typer.Option(help="Trace of `collect --mix` that the head is fitted on in the place of the others."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
+    param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
+    folds: Annotated[int, typer.Option(help="Parts of the prompts; the first one stays held out.")] = 4,
+    passes: Annotated[int, typer.Option(help="Times heads are fitted, from the second on on their own rounds.")] = 1,
+    cross_fit: Annotated[
+        bool, typer.Option(help="Calibrate on all prompts, by a head for each part; else on the first part alone.")
+    ] = True,
+    tune: Annotated[
+        int | None, typer.Option(help="Try that many heads, hyper-parameters and rules by replay, and train the best.")
+    ] = None,
+    policy: Annotated[
+        list[str],
+        typer.Option(help="With --tune: a policy to try too; ranges as name?x=0.1..0.9 or x=1|2|4; repeatable."),
+    ] = [],  # noqa: B006
+    tune_folds: Annotated[int, typer.Option(help="Parts of the prompts that --tune leaves out in turn.")] = 3,
+    epochs: Annotated[int | None, typer.Option(help="Of networks, at most.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step, of networks.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of networks.")] = None,
+    accelerator: Annotated[str, typer.Option(help="Of Lightning's Trainer: cpu, gpu, mps, auto.")] = "cpu",
+    devices: Annotated[str, typer.Option(help="Of Lightning's Trainer: a count, 0,1, or auto.")] = "1",
+    precision: Annotated[str, typer.Option(help="Of the Trainer: 32-true, bf16-mixed, 16-mixed.")] = "32-true",
+    checkpoints: Annotated[Path | None, typer.Option(help="Work folder for a network's checkpoints and logs.")] = None,
+    resume: Resume = False,
+    logger: Annotated[
+        str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Of XGBoost: cpu or cuda.")] = "cpu",
+    out_of_core: Annotated[
+        bool | None, typer.Option(help="XGBoost reads its rows in pieces from disk; default: where they are many.")
+    ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -32,25 +82,100 @@ def train(
     from ..policies.costs import Profile
 
     costs = Profile.load(profile)
+    if resume and checkpoints is None:
+        raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
+    if tune is None and policy:
+        raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
     from ..train.evaluate import load_traces
-    from ..train.run import train as run
+    from ..train.fitting import FitOptions
 
+    fit = FitOptions(
+        accelerator, devices, precision, _positive("--epochs", epochs), _positive("--batch-size", batch_size),
+        _positive("--learning-rate", learning_rate), checkpoints, resume, logger, device, out_of_core, _params(param),
+    )  # fmt: skip
+    common: dict[str, Any] = {
+        "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
+    }  # fmt: skip
     with progress_bars(quiet or json) as progress:
-        trained = run(
-            load_traces(traces),
-            costs,
-            head=head,
-            out=out,
-            rule=rule,
-            threshold=threshold,
-            features=feature or None,
-            name=name,
-            seed=seed,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        opened = [load_traces(path) for path in traces]
+        if tune is not None:
+            single = [threshold, *vector, mixed]
+            if any(value is not None for value in single):
+                raise InputError("--tune: leave out --threshold, --vector and --mixed; it finds thresholds by itself")
+            trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
+        else:
+            from ..train.run import train as run
+
+            trained = run(
+                opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, vectors=vector or None,
+                folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
+                progress=progress, **common,
+            )  # fmt: skip
     save_config(out)
     if json:
         print_json(trained.metrics)
     else:
-        table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(trained.metrics))
+        show_trained(trained, out)
+
+
+def _tuned(
+    traces: Sequence[Any], costs: Any, asked: tuple[int, str, str, list[str], int], common: dict[str, Any],
+    progress: Progress,
+) -> Trained:  # fmt: skip
+    from ..train.search import RULE_CHOICES, SearchOptions, spec_of, train_best
+
+    trials, heads, rules, specs, folds = asked
+    options = SearchOptions(
+        trials, tuple((heads or HEADS).split(",")), tuple(rules.split(",")) if rules else RULE_CHOICES, tuple(specs), folds
+    )  # fmt: skip
+    trained, found = train_best(traces, costs, options, progress=progress, **common)
+    if not found.best.rule:
+        from .console import say
+
+        say(f"the fastest of all trials is the policy {spec_of(found.best)}; the best head is saved")
+    return trained
+
+
+def show_trained(trained: Trained, out: Path) -> None:
+    """Print what was trained: the metrics, reliability by depth and temperature, and the trials of a search."""
+    metrics = trained.metrics
+    plain = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+    table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(plain))
+    for key, title in (
+        ("reliability", "Survival by depth, of prompts that neither head nor calibration has seen"),
+        ("trials", "Trials, replayed on prompts left out, the best first"),
+    ):
+        rows = metrics.get(key)
+        if rows:
+            names = list(rows[0])
+            shown = [name for name in names if any(row.get(name) is not None for row in rows)]
+            table(
+                title, [name.replace("_", " ") for name in shown], [[_cell(row.get(n)) for n in shown] for row in rows]
+            )
+    output().print(f"the policy is in {out}; its README.md has these tables")
+
+
+def _cell(value: Any) -> str:
+    return "all" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _positive(option: str, value: Any) -> Any:
+    if value is not None and not value > 0:
+        raise InputError(f"{option}: expected more than 0, not {value}")
+    return value
+
+
+def _params(texts: Sequence[str]) -> dict[str, Any]:
+    """Return hyper-parameters from key=value: whole numbers, numbers, or words."""
+    params: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise InputError(f"--param: expected key=value, not {text!r}")
+        for kind in (int, float, str):
+            try:
+                params[key] = kind(value)
+                break
+            except ValueError:
+                continue
+    return params

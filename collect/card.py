@@ -58,7 +58,14 @@ def _facts(header: Header) -> dict[str, Any]:
         "shards": header.shards,
         "schema version": header.schema,
         "features": ", ".join((*header.anchor_features, *header.features)),
+        "hidden states": hidden_text(header),
     }
+
+
+def hidden_text(header: Header) -> str:
+    """Return which hidden states a trace has, with their shape in a row."""
+    shapes = {name: " x ".join(map(str, header.vector_shape(name))) for name in header.vectors}
+    return ", ".join(f"{name} ({shape}, float16)" for name, shape in shapes.items()) or "none"
 
 
 def _model(name: str) -> str:

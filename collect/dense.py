@@ -15,6 +15,7 @@ from torch import Tensor
 from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..policies.features import ANCHOR_FEATURES, Rows, compute
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .unroll import Anchors, Unroller
 
 
@@ -36,14 +37,16 @@ def dense_rows(
     bytes_each = longest * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
     side_by_side = max(1, min(len(batch), unroller.memory_bytes // bytes_each))
     chunks = []
+    hidden, temperature = TARGET_HIDDEN in unroller.vectors, unroller.temperature
     for start in range(0, len(batch), side_by_side):
         part = batch[start : start + side_by_side]
-        texts = plain_texts(pair, [b[3] for b in part], [b[4] for b in part], longest, unroller.temperature)
-        for one, text, rows in zip(part, texts.tokens, texts.logits, strict=True):
+        texts = plain_texts(pair, [b[3] for b in part], [b[4] for b in part], longest, temperature, hidden=hidden)
+        states = [None] * len(part) if texts.states is None else texts.states
+        for one, text, rows, state in zip(part, texts.tokens, texts.logits, states, strict=True):
             last = min(len(text), max_new_tokens)
             if last > 1:
                 anchor = torch.arange(1, last, device=pair.device)
-                chunks.append(text_columns(unroller, one, text, rows[: len(text)], last, anchor))
+                chunks.append(text_columns(unroller, one, text, rows[: len(text)], last, anchor, state))
     return chunks
 
 
@@ -54,6 +57,7 @@ def text_columns(
     target_rows: Tensor,
     last: int,
     anchor: Tensor,
+    target_states: Tensor | None = None,
 ) -> Mapping[str, Any]:
     """Return the columns of one text.
 
@@ -64,6 +68,7 @@ def text_columns(
         target_rows: [L, V], the target's row that each was drawn from.
         last: tokens of the text that count.
         anchor: [n] of 1 .. last - 1, rising.
+        target_states: [L, H] float16, the hidden states of `target_rows`, if the unroller is to record them.
     """
     sequence, name, group, prompt, key = one
     trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key), target_rows)
@@ -88,4 +93,8 @@ def text_columns(
     }
     columns.update(zip(ANCHOR_FEATURES, compute(ANCHOR_FEATURES, anchor_rows).unbind(1), strict=True))
     columns.update(zip(unroller.features, trees.features.unbind(2), strict=True))
+    if trees.hidden is not None:
+        columns[DRAFT_HIDDEN] = trees.hidden
+    if target_states is not None:
+        columns[TARGET_HIDDEN] = target_states[anchor - 1]
     return {key_: v.cpu().numpy() if isinstance(v, Tensor) else v for key_, v in columns.items()}

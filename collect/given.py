@@ -12,6 +12,7 @@ from ..decode.cache import CachedModel
 from ..decode.noise import gumbel, match_scores
 from ..decode.pair import Pair
 from ..policies.errors import InputError
+from ..policies.vectors import TARGET_HIDDEN, stored
 from .dense import text_columns
 from .unroll import Unroller
 
@@ -46,13 +47,13 @@ def completion_rows(
         last = min(len(text), max_new_tokens)
         if last < 2:
             continue
-        rows = target_rows(pair, prompt, text)
+        rows, states = target_rows(pair, prompt, text, TARGET_HIDDEN in unroller.vectors)
         own = _own_tokens(pair, rows, len(prompt), key, unroller.temperature).tolist()
         anchors = own_anchors(text, own, last, unroller.depth, ended=text[-1] in pair.eos)
         if not anchors:
             continue
         anchor = torch.tensor(anchors, device=pair.device)
-        chunks.append(text_columns(unroller, (sequence, name, group, prompt, key), text, rows, last, anchor))
+        chunks.append(text_columns(unroller, (sequence, name, group, prompt, key), text, rows, last, anchor, states))
     return chunks
 
 
@@ -76,10 +77,11 @@ def own_anchors(text: Sequence[int], own: Sequence[int], last: int, depth: int, 
     return out
 
 
-def target_rows(pair: Pair, prompt: list[int], text: list[int]) -> Tensor:
-    """Return [L, V], the target's rows that each token of the text would be drawn from."""
-    model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary)
-    return model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
+def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Return [L, V], the target's rows that each token of the text would be drawn from, and their states [L, H] float16."""
+    model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary, hidden)
+    rows = model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
+    return rows, None if model.states is None else stored(model.states[0, -len(text) :])
 
 
 def _own_tokens(pair: Pair, rows: Tensor, start: int, key: int, temperature: float) -> Tensor:

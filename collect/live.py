@@ -12,6 +12,7 @@ from torch import Tensor
 from ..decode.candidates import Candidates
 from ..decode.decide import Logits
 from ..decode.drafters import Drafter
+from ..decode.hidden import vector_widths
 from ..decode.loop import Speculator
 from ..decode.modes import find_mode, resolve_mode
 from ..decode.observer import Seen
@@ -22,6 +23,7 @@ from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, Rows, compute
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors, stored
 from .explore import Exploring, exploring
 from .schema import TIMES
 from .unroll import node_features
@@ -38,12 +40,20 @@ class Recorder:
         temperature: of the sampling.
         match: whether labels are comparisons with the target's own tokens.
         deferred: whether the roots of a round are the tree's first level, as `Verification.deferred` says.
+        widths: H of each hidden state to record.
     """
 
     def __init__(
-        self, tree: Topology, features: Sequence[str], temperature: float, match: bool, deferred: bool = False
+        self,
+        tree: Topology,
+        features: Sequence[str],
+        temperature: float,
+        match: bool,
+        deferred: bool = False,
+        widths: Mapping[str, int] | None = None,
     ) -> None:
         self.tree, self.features, self.temperature = tree, tuple(features), temperature
+        self._widths = dict(widths or {})
         self.match, self._first = match, 0 if deferred else 1
         self.rows: list[Row] = []
         self._levels: list[tuple[list[int], Logits]] = []
@@ -65,6 +75,11 @@ class Recorder:
         row["tokens"][[node[p] for p in drawn]] = [found.tokens[p] for p in drawn]
         row["drawn"][[node[p] for p in drawn]] = True
         row["sent"][[node[p] for p in drawn if p in sent]] = True
+        if DRAFT_HIDDEN in self._widths:
+            row[DRAFT_HIDDEN] = np.zeros((nodes, self._widths[DRAFT_HIDDEN]), dtype=np.float16)
+        if TARGET_HIDDEN in self._widths:
+            assert seen.anchor_hidden is not None
+            row[TARGET_HIDDEN] = stored(seen.anchor_hidden[0]).cpu().numpy()
         self._label(row, seen, node, drawn)
         self._measure(row, seen, node, levels)
         tokens = torch.tensor([found.tokens[0]], device=seen.anchor_row.device)
@@ -115,6 +130,9 @@ class Recorder:
             for name, values in zip(self.features, compute(self.features, rows).unbind(1), strict=True):
                 row[name][at] = values.cpu().numpy()
             row["draft_prob"][at] = rows.drawn_prob.float().cpu().numpy()
+            if DRAFT_HIDDEN in self._widths:
+                assert logits.states is not None
+                row[DRAFT_HIDDEN][at] = stored(logits.states[owner]).cpu().numpy()
             known = [i for i, place in enumerate(places) if found.parent[place] in behind]
             if not known:
                 continue
@@ -137,6 +155,7 @@ class LiveCollector:
         explore: share of the rounds that are drafted to full depth whatever the policy says.
         profile: supplies the modelled seconds that some policies observe.
         drafter: the pair's draft model by default.
+        vectors: hidden states to record (`policies.vectors`).
     """
 
     def __init__(
@@ -147,6 +166,7 @@ class LiveCollector:
         explore: float = 0.0,
         profile: Profile | None = None,
         drafter: Drafter | None = None,
+        vectors: Sequence[str] = (),
     ) -> None:
         if not 0.0 <= explore <= 1.0:
             raise InputError(f"--explore: expected a share between 0 and 1, not {explore}")
@@ -157,9 +177,17 @@ class LiveCollector:
         names = node_features(self.tree)
         self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
         self.label, self.verification = mode.label, name
-        self._recorder = Recorder(self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred)
+        widths = vector_widths(pair, check_vectors(vectors))
+        match = mode.name == "match"
+        self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
-        self._speculator = Speculator(pair, runs, settings, profile, drafter=drafter, observer=marking)
+        self._speculator = Speculator(
+            pair, runs, settings, profile, drafter=drafter, observer=marking, vectors=tuple(widths)
+        )
+
+    def begin(self) -> None:
+        """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
+        self._speculator.renew()
 
     def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.

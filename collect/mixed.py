@@ -18,6 +18,7 @@ from ..decode.noise import mix as scramble
 from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..policies.features import CHAIN_FEATURES, Rows, compute
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, stored
 from .dense import text_columns
 from .unroll import Unroller
 
@@ -31,6 +32,7 @@ def mixed_rows(
     max_new_tokens: int,
     temperature: float,
     share: float,
+    vectors: Sequence[str] = (),
 ) -> list[Mapping[str, Any]]:
     """Return the rows of a batch of prompts: one candidate a position.
 
@@ -40,17 +42,20 @@ def mixed_rows(
         max_new_tokens: limit of each text.
         temperature: of the sampling.
         share: of the target's tokens in what the draft reads.
+        vectors: hidden states to record; the draft's are those behind the mixed text as well.
     """
-    unroller = Unroller(pair, 1, temperature)
-    texts = plain_texts(pair, [b[3] for b in batch], [b[4] for b in batch], max_new_tokens + 1, temperature)
+    unroller = Unroller(pair, 1, temperature, vectors=[name for name in vectors if name != DRAFT_HIDDEN])
+    ids, keys, limit = [b[3] for b in batch], [b[4] for b in batch], max_new_tokens + 1
+    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in vectors)
+    states = [None] * len(batch) if texts.states is None else texts.states
     chunks = []
-    for one, text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
+    for one, text, rows, state in zip(batch, texts.tokens, texts.logits, states, strict=True):
         last = min(len(text), max_new_tokens)
         if last < 2:
             continue
         anchor = torch.arange(1, last, device=pair.device)
-        columns = text_columns(unroller, one, text, rows[: len(text)], last, anchor)
-        chunks.append(_mixed(pair, columns, one, text[:last], temperature, share))
+        columns = text_columns(unroller, one, text, rows[: len(text)], last, anchor, state)
+        chunks.append(_mixed(pair, columns, one, text[:last], temperature, share, DRAFT_HIDDEN in vectors))
     return chunks
 
 
@@ -61,8 +66,9 @@ def _mixed(
     text: list[int],
     temperature: float,
     share: float,
+    hidden: bool,
 ) -> Mapping[str, Any]:
-    """Return the columns with the features of the draft behind the mixed text."""
+    """Return the columns with the features (and hidden states) of the draft behind the mixed text."""
     prompt, key = one[3], one[4]
     own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
     at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)
@@ -70,13 +76,15 @@ def _mixed(
     is_own = chance >= share
     read = torch.where(is_own, own, torch.tensor(text[1:], device=pair.device))
     ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
-    model = CachedModel(pair.draft, ids.shape[1], pair.vocabulary)
+    model = CachedModel(pair.draft, ids.shape[1], pair.vocabulary, hidden)
     logits = model.read(ids, rows=len(text) - 1)[0]
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
     scores, alone = match_scores(logits, temperature, noise), torch.ones_like(own)
     # The sample is seldom the best of these rows, so its own score must be looked up: as of an only child.
     rows = Rows(logits, temperature, scores, own, torch.zeros_like(logits[:, 0]), 1, None, 0 * alone, alone)
     features = compute(CHAIN_FEATURES, rows).cpu().numpy()
-    made = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
+    made: dict[str, Any] = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
+    if model.states is not None:
+        made[DRAFT_HIDDEN] = stored(model.states[0, -len(own) :]).cpu().numpy()
     before = torch.cat([torch.zeros_like(is_own[:1]), is_own[:-1]])  # whether the last token read was the draft's
     return {**columns, **made, "mixed": before.cpu().numpy()}

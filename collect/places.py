@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..decode.noise import gumbel
 from ..decode.pair import Pair
 from ..decode.topology import Topology
 from ..policies.features import compute
+from ..policies.vectors import stored
 from .wide import PRE_FEATURES, LevelNodes, WideRows
 
 BYTES_PER_SCORE = 48
@@ -47,6 +48,7 @@ class Unrolled:
         overlap: [n, N], sum over tokens of min(p, q).
         labelled: [n, N] bool, the parent is on the text and the text goes on; elsewhere p and overlap are 0.
         accepted: [n, N] bool, the node is on the text.
+        hidden: [n, N, H] float16, the draft's hidden states, if asked for.
     """
 
     tokens: Tensor
@@ -56,6 +58,7 @@ class Unrolled:
     overlap: Tensor
     labelled: Tensor
     accepted: Tensor
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Job:
         features: recorded at each node.
         temperature: of the sampling.
         memory_bytes: budget for rows as wide as the vocabulary.
+        hidden: H of the draft's hidden states, to keep them as well; 0 = not.
     """
 
     pair: Pair
@@ -75,6 +79,7 @@ class Job:
     features: tuple[str, ...]
     temperature: float
     memory_bytes: int
+    hidden: int = 0
 
 
 class Places:
@@ -110,6 +115,7 @@ class Places:
         self.pre = torch.zeros(*size, len(PRE_FEATURES), device=device)
         self.top = torch.zeros(*size, most, dtype=dtype, device=device)
         self.prob, self.logprob = (torch.zeros(*size, self.width, dtype=dtype, device=device) for _ in range(2))
+        self.hidden = torch.zeros(*size, job.hidden, dtype=torch.float16, device=device) if job.hidden else None
         self.key, self.noise = anchors.key, None
         places = self.count + self.shape.deepest
         if self.temperature > 0 and places * self.pair.vocabulary * BYTES_PER_SCORE <= job.memory_bytes:
@@ -137,7 +143,7 @@ class Places:
             ids = torch.tensor([self.text[begin:end]], device=self.pair.device)
             logits = model.read(ids, rows=len(place))[0]
             begin = end
-            self._record(logits, place, torch.zeros_like(place), 1)
+            self._record(logits, model.states, place, torch.zeros_like(place), 1)
             known = max(0, min(len(place), len(target_rows) - self.first - start))
             p, q = (self._sampled(rows[:known]) for rows in (target_rows[self.first + start :], logits))
             here = place[:known]
@@ -186,10 +192,10 @@ class Places:
             mask = torch.cat([columns <= position[index][:, None], own], 1)
             at = position[index] + depth
             logits = model.read(tokens[None], 0, backend_mask(mask[None, None], self.pair.draft), at[None])[0]
-            self._record(logits, place, row, depth + 1)
+            self._record(logits, model.states, place, row, depth + 1)
 
-    def _record(self, logits: Tensor, place: Tensor, row: Tensor, depth: int) -> None:
-        """Note what is proposed below (place, row): tokens of depth `depth` behind the place."""
+    def _record(self, logits: Tensor, states: Tensor | None, place: Tensor, row: Tensor, depth: int) -> None:
+        """Note what is proposed below (place, row), tokens of depth `depth` behind the place, and the last of the states."""
         rows = WideRows(logits, self.temperature)
         sampled = None
         if self.temperature == 0:
@@ -206,6 +212,9 @@ class Places:
         rows.tokens = top.indices[:, : self.width]
         spot = (place, self.at[row])
         self.token[spot], self.top[spot], self.pre[spot] = rows.tokens, top.values, compute(PRE_FEATURES, rows)
+        if self.hidden is not None:
+            assert states is not None
+            self.hidden[spot] = stored(states[0, -len(logits) :])
         self.logprob[spot] = rows.drawn_logprob
         self.prob[spot] = rows.of_drawn(sampled).exp() if sampled is not None else rows.drawn_logprob.exp()
 
@@ -214,6 +223,7 @@ class Places:
         place, row = start[:, None], torch.zeros_like(start)[:, None]  # [n, B] of the level above
         logprob = self.prob.new_zeros(len(start), 1)
         levels = []
+        hidden = None if self.hidden is None else self.hidden.new_empty(len(start), tree.nodes, self.hidden.shape[-1])
         for depth in range(1, tree.deepest + 1):
             level = tree.levels[depth]
             above = [tree.parent[at] for at in level]
@@ -235,9 +245,12 @@ class Places:
             features = torch.cat([self.pre[place, fed], post.features(self.names[len(PRE_FEATURES) :])], -1)
             p, overlap = self.target_prob[place, rank] * known, self.overlap[place] * known
             levels.append((token, features, prob, p, overlap, known, match))
+            if hidden is not None and self.hidden is not None:
+                hidden[:, level[0] - 1 : level[-1]] = self.hidden[place, fed]
             place = torch.where(match, (place + 1).clamp_max(self.count - 1), place)
             row = torch.where(match, 0, self.child[row, rank])
-        return Unrolled(*(torch.cat(values, 1) for values in zip(*levels, strict=True)))
+        made = Unrolled(*(torch.cat(values, 1) for values in zip(*levels, strict=True)))
+        return made if hidden is None else replace(made, hidden=hidden)
 
 
 def _chunks(rows: Tensor, most: int) -> Sequence[Tensor]:

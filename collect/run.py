@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..decode.hidden import vector_widths
 from ..decode.noise import stream_key
 from ..decode.pair import Pair
 from ..decode.settings import Settings
@@ -21,6 +22,7 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.progress import Progress, silent
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
 from .prompts import Prompt, encode
 from .schema import Header, parents
 from .shards import Plan, Work, record
@@ -28,6 +30,8 @@ from .store import Trace
 from .ways import choose_way
 
 PROMPTS_PER_SHARD = 32
+SHARD_BYTES = 1 << 29
+"""Hidden states of a shard, at most, unless the number of shards is given: a shard is held in memory until it is written."""
 
 
 def collect(
@@ -53,6 +57,7 @@ def collect(
     explore: float = 0.0,
     mix: float = 0.0,
     completions: Mapping[str, str] | None = None,
+    vectors: Sequence[str] = (),
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -70,7 +75,7 @@ def collect(
         overwrite: delete what is there.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions: see `plan_run`.
+        collector, policy, verification, explore, mix, completions, vectors: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, or the folder not empty.
@@ -93,6 +98,7 @@ def collect(
         explore=explore,
         mix=mix,
         completions=completions,
+        vectors=vectors,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -116,6 +122,7 @@ def plan_run(
     explore: float = 0.0,
     mix: float = 0.0,
     completions: Mapping[str, str] | None = None,
+    vectors: Sequence[str] = (),
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -128,7 +135,8 @@ def plan_run(
         temperature: 0 = greedy, else sampling with keyed noise.
         max_new_tokens: limit of each text.
         seed: of the streams.
-        shards: number of shards; by default one for every 32 prompts.
+        shards: number of shards; by default one for every 32 prompts, more of them where hidden states make them large, and
+            one in all for a policy that carries its state from text to text: with each shard it starts anew.
         source: where the prompts are from, for the data card.
         collector: "dense", or "live" for the rounds of the running loop, with their times.
         policy: of a live run; by default one that drafts to full depth.
@@ -137,9 +145,12 @@ def plan_run(
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
         completions: text behind each prompt, by prompt id, to label in the place of the target's own.
+        vectors: hidden states to record (`policies.vectors`), in float16: 2 bytes x width for the target's, and 2 bytes x
+            width x nodes for the draft's, at each anchor.
 
     Raises:
         InputError: an option is out of range, or a prompt is too long.
+        PolicyError: an unknown vector.
     """
     if depth < 1:
         raise InputError(f"--depth: expected 1 or more, not {depth}")
@@ -153,9 +164,11 @@ def plan_run(
         raise InputError("--prompts: expected at least one prompt")
     topology = chain(depth) if tree is None else parse_tree(tree)
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
-    count = shards or max(1, -(-len(prompts) // PROMPTS_PER_SHARD))
     settings = Settings(temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree)
-    way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions)
+    widths = vector_widths(pair, check_vectors(vectors, "--hidden"))
+    way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths))
+    carries = policy is not None and policy.carries
+    count = shards or (1 if carries else _shard_count(len(prompts), max_new_tokens, widths, topology.nodes))
     header = Header(
         target=target,
         draft=draft,
@@ -171,6 +184,7 @@ def plan_run(
         shards=count,
         prompts=len(prompts),
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
+        vectors=widths,
         **way.header,
         facts={**facts(pair), "prompts from": source},
     )
@@ -178,7 +192,13 @@ def plan_run(
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
-    return Plan(header, tuple(map(tuple, work)), way.rows)
+    return Plan(header, tuple(map(tuple, work)), way.rows, way.begin)
+
+
+def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
+    """Return how many shards a run has unless it is told."""
+    row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))
+    return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * tokens * row_bytes // SHARD_BYTES))
 
 
 def reading_room(pair: Pair, new_tokens: int) -> int:

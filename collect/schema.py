@@ -5,12 +5,15 @@ siblings in falling order of their scores (for a chain: depths 1..K). Every draw
 rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
 `target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (Under verifications
 other than `match`, `target_prob` is known wherever the target has read the node.)
+
+Hidden states are columns of their own where they were asked for: float16, the nodes' one behind the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +23,14 @@ import pyarrow as pa
 
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
+from ..policies.features import Kind
+from ..policies.vectors import VECTORS
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+BEFORE_VECTORS = 2
+"""The version without `vectors`: read as one that has none."""
+
+_WIDEST = 1 << 20
 HEADER_KEY = b"specstop"
 
 TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
@@ -50,6 +59,7 @@ class Header:
         policy: that a live run was under, "" for dense traces.
         explore: share of its rounds that were drafted to full depth whatever the policy said.
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
+        vectors: width of each hidden state that is recorded (`policies.vectors`).
         facts: device, dtype, threads, versions.
     """
 
@@ -74,6 +84,7 @@ class Header:
     policy: str = ""
     explore: float = 0.0
     mix: float = 0.0
+    vectors: Mapping[str, int] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,6 +102,11 @@ class Header:
     def has_every_anchor(self) -> bool:
         """Whether each position of a text has its row, so that any policy can be replayed."""
         return self.collector == "dense" and self.texts == "target"
+
+    def vector_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a recorded vector in a row: [N, H], or [H] for one of the anchor."""
+        width = self.vectors[name]
+        return (width,) if VECTORS[name].kind is Kind.ANCHOR else (len(self.topology), width)
 
     def to_json(self) -> str:
         """Return the header as JSON."""
@@ -113,11 +129,13 @@ class Header:
         except ValueError as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
         version = raw.get("schema") if isinstance(raw, dict) else None
-        if version != SCHEMA_VERSION:
+        if version not in (BEFORE_VECTORS, SCHEMA_VERSION) or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {version!r}, but this specstop reads schema {SCHEMA_VERSION}; "
-                "collect it again, or use the version that wrote it"
+                f"{where}: the trace has schema {version!r}, but this specstop reads schema {BEFORE_VECTORS} and "
+                f"{SCHEMA_VERSION}; collect it again, or use the version that wrote it"
             )
+        if version == BEFORE_VECTORS and "vectors" not in raw:
+            raw |= {"schema": SCHEMA_VERSION, "vectors": {}}
         names = {f.name for f in dataclasses.fields(Header)}
         if set(raw) != names:
             raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")
@@ -125,6 +143,11 @@ class Header:
         for name, value in raw.items():
             if not _fits(value, kinds[name]):
                 raise TraceError(f"{where}: the header has {value!r} as {name}")
+        for name, width in raw["vectors"].items():
+            if name not in VECTORS or not 0 < width <= _WIDEST:
+                raise TraceError(
+                    f"{where}: the header has a vector {name!r} of width {width}; known: {', '.join(VECTORS)}"
+                )
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
         }
@@ -136,9 +159,12 @@ def _fits(value: Any, kind: Any) -> bool:
     outer = get_origin(kind) or kind
     if outer is tuple:
         return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
+    if outer is abc.Mapping:
+        held = get_args(kind)[1]
+        return isinstance(value, dict) and (held is Any or all(_fits(item, held) for item in value.values()))
     if outer is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, dict if outer is abc.Mapping else outer) and not isinstance(value, bool)
+    return isinstance(value, outer) and not isinstance(value, bool)
 
 
 def chain(depth: int) -> tuple[int, ...]:
@@ -168,6 +194,7 @@ def arrow_schema(header: Header) -> pa.Schema:
         ("tokens", per_node(pa.int32())),
         *((name, pa.float32()) for name in header.anchor_features),
         *((name, per_node(pa.float32())) for name in header.features),
+        *((name, pa.list_(pa.float16(), math.prod(header.vector_shape(name)))) for name in header.vectors),
         ("draft_prob", per_node(pa.float32())),
         ("target_prob", per_node(pa.float32())),
         ("overlap", per_node(pa.float32())),  # sum over tokens of min(p, q)

@@ -19,6 +19,10 @@ Work = tuple[int, str, str, list[int], int]
 """One prompt to collect: sequence, prompt id, group, token ids, stream key."""
 
 
+def nothing() -> None:
+    """Do nothing: what most ways to collect have to do before a shard."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A run, checked before anything is written.
@@ -27,11 +31,13 @@ class Plan:
         header: of its trace.
         work: the prompts of each shard.
         rows: returns the rows of a batch of prompts, as column chunks.
+        begin: called before the first batch of each shard, whose rows must not depend on other shards.
     """
 
     header: Header
     work: tuple[tuple[Work, ...], ...]
     rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
+    begin: Callable[[], None] = nothing
 
     def batches(self, index: int) -> Iterator[Sequence[Work]]:
         """Yield the batches of a shard; they never cross it."""
@@ -88,6 +94,7 @@ def record(
         if stop():
             break
         chunks: list[Mapping[str, Any]] = []
+        plan.begin()
         for batch in plan.batches(index):
             chunks += plan.rows(batch)
             done += len(batch)

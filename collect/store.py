@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from ..policies.errors import InputError, TraceError
 from ..policies.files import STAGE_PREFIX, claim_folder
+from ..policies.vectors import VECTORS
 from .card import CARD_FILE, data_card
 from .checksums import (
     Checked,
@@ -89,7 +90,15 @@ def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 def write_table(table: pa.Table, where: Any) -> None:
     """Write a shard's table to a path or a buffer: the one place that chooses how a shard is encoded."""
-    pq.write_table(table, where, compression="zstd")
+    leaf = {f.name: f"{f.name}.list.element" if pa.types.is_fixed_size_list(f.type) else f.name for f in table.schema}
+    hidden = [leaf[name] for name in leaf if name in VECTORS]
+    if not hidden:
+        pq.write_table(table, where, compression="zstd")
+        return
+    # Numbers of two bytes that seldom repeat: their high bytes are much alike, which a dictionary would hide.
+    plain = [path for path in leaf.values() if path not in hidden]
+    split = dict.fromkeys(hidden, "BYTE_STREAM_SPLIT")
+    pq.write_table(table, where, compression="zstd", use_dictionary=plain, column_encoding=split)
 
 
 def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -162,6 +171,22 @@ class Trace:
             path = shard_path(self.folder, index, self.header.shards)
             try:
                 yield pq.read_table(path, columns=None if columns is None else list(columns), memory_map=True)
+            except (OSError, pa.ArrowInvalid) as error:
+                what = str(error).splitlines()[0]
+                raise TraceError(damaged_text(self.folder, self.header, index, what)) from None
+
+    def blocks(self, name: str, rows: int) -> Iterator[pa.Array]:
+        """Yield a column in order, at most so many rows at a time, for one that is too wide to be read whole."""
+        if "rows" in vars(self):
+            for chunk in self.table([name]).column(0).chunks:
+                yield from (chunk.slice(start, rows) for start in range(0, len(chunk), rows))
+            return
+        for index in sorted(finished(self.folder, self.header)):
+            path = shard_path(self.folder, index, self.header.shards)
+            try:
+                with pq.ParquetFile(path, memory_map=True) as file:
+                    for batch in file.iter_batches(rows, columns=[name]):
+                        yield batch.column(0)
             except (OSError, pa.ArrowInvalid) as error:
                 what = str(error).splitlines()[0]
                 raise TraceError(damaged_text(self.folder, self.header, index, what)) from None

@@ -8,14 +8,18 @@ one forward under a mask that lets each see its prefix and its own branch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..decode.cache import CachedModel
+from ..decode.hidden import hidden_width
 from ..decode.pair import Pair
 from ..decode.topology import Topology, chain
 from ..policies.errors import InputError
 from ..policies.features import CHAIN_FEATURES, TREE_FEATURES
+from ..policies.vectors import DRAFT_HIDDEN
 from .places import BYTES_PER_SCORE, Anchors, Job, Places, Unrolled
 
 __all__ = ["Anchors", "Unrolled", "Unroller", "closure", "node_features"]
@@ -35,6 +39,7 @@ class Unroller:
         tree: the candidates of a round; a number = a chain of that depth.
         temperature: of the sampling.
         memory_bytes: budget for the rows of a forward.
+        vectors: hidden states to record (`policies.vectors`).
 
     Attributes:
         tree: the topology.
@@ -42,7 +47,13 @@ class Unroller:
     """
 
     def __init__(
-        self, pair: Pair, tree: int | Topology, temperature: float, memory_bytes: int = 1 << 28, rows: int | None = None
+        self,
+        pair: Pair,
+        tree: int | Topology,
+        temperature: float,
+        memory_bytes: int = 1 << 28,
+        rows: int | None = None,
+        vectors: Sequence[str] = (),
     ) -> None:
         self.pair, self.temperature, self.memory_bytes = pair, temperature, memory_bytes
         self.tree = chain(tree) if isinstance(tree, int) else tree
@@ -52,8 +63,10 @@ class Unroller:
         self._shape = closure(self.tree)
         most = _MOST_ROWS.get(pair.device.type, 512) if rows is None else rows
         self._rows = max(8, min(most, memory_bytes // (BYTES_PER_SCORE * pair.vocabulary)))
-        self._model = CachedModel(pair.draft, 0, pair.vocabulary)
-        self._job = Job(pair, self._shape, self.features, temperature, memory_bytes)
+        self.vectors = tuple(vectors)
+        self._hidden = hidden_width(pair.draft) if DRAFT_HIDDEN in vectors else 0
+        self._model = CachedModel(pair.draft, 0, pair.vocabulary, bool(self._hidden))
+        self._job = Job(pair, self._shape, self.features, temperature, memory_bytes, self._hidden)
 
     @property
     def depth(self) -> int:
@@ -79,7 +92,7 @@ class Unroller:
     def _room(self, tokens: int, nodes: int) -> CachedModel:
         capacity = tokens + self._rows * nodes
         if self._model.capacity < capacity:
-            self._model = CachedModel(self.pair.draft, capacity + 64, self.pair.vocabulary)
+            self._model = CachedModel(self.pair.draft, capacity + 64, self.pair.vocabulary, bool(self._hidden))
         self._model.roll_back(0)
         return self._model
 

@@ -16,6 +16,7 @@ from .dense import dense_rows
 from .given import completion_rows
 from .live import LiveCollector
 from .mixed import mixed_rows
+from .shards import nothing
 from .unroll import Unroller, node_features
 
 Batch = Sequence[tuple[int, str, str, list[int], int]]
@@ -30,11 +31,13 @@ class Way:
         features: recorded at each node.
         rows: the rows of a batch, as column chunks.
         header: what its header has beside what all have.
+        begin: called before each shard.
     """
 
     features: tuple[str, ...]
     rows: Callable[[Batch], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
+    begin: Callable[[], None] = nothing
 
 
 def choose_way(
@@ -46,6 +49,7 @@ def choose_way(
     explore: float,
     mix: float,
     completions: Mapping[str, str] | None,
+    vectors: Sequence[str] = (),
 ) -> Way:
     """Return the way that the options ask for; arguments as of `run.plan_run`.
 
@@ -57,7 +61,7 @@ def choose_way(
     if collector == "live":
         if mix or completions is not None:
             raise InputError("--mix and --completions: for the dense collector; leave out --collector live")
-        return _live(pair, policy or FixedLength(tree.deepest), settings, explore)
+        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, vectors)
     if policy is not None or explore or settings.verification != "match":
         raise InputError(
             "--policy, --explore and --verification: give --collector live with them; dense traces serve any policy"
@@ -66,8 +70,10 @@ def choose_way(
     if mix:
         if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None:
             raise InputError("--mix: expected a share between 0 and 1, --depth 1, and no --completions")
-        return Way(features, lambda batch: mixed_rows(pair, batch, limit, settings.temperature, mix), {"mix": mix})
-    unroller = Unroller(pair, tree, settings.temperature)
+        return Way(
+            features, lambda batch: mixed_rows(pair, batch, limit, settings.temperature, mix, vectors), {"mix": mix}
+        )
+    unroller = Unroller(pair, tree, settings.temperature, vectors=vectors)
     if completions is not None:
         given = dict(completions)
         return Way(
@@ -76,8 +82,8 @@ def choose_way(
     return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit))
 
 
-def _live(pair: Pair, policy: StopPolicy, settings: Settings, explore: float) -> Way:
-    made = LiveCollector(pair, policy, settings, explore)
+def _live(pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str]) -> Way:
+    made = LiveCollector(pair, policy, settings, explore, vectors=vectors)
     header = {
         "collector": "live",
         "policy": policy.name,
@@ -85,4 +91,4 @@ def _live(pair: Pair, policy: StopPolicy, settings: Settings, explore: float) ->
         "verification": made.verification,
         "label": made.label,
     }
-    return Way(made.features, made.rows, header)
+    return Way(made.features, made.rows, header, made.begin)

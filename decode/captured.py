@@ -91,10 +91,12 @@ class CapturedModel(CachedModel):
         call.slots.copy_(self._positions[0, start:end])
         call.mask[..., :end] = mask
         call.mask[..., end:] = self._hidden_value
-        logits, self.states = call.run()
+        logits, states = call.run()
         for layer in self._layers:
             layer.length = end
-        return logits.clone()  # the buffer is written again by the next call of this size
+        if states is not None:
+            self.states = states.clone()
+        return logits.clone()  # the buffers are written again by the next call of this size
 
     def _buffers(self, count: int, rows: int) -> _Call:
         """Return the buffers of calls with `count` tokens; short ones are kept, and recorded on CUDA."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..policies.errors import SpecstopWarning
 from ..policies.features import Layout, Rows, compute
 from ..policies.history import HistoryOne
 from ..policies.single import Reader, Row
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, seen
 from .candidates import Candidates
 from .guard import best_fixed, describe, make_watch
 from .settings import Text
@@ -23,18 +24,20 @@ from .settings import Text
 
 @dataclass(slots=True)
 class Base:
-    """What is known of a round before drafting: `columns` [1, .] as a tensor, or `row` as numbers."""
+    """What is known of a round before drafting: `columns` [1, .] as a tensor, or `row` as numbers; `hidden` [1, H]."""
 
     columns: Tensor | None = None
     row: list[float] | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Level:
-    """The tokens of one depth as their features are computed from them: the places, and a row for each."""
+    """The tokens of one depth as features are computed from them: the places, a row for each, and [R, H] `states`."""
 
     places: Sequence[int]
     rows: Rows | Row
+    states: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -46,12 +49,14 @@ class Logits:
         sampled: [R, V] log-weights, where they are not raw / T; else None.
         scores: [R, V] that `match` took the largest of; None under other modes.
         owner: for each token that was drawn, its row.
+        states: [R, H] the draft's last hidden states, where somebody wants them.
     """
 
     raw: Tensor
     sampled: Tensor | None
     scores: Tensor | None
     owner: Sequence[int]
+    states: Tensor | None = None
 
 
 class Decider:
@@ -61,16 +66,20 @@ class Decider:
         policy: any stop policy.
         device: of the logits.
         chain: whether no round has more than one branch.
+        widths: H of each vector that the policy reads.
 
     Attributes:
         layout: of the policy's features.
     """
 
-    def __init__(self, policy: StopPolicy, device: torch.device, chain: bool = True) -> None:
+    def __init__(
+        self, policy: StopPolicy, device: torch.device, chain: bool = True, widths: Mapping[str, int] | None = None
+    ) -> None:
         self.policy = policy
         self.layout = Layout(policy.features)
-        self._one = policy.keep_one if chain and device.type == "cpu" and _up_to_date(type(policy)) else None
-        self._chain = chain
+        alone = chain and device.type == "cpu" and not policy.vectors  # `keep_one` is shown numbers only
+        self._one = policy.keep_one if alone and _up_to_date(type(policy)) else None
+        self._chain, self._widths = chain, dict(widths or {})
         self._follows_path = "path_logprob" in self.layout.node
         self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
 
@@ -90,12 +99,15 @@ class Decider:
         if self._one is not None:
             parent: Any = above.rows if above is not None and self._follows_path else 0.0
             token = found.tokens[places[0]]
-            return Level(places, Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled))
+            behind = found.tokens[found.parent[places[0]]]
+            row = Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled, behind)
+            return Level(places, row)
         device = logits.raw.device
         owner = torch.tensor(logits.owner, device=device)
         tokens = torch.tensor([found.tokens[place] for place in places], device=device)
-        raw, sampled, scores = (
-            v if v is None or self._chain else v[owner] for v in (logits.raw, logits.sampled, logits.scores)
+        raw, sampled, scores, states = (
+            v if v is None or self._chain else v[owner]
+            for v in (logits.raw, logits.sampled, logits.scores, logits.states)
         )
         rank = width = None
         if not self._chain:
@@ -107,7 +119,9 @@ class Decider:
             assert raw is not None
             logprob = raw.new_zeros(len(places)) if above is None else self._inherited(found, places, above)
         assert raw is not None
-        return Level(places, Rows(raw, temperature, scores, tokens, logprob, depth, sampled, rank, width))
+        behind = torch.tensor([found.tokens[found.parent[place]] for place in places], device=device)
+        rows = Rows(raw, temperature, scores, tokens, logprob, depth, sampled, rank, width, behind)
+        return Level(places, rows, states)
 
     def _inherited(self, found: Candidates, places: Sequence[int], above: Level) -> Tensor:
         at = {place: row for row, place in enumerate(above.places)}
@@ -115,22 +129,47 @@ class Decider:
         logprob = above.rows.path_logprob
         return logprob[[at[found.parent[place]] for place in places]]
 
-    def base(self, anchor_row: Tensor, anchor: int, history: HistoryOne) -> Base:
+    def base(
+        self,
+        anchor_row: Tensor,
+        anchor: int,
+        history: HistoryOne,
+        temperature: float = 0.0,
+        hidden: Tensor | None = None,
+    ) -> Base:
         """Return the ANCHOR and HISTORY columns of a round.
 
         Args:
             anchor_row: [1, V], the target's row that the anchor was drawn from.
             anchor: the anchor token.
             history: of the text.
+            temperature: of the sampling.
+            hidden: [1, H], the target's last hidden state of that row, if the policy reads it.
         """
         past = history.values(self.layout.history)
         if self._one is not None:
             if self.layout.anchor:
-                past = self._read_anchor(Row(anchor_row, 0.0, None, anchor)) + past
+                past = self._read_anchor(Row(anchor_row, temperature, None, anchor)) + past
             return Base(row=past)
         device = anchor_row.device
-        rows = Rows(anchor_row, tokens=torch.tensor([anchor], device=device))
-        return Base(columns=self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device)))
+        rows = Rows(anchor_row, temperature, tokens=torch.tensor([anchor], device=device))
+        columns = self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device))
+        return Base(columns, hidden=seen(hidden) if hidden is not None and self.policy.vectors else None)
+
+    def _vectors(self, base: Base, level: Level | None) -> dict[str, Tensor]:
+        """Return the vectors that the policy reads, [R, H] for the R branches of a depth."""
+        out = {}
+        for name in self.policy.vectors:
+            if name == TARGET_HIDDEN:
+                assert base.hidden is not None
+                out[name] = base.hidden.repeat(1 if level is None else len(level.places), 1)
+            elif level is None:
+                assert base.columns is not None
+                out[name] = base.columns.new_zeros(1, self._widths[DRAFT_HIDDEN], dtype=torch.float32)
+            else:
+                assert level.states is not None
+                out[name] = seen(level.states)
+        return out
 
     def __call__(
         self, depth: int, base: Base, level: Level | None, state: State, found: Candidates, alive: Sequence[int]
@@ -155,42 +194,56 @@ class Decider:
             return list(alive) if go_on else [], state
         assert base.columns is not None
         if level is None:
-            keep, state = checked_keep(self.policy, draft_step(0, self.layout.step(base.columns)), state)
+            first = draft_step(0, self.layout.step(base.columns), self._vectors(base, level))
+            keep, state = checked_keep(self.policy, first, state)
             return list(alive) if bool(keep) else [], state
         assert isinstance(level.rows, Rows)
         features = self.layout.step(base.columns.expand(len(level.places), -1), compute(self.layout.node, level.rows))
+        vectors = self._vectors(base, level)
         if self._chain:
-            keep, state = checked_keep(self.policy, draft_step(depth, features), state)
+            keep, state = checked_keep(self.policy, draft_step(depth, features, vectors), state)
             return list(alive) if bool(keep) else [], state
-        step = _tree_step(depth, features, level.places, found, alive)
+        step = _tree_step(depth, features, vectors, level.places, found, alive)
         keep, state = checked_keep(self.policy, step, state)
-        first = found.topology.levels[depth][0]
+        left = found.topology.levels[depth][0]
         kept = keep[0].tolist()
-        return [place for place in alive if kept[found.rows[place] - first]], state
+        return [place for place in alive if kept[found.rows[place] - left]], state
 
 
 def _tree_step(
-    depth: int, features: Tensor, places: Sequence[int], found: Candidates, alive: Sequence[int]
+    depth: int,
+    features: Tensor,
+    vectors: Mapping[str, Tensor],
+    places: Sequence[int],
+    found: Candidates,
+    alive: Sequence[int],
 ) -> DraftStep:
     """Return the step of one stream, with a column for each row that the topology has at this depth, drawn or not."""
     topology = found.topology
     level = topology.levels[depth]
     above = topology.levels[depth - 1][0] if depth > 1 else None
     at = torch.tensor([found.rows[place] - level[0] for place in places], device=features.device)
-    full = features.new_zeros(1, len(level), features.shape[-1])
-    full[0, at] = features
     mask = torch.zeros(1, len(level), dtype=torch.bool, device=features.device)
     mask[0, [found.rows[place] - level[0] for place in alive]] = True
-    full[~mask] = 0.0
-    parent = [0 if above is None else topology.parent[row] - above for row in level]
-    return DraftStep(depth, mask, torch.tensor([parent], device=features.device), full)
+
+    def spread(values: Tensor) -> Tensor:
+        full = values.new_zeros(1, len(level), values.shape[-1])
+        full[0, at] = values
+        full[~mask] = 0.0
+        return full
+
+    parent = torch.tensor(
+        [[0 if above is None else topology.parent[row] - above for row in level]], device=features.device
+    )
+    return DraftStep(depth, mask, parent, spread(features), {name: spread(values) for name, values in vectors.items()})
 
 
-def draft_step(depth: int, features: Tensor) -> DraftStep:
-    """Return the step of one stream with one branch, from its features [1, F]."""
+def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | None = None) -> DraftStep:
+    """Return the step of one stream with one branch, from its features [1, F] and its vectors, each [1, H]."""
     # Made anew each time: a policy that writes into what it is shown must not reach the steps of others.
     alive = torch.ones(1, 1, dtype=torch.bool, device=features.device)
-    return DraftStep(depth, alive, torch.zeros(1, 1, dtype=torch.int64, device=features.device), features[:, None])
+    parent = torch.zeros(1, 1, dtype=torch.int64, device=features.device)
+    return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
 
 
 def _up_to_date(kind: type[StopPolicy]) -> bool:
@@ -208,6 +261,7 @@ class Guard:
         chain: whether no round has more than one branch.
         fallback: length that is drafted after a failure.
         mode: of the live guard: off, warn, or fallback (`guard`).
+        widths: H of each vector that the policy reads.
 
     Attributes:
         policy: the one in charge.
@@ -215,12 +269,27 @@ class Guard:
         carried: its state between texts, if it carries one.
     """
 
-    def __init__(self, policy: StopPolicy, device: torch.device, chain: bool, fallback: int, mode: str = "off") -> None:
+    def __init__(
+        self,
+        policy: StopPolicy,
+        device: torch.device,
+        chain: bool,
+        fallback: int,
+        mode: str = "off",
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
         self.policy, self._device, self._chain, self._fallback = policy, device, chain, fallback
         self._watch, self._mode = make_watch(policy, mode, chain), mode
-        self.decider = Decider(policy, device, chain)
+        self.decider = Decider(policy, device, chain, widths)
         self.carried: State = None
         self._warned = False
+        self._given = policy, self.decider
+
+    def renew(self) -> None:
+        """Put the user's policy in charge again and forget what it has carried from text to text."""
+        self.policy, self.decider = self._given
+        self._watch = make_watch(self.policy, self._mode, self._chain)
+        self.carried = None
 
     def start(self, text: Text, key: int) -> None:
         """Give the text its policy state."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..policies.errors import InputError
 from .candidates import Candidates
 from .captured import open_cache
+from .hidden import hidden_width
 from .pair import Pair
 
 
@@ -57,19 +58,31 @@ class ModelDrafter:
 
     Args:
         pair: whose draft it is.
+
+    Attributes:
+        width, states: see `hidden.KeepsStates`.
     """
 
     partial = reads_hidden = False
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+        self._hidden = False
         self._model = open_cache(pair.draft, 0, pair.vocabulary)
         self._fed: list[int] = []  # places in the cache, in the order of its slots behind the text
+        self.width = hidden_width(pair.draft)
+        self.states: Tensor | None = None
+
+    def keep_states(self) -> None:
+        """See `hidden.KeepsStates`."""
+        if not self._hidden:
+            self._hidden = True
+            self._model = open_cache(self._pair.draft, 0, self._pair.vocabulary, True)
 
     def reserve(self, tokens: int) -> None:
         """See `Drafter`."""
         if self._model.capacity < tokens:
-            self._model = open_cache(self._pair.draft, tokens, self._pair.vocabulary)
+            self._model = open_cache(self._pair.draft, tokens, self._pair.vocabulary, self._hidden)
         self._model.roll_back(0)
 
     def backlog(self, text: Sequence[int]) -> int:
@@ -93,6 +106,8 @@ class ModelDrafter:
         else:
             before, rows = ([found.rows[place] for place in places] for places in (self._fed, feeding))
             logits = self._model.read_tree(tokens, base, found.topology, before, rows)[0]
+        if self._model.states is not None:
+            self.states = self._model.states[0, -len(logits) :]
         self._fed.extend(feeding)
         return logits
 

@@ -9,6 +9,7 @@ import torch
 from .candidates import Candidates
 from .decide import Base, Guard, Level, Logits
 from .drafters import Drafter
+from .hidden import KeepsStates
 from .modes import is_trimming
 from .noise import Choices
 from .settings import Stopwatch, Text
@@ -27,6 +28,7 @@ class DraftPhase:
         eos: ids that end a text; a branch that draws one is not extended.
         temperature: of the sampling.
         on_level: told of the tokens drawn at each depth and the logits they are from.
+        states: the drafter, where its hidden states are wanted.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class DraftPhase:
         eos: Sequence[int],
         temperature: float,
         on_level: Callable[[Candidates, Sequence[int], Logits], None] | None = None,
+        states: KeepsStates | None = None,
     ) -> None:
-        self._on_level = on_level
+        self._on_level, self._states = on_level, states
         self._drafter, self._mode, self._guard = drafter, mode, guard
         self._topology, self._eos, self._temperature = topology, frozenset(eos), temperature
         # What rejection sends to the target must not depend on tokens drawn later, so it selects level by level.
@@ -69,7 +72,9 @@ class DraftPhase:
                 break
             if depth >= self._guard.policy.first:
                 watch.start()
-                known = known or self._guard.decider.base(text.anchor_row, text.roots[0], text.history)
+                known = known or self._guard.decider.base(
+                    text.anchor_row, text.roots[0], text.history, self._temperature, text.hidden
+                )
                 kept = self._guard.keep(text, depth, known, level, found, alive)
                 if depth and self._guard.policy.trims:
                     for place in set(alive).difference(kept):
@@ -111,11 +116,13 @@ class DraftPhase:
         watch.start()
         raw = self._drafter.feed(text.tokens, base, found, feeding, text.hidden)
         watch.lap("draft" if found.depth[feeding[0]] else "first")
+        states = self._states.states if self._states is not None else None
         sampled = text.sampler(raw, lambda: [[*text.tokens[:base], *found.tokens_to(place)] for place in feeding])
         if self._drafter.partial:
             known = torch.isfinite(sampled).any(-1).tolist()
             feeding = [place for place, any_ in zip(feeding, known, strict=True) if any_]
             raw, sampled = raw[known], sampled[known]
+            states = None if states is None else states[known]
             if not feeding:
                 return [], None
         below = [self._topology.children[found.rows[place]] for place in feeding]
@@ -128,7 +135,7 @@ class DraftPhase:
                 places.append(found.add(place, row, token))
                 owner.append(at)
         shaped = sampled if text.sampler.reads_prefix and self._temperature > 0 else None
-        logits = Logits(raw, shaped, drawn.scores, owner)
+        logits = Logits(raw, shaped, drawn.scores, owner, states)
         if self._on_level is not None:
             self._on_level(found, places, logits)
         return places, self._guard.decider.level(found, places, logits, self._temperature, above)

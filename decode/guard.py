@@ -16,6 +16,7 @@ from ..policies.contract import State, StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
 from ..policies.learned import LearnedPolicy
+from ..policies.tree_gain import TreeGain
 
 MODES = ("off", "warn", "fallback")
 WINDOW, LEAST = 200, 60
@@ -93,6 +94,7 @@ def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | 
     if mode not in MODES:
         raise InputError(f"--guard: expected one of {', '.join(MODES)}, not {mode!r}")
     learned = isinstance(policy, LearnedPolicy) and policy.first <= 1  # else it does not know S_1
+    learned = learned and not isinstance(policy, TreeGain)  # its state is that of a tree
     return AcceptanceWatch() if mode != "off" and chain and learned else None
 
 

@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError
-from ..policies.features import Layout, Rows, compute
+from ..policies.features import RUN_FEATURES, Layout, Rows, compute
 from ..policies.history import HistoryOne
 from ..policies.specs import load_policy
 from .decide import draft_step
@@ -172,7 +172,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = load_policy(policy) if isinstance(policy, str) else policy
         self._layout = Layout(self.policy.features)
-        unknown = [*self.policy.vectors, *self._layout.anchor]
+        unknown = [*self.policy.vectors, *(name for name in self._layout.anchor if name not in RUN_FEATURES)]
         if temperature > 0:
             unknown += [name for name in self._layout.node if name.startswith("noisy_")]
         if unknown:
@@ -235,10 +235,10 @@ class PolicyStoppingCriteria(StoppingCriteria):
         logits = scores[-1].float() * (self._temperature or 1.0)
         above = logits.new_zeros(1) if self._above is None else self._above.path_logprob
         greedy = logits if self._temperature == 0.0 else None
-        row = Rows(logits, self._temperature, greedy, input_ids[:, -1], above, self._drafted)
+        row = Rows(logits, self._temperature, greedy, input_ids[:, -1], above, self._drafted, above=input_ids[:, -2])
         self._above = row
         past = torch.tensor([self._history.values(self._layout.history)], device=device)
-        columns = self._layout.base(logits.new_zeros(1, 0), past)
+        columns = self._layout.base(compute(self._layout.anchor, row), past)
         step: DraftStep = draft_step(self._drafted, self._layout.step(columns, compute(self._layout.node, row)))
         keep, self._state = checked_keep(self.policy, step, self._state)
         return ~keep[:, 0]

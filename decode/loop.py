@@ -15,13 +15,15 @@ from torch import Tensor
 
 from ..policies.contract import RoundOutcome, StopPolicy
 from ..policies.costs import Profile
-from ..policies.errors import InputError, PolicyError
+from ..policies.errors import InputError
 from ..policies.history import HistoryOne
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_sizes, check_vectors
 from .candidates import Candidates
 from .captured import open_cache
 from .decide import Guard
 from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
+from .hidden import KeepsStates, ask_for_states, hidden_width
 from .modes import check_mode, find_mode, resolve_mode
 from .noise import Choices, KeyedSource, Source
 from .observer import Observer, Seen
@@ -39,15 +41,16 @@ class Speculator:
 
     Args:
         pair: target and draft.
-        policy: a stop policy; `vectors` are not supplied by this loop.
+        policy: a stop policy.
         settings: see `Settings`.
         profile: supplies the modelled seconds that policies observe; verifications of chains are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
         drafter: proposes the candidates; the pair's draft model by default.
         observer: looks on, as a collector does.
+        vectors: hidden states that the observer wants beside those that the policy reads (`policies.vectors`).
 
     Raises:
-        PolicyError, InputError: policy, mode, tree or logits processors do not go together; the message says which.
+        PolicyError, InputError: policy, mode, drafter, tree or logits processors do not go together; the message says which.
     """
 
     def __init__(
@@ -59,9 +62,8 @@ class Speculator:
         source: Callable[[int, int], Source] | None = None,
         drafter: Drafter | None = None,
         observer: Observer | None = None,
+        vectors: Sequence[str] = (),
     ) -> None:
-        if policy.vectors:
-            raise PolicyError(f"{policy.name}: reads {', '.join(policy.vectors)}; this loop hands over scalars only")
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
@@ -69,17 +71,32 @@ class Speculator:
         check_processors(self.settings.shaping.processors, pair.vocabulary)
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
-        self._guard = Guard(policy, pair.device, chain, self.settings.fallback, self.settings.guard)
         self._drafter = drafter or ModelDrafter(pair)
+        widths = self._widths(check_vectors((*policy.vectors, *vectors), policy.name), policy.name)
+        check_sizes(policy, widths)
+        states = self._drafter if DRAFT_HIDDEN in widths and isinstance(self._drafter, KeepsStates) else None
+        self._keeps_target = TARGET_HIDDEN in widths or self._drafter.reads_hidden
+        self._guard = Guard(policy, pair.device, chain, self.settings.fallback, self.settings.guard, widths)
         self._eos = () if self.settings.ignore_eos else pair.eos
         self._observer = observer
         on_level = observer.level if observer else None
         self._phase = DraftPhase(
-            self._drafter, self.mode, self._guard, self.topology, self._eos, self.settings.temperature, on_level
+            self._drafter, self.mode, self._guard, self.topology, self._eos, temperature, on_level, states
         )
         self._padded = profile.padded() if profile and chain else ()
         self._source = source
-        self._target = open_cache(pair.target, 0, pair.vocabulary, self._drafter.reads_hidden)
+        self._target = open_cache(pair.target, 0, pair.vocabulary, self._keeps_target)
+
+    def _widths(self, names: Sequence[str], who: str) -> dict[str, int]:
+        """Return the width of each vector that is wanted, once whoever has it keeps it."""
+        return {
+            name: ask_for_states(self._drafter, who) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
+            for name in names
+        }
+
+    def renew(self) -> None:
+        """Go on as a newly made loop would: under the policy given, with nothing carried over from earlier texts."""
+        self._guard.renew()
 
     @property
     def policy(self) -> StopPolicy:
@@ -158,7 +175,7 @@ class Speculator:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self._target.capacity < capacity:
-            self._target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._drafter.reads_hidden)
+            self._target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._keeps_target)
         self._target.roll_back(0)
         self._drafter.reserve(capacity)
 
@@ -177,7 +194,7 @@ class Speculator:
         begin = watch.now()
         context, anchor = len(text.tokens), text.generated
         base = context if self.mode.deferred else context - 1
-        anchor_row = text.anchor_row
+        anchor_row, anchor_hidden = text.anchor_row, text.hidden
         backlog = self._drafter.backlog(text.tokens)
         choices = self._choices(text, base)
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
@@ -213,7 +230,7 @@ class Speculator:
             watch.now() - begin,
         )
         if self._observer is not None:
-            self._observer.round(Seen(text, anchor_row, found, sent, path, logits, sampled, record))
+            self._observer.round(Seen(text, anchor_row, found, sent, path, logits, sampled, record, anchor_hidden))
         return record
 
     def _verify(

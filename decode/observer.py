@@ -26,6 +26,7 @@ class Seen:
         path: accepted places, from a root on.
         raw, sampled: [len(sent), V] the target's logits behind the places sent, and the processed ones.
         record: counts and times of the round; looking on is no part of them.
+        anchor_hidden: [1, H] the target's last hidden state that `anchor_row` is of, where it is kept.
     """
 
     text: Text
@@ -36,6 +37,7 @@ class Seen:
     raw: Tensor
     sampled: Tensor
     record: Round
+    anchor_hidden: Tensor | None = None
 
 
 class Observer(Protocol):

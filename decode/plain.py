@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..policies.vectors import stored
 from .cache import CachedModel, backend_mask
+from .hidden import hidden_width
 from .noise import gumbel, match_scores
 from .pair import Pair
 
@@ -20,10 +22,12 @@ class PlainTexts:
     Attributes:
         tokens: generated ids by prompt; a text ends with its EOS or at the limit.
         logits: [B, N, V], the row that each generated token was drawn from; rows after an EOS are void.
+        states: [B, N, H] float16, the last hidden states of these rows (`policies.vectors`), if asked for.
     """
 
     tokens: list[list[int]]
     logits: Tensor
+    states: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -34,6 +38,7 @@ def plain_texts(
     max_new_tokens: int,
     temperature: float = 0.0,
     ignore_eos: bool = False,
+    hidden: bool = False,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 
@@ -44,11 +49,12 @@ def plain_texts(
         max_new_tokens: N, the length limit of each text.
         temperature: 0 = greedy, else sampling by the streams' keyed noise.
         ignore_eos: go on after the end-of-text token.
+        hidden: return the hidden states too.
     """
     device = pair.device
     longest = max(map(len, prompts))
     capacity = longest + max_new_tokens
-    model = CachedModel(pair.target, capacity, pair.vocabulary)
+    model = CachedModel(pair.target, capacity, pair.vocabulary, hidden)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     column = torch.arange(capacity, device=device)
@@ -62,11 +68,17 @@ def plain_texts(
 
     out = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
     rows = torch.zeros(len(prompts), max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
+    states = None
+    if hidden:
+        size = (len(prompts), max_new_tokens, hidden_width(pair.target))
+        states = torch.zeros(size, dtype=torch.float16, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     logits = model.read(tokens, 1, backend_mask(mask[:, None], pair.target), positions[:, :longest])[:, 0]
     later = backend_mask(real[:, None, None, :], pair.target)
     for step in range(max_new_tokens):
         rows[:, step] = logits
+        if states is not None and model.states is not None:
+            states[:, step] = stored(model.states[:, -1])
         noise = None
         if temperature > 0:
             at = longest + step - padding
@@ -77,7 +89,7 @@ def plain_texts(
         if step + 1 == max_new_tokens or bool(ended.all()):
             break
         logits = model.read(out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1])[:, 0]
-    return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows)
+    return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states)
 
 
 def _cut(text: list[int], eos: set[int]) -> list[int]:

@@ -21,6 +21,7 @@ from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
 from ..policies.progress import Progress, silent
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .candidates import Candidates
 from .decide import Decider, Logits
 from .loop import Speculator
@@ -32,6 +33,8 @@ from .topology import chain
 from .tree_gauge import TreeGauge
 
 DECISIONS = 200
+HIDDEN = 1024
+"""Width of hidden states that nobody has told."""
 SCRATCH = 1536
 
 
@@ -201,41 +204,58 @@ def loop_decisions(
 
 @torch.inference_mode()
 def measure_decision(
-    policy: StopPolicy, vocabulary: int, temperature: float = 0.0, device: torch.device | str = "cpu"
+    policy: StopPolicy,
+    vocabulary: int,
+    temperature: float = 0.0,
+    device: torch.device | str = "cpu",
+    widths: Mapping[str, int] | None = None,
 ) -> float:
-    """Return the median seconds of one decision at depth 1, features included, for one stream.
+    """Return the median seconds of a round's first decision behind a drawn token, features included, for one stream.
 
-    It needs no model: the logits are random, as wide as the pair's, and a large matrix product before each decision
-    clears the processor's caches as a model call does.
+    It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by vector, as the header of
+    a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
     """
     generator = torch.Generator().manual_seed(0)
     key, scratch = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(SCRATCH, SCRATCH, device=device)
-    decide, tree = Decider(policy, torch.device(device)), chain(2)
+    sizes = {**dict.fromkeys(policy.vectors, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
+    hidden = {name: torch.randn(1, sizes[name], generator=generator).to(device) for name in policy.vectors}
+    asked = max(1, policy.first)
+    decide, tree = Decider(policy, torch.device(device), widths=sizes), chain(asked + 1)
     state = policy.start(1, key)
     watch = Stopwatch(scratch.device)
     seconds = []
     for _ in range(DECISIONS):
         logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
         found = Candidates.at([0], tree)
-        place = found.add(0, 1, int(logits.argmax(-1)))
-        base = decide.base(logits, found.tokens[place], HistoryOne())
+        for depth in range(asked):
+            found.add(depth, depth + 1, int(logits.argmax(-1)))
+        base = decide.base(logits, found.tokens[1], HistoryOne(), temperature, hidden.get(TARGET_HIDDEN))
         if policy.first == 0:
             _, state = decide(0, base, None, state, found, [0])
+        drawn = Logits(logits, None, logits, [0], hidden.get(DRAFT_HIDDEN))
+        level = None
+        for depth in range(1, asked):
+            level = decide.level(found, [depth], drawn, temperature, level)
         scratch @ scratch[:8].T
         before = watch.laps["policy"]
         watch.start()
-        level = decide.level(found, [place], Logits(logits, None, logits, [0]), temperature, None)
-        _, state = decide(1, base, level, state, found, [place])
+        level = decide.level(found, [asked], drawn, temperature, level)
+        _, state = decide(asked, base, level, state, found, [asked])
         watch.lap("policy")
         seconds.append(watch.laps["policy"] - before)
     return statistics.median(seconds)
 
 
-def add_decisions(profile: Profile, policies: Sequence[StopPolicy], vocabulary: int) -> Profile:
+def add_decisions(
+    profile: Profile, policies: Sequence[StopPolicy], vocabulary: int, widths: Mapping[str, int] | None = None
+) -> Profile:
     """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
     return profile.with_decisions(
-        {name: measure_decision(policy, vocabulary, profile.temperature) for name, policy in missing.items()}
+        {
+            name: measure_decision(policy, vocabulary, profile.temperature, widths=widths)
+            for name, policy in missing.items()
+        }
     )
 
 

@@ -98,7 +98,7 @@ class Text:
         sampler: of its logits.
         roots: tokens that the next round starts from: the last committed one, or alternatives for the one to come.
         anchor_row: [1, V] raw logits of the target that the roots were drawn from.
-        hidden: [1, H] the target's last hidden state there, for drafters that read it.
+        hidden: [1, H] the target's last hidden state there, for drafters and policies that read it.
         round: of the next choices; 0 while the prompt is read.
     """
 

@@ -63,8 +63,14 @@ class Calibrator:
         """Return the probabilities, same shape as `logits`."""
         if self.kind != "isotonic":
             return torch.sigmoid(logits if self.temperature == 1.0 else logits / self.temperature)
-        at = torch.searchsorted(self._bounds, logits.contiguous())
-        return self._level[at] + self._slope[at] * (logits - self._start[at])
+        bounds, start, level, slope = self._pieces_on(logits.device)
+        at = torch.searchsorted(bounds, logits.contiguous())
+        return level[at] + slope[at] * (logits - start[at])
+
+    def _pieces_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        if self._bounds.device != device:
+            self._bounds, self._start, self._level, self._slope = (piece.to(device) for piece in self.pieces())
+        return self.pieces()
 
 
 def _segments(knots: Tensor) -> list[Tensor]:

@@ -52,6 +52,7 @@ class Rows:
         sampled: [R, V] log-weights of the distribution that is sampled from, where it is not softmax(logits / T).
         rank: [R] of the tokens among their siblings; None = each is an only child.
         width: [R] number of siblings, itself included.
+        above: [R] the tokens that they were drawn behind.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Rows:
         sampled: Tensor | None = None,
         rank: Tensor | None = None,
         width: Tensor | None = None,
+        above: Tensor | None = None,
     ) -> None:
         self.logits = logits
         self.temperature = temperature
@@ -75,6 +77,12 @@ class Rows:
         self.sampled = sampled
         self.rank = rank
         self.width = width
+        self.above = above
+
+    @cached_property
+    def above_token(self) -> Tensor:
+        """[R] the ids that the tokens were drawn behind; -1 where that is not known."""
+        return self.constant(-1.0) if self.above is None else self.above.to(self.logits.dtype)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -196,6 +204,10 @@ _ALL = (
             lambda rows: rows.best[:, 0] - rows.best[:, 1]),
     Feature("anchor_prob", Kind.ANCHOR, "probability of the anchor token in that row", 0.0, 1.0,
             lambda rows: rows.drawn_logprob.exp()),
+    Feature("anchor_token", Kind.ANCHOR, "id of the anchor token", 0.0, INFINITY,
+            lambda rows: rows.tokens.to(rows.logits.dtype)),
+    Feature("temperature", Kind.ANCHOR, "temperature of the sampling, 0 = greedy: the same for a whole run", 0.0,
+            INFINITY, lambda rows: rows.constant(rows.temperature)),
     Feature("top1", Kind.PRE, "probability of the draft's best token", 0.0, 1.0, lambda rows: rows.top1),
     *(_pre(rank) for rank in range(2, TOP + 1)),
     Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0,
@@ -212,6 +224,9 @@ _ALL = (
             lambda rows: rows.best_scores[:, 1]),
     Feature("noisy_behind", Kind.POST, "best of log q / T + g minus that of x_j, 0 in a chain", 0.0, INFINITY,
             lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 1]),
+    Feature("drawn_token", Kind.POST, "id of x_j", 0.0, INFINITY, lambda rows: rows.tokens.to(rows.logits.dtype)),
+    Feature("above_token", Kind.POST, "id of the token that x_j was drawn behind: x_{j-1}, or the anchor", -1.0, INFINITY,
+            lambda rows: rows.above_token),
     Feature("depth", Kind.POST, "j", 0.0, INFINITY, lambda rows: rows.constant(rows.depth)),
     Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, INFINITY,
             lambda rows: rows.sibling_rank),
@@ -224,8 +239,11 @@ _ALL = (
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
 """Every feature by name."""
 
-TREE_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST))
-"""What is recorded at each node of a tree."""
+TOKEN_FEATURES = ("anchor_token", "drawn_token", "above_token")
+"""Ids, which only a head with a table of tokens has a use for (float32 holds them exactly up to 2^24)."""
+
+TREE_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST) and f.name not in TOKEN_FEATURES)
+"""What is recorded at each node of a tree; the tokens themselves are a column of their own."""
 
 SIBLING_FEATURES = ("noisy_behind", "branch_rank")
 """Those that tell siblings apart: always 0 in a chain."""
@@ -233,7 +251,10 @@ SIBLING_FEATURES = ("noisy_behind", "branch_rank")
 CHAIN_FEATURES = tuple(name for name in TREE_FEATURES if name not in SIBLING_FEATURES)
 """What is recorded at each node of a chain."""
 
-ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR)
+RUN_FEATURES = ("temperature",)
+"""Those that are the same for a whole run: a trace has them in its header."""
+
+ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR and f.name not in RUN_FEATURES)
 """What is recorded once per anchor."""
 
 

@@ -36,6 +36,10 @@ from .strict import (
     parse_json,
     read_plain,
 )
+from .survival import SurvivalMaps
+from .tree_calibration import PathCalibrator
+from .tree_gain import TreeGain
+from .tree_rule import TreeRule
 
 POLICY_SCHEMA = 1
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
@@ -47,6 +51,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.ubj", "*.md")
 
 DEEPEST, MOST_FEATURES = 1024, 256
 _KNOTS = ("calibration.accept", "calibration.next")
+_SURVIVAL = "calibration.survival"
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "schema": int,
@@ -59,7 +64,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "rule": dict,
     "files": dict,
     "sha256": str,
-    "temperature": (int, float),
+    "temperature": (int, float, list),
     "verification": str,
     "label": str,
     "pair": dict,
@@ -84,6 +89,8 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
     tensors: dict[str, Tensor] = {f"head.{name}": t.contiguous() for name, t in policy.head.tensors().items()}
     maps = (policy.accept, policy.following)
     tensors.update({name: c.knots.contiguous() for name, c in zip(_KNOTS, maps, strict=True)})
+    if policy.survival is not None:
+        tensors[_SURVIVAL] = policy.survival.tables.contiguous()
     files = {WEIGHTS_FILE: safetensors.torch.save(tensors), **(extra or {})}
     raw = {
         "schema": POLICY_SCHEMA,
@@ -216,40 +223,78 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
     if set(_KNOTS) - set(tensors):
         raise PolicyError(f"weights: the tensors {', '.join(_KNOTS)} are missing")
     head = build_head(
-        raw["head"], features, {n.removeprefix("head."): t for n, t in tensors.items() if n not in _KNOTS}
+        raw["head"], features, {n.removeprefix("head."): t for n, t in tensors.items() if n not in (*_KNOTS, _SURVIVAL)}
     )
     accept, following = (
-        Calibrator(entry["kind"], float(entry["temperature"]), tensors[name])
+        _calibrator(entry["kind"], float(entry["temperature"]), tensors[name])
         for name, entry in zip(_KNOTS, raw["calibration"], strict=True)
     )
     fields = {f.name for f in dataclasses.fields(Facts)}
     acceptance = tuple(float(a) for a in raw["acceptance"])
-    facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance})
+    heat = raw["temperature"]
+    if isinstance(heat, list):
+        heat = tuple(float(t) for t in heat)
+        if not heat:
+            raise PolicyError("temperature: expected a number, or a list of some")
+    facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance, "temperature": heat})
     depth = raw["max_depth"]
     if not 1 <= depth <= DEEPEST:
         raise PolicyError(f"max_depth: expected 1 or more, at most {DEEPEST}, not {depth!r}")
-    return LearnedPolicy(raw["name"], features, head, accept, following, build_rule(raw["rule"]), depth, facts)
+    survival = SurvivalMaps(tensors[_SURVIVAL]) if _SURVIVAL in tensors else None
+    if survival is not None and survival.depth != depth:
+        raise PolicyError(f"calibration: expected survival tables for {depth} depths, got {survival.depth}")
+    rule = build_rule(raw["rule"])
+    if isinstance(rule, TreeRule):
+        if not (isinstance(accept, PathCalibrator) and isinstance(following, PathCalibrator)):
+            raise PolicyError("calibration: the rule gain needs calibrations of paths")
+        return TreeGain(raw["name"], features, head, accept, following, rule, depth, facts)
+    return LearnedPolicy(raw["name"], features, head, accept, following, rule, depth, facts, survival)
+
+
+def _calibrator(kind: str, temperature: float, knots: Tensor) -> Calibrator:
+    return PathCalibrator(knots) if kind == PathCalibrator.name else Calibrator(kind, temperature, knots)
 
 
 def card(policy: LearnedPolicy) -> str:
     """Return the folder's README: what the policy is, what it was trained for, how it did."""
     facts = policy.facts
+    heat = facts.temperature if isinstance(facts.temperature, tuple) else (facts.temperature,)
+    depths = policy.survival.changed if policy.survival is not None else []
     rows = [
         ("head", policy.head.kind),
         ("rule", policy.rule.kind),
         ("features", ", ".join(policy.features)),
+        ("hidden states", ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none"),
         ("calibration", f"accept {policy.accept.kind}, next {policy.following.kind}"),
+        ("survival put right at depths", ", ".join(map(str, depths)) or "none"),
         ("deepest draft", str(policy.max_depth)),
-        ("trained for", f"{facts.verification}, temperature {facts.temperature:g}"),
+        ("trained for", f"{facts.verification}, temperature {', '.join(f'{t:g}' for t in heat)}"),
         ("rate assumed (rho)", f"{facts.rho:.1f} tokens/s"),
         *((f"pair: {role}", value) for role, value in facts.pair.items()),
-        *((name, f"{value:.4f}" if isinstance(value, float) else str(value)) for name, value in facts.metrics.items()),
+        *((name, _cell(value)) for name, value in facts.metrics.items() if not isinstance(value, list)),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
         f"# {policy.name}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It never "
-        f"changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n"
+        f"changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n{_tables(facts.metrics)}"
         "Use: `specstop decode --policy <this folder>`, or `specstop evaluate` to see what it gains on other traces "
         "or hardware.\n"
     )
+
+
+def _tables(metrics: Mapping[str, Any]) -> str:
+    """Return the metrics that are lists of rows as a Markdown table each."""
+    out = []
+    for name, rows in metrics.items():
+        if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
+            continue
+        names = list(rows[0])
+        lines = [names, ["---"] * len(names), *([_cell(row.get(n)) for n in names] for row in rows)]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        out.append(f"## {name.replace('_', ' ').capitalize()}\n\n{table}\n\n")
+    return "".join(out)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)

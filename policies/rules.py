@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import PolicyError
+from .tree_rule import TreeRule, build_tree_rule
 
 
 class Rule(Protocol):
@@ -41,6 +43,23 @@ class Threshold:
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         return {"kind": self.kind, "threshold": self.threshold}
+
+
+class AnyFork(Threshold):
+    """Draft every branch on while `accept` of any of them is above a threshold.
+
+    DynaSD (arXiv 2409.10644; `continue_decision_check`: any output above the threshold, 0.4 in the scripts, 0.5 by
+    default): no memory of the depths above, and a fork that is sure draws the others along. In a chain it is the rule per
+    step. A `LearnedPolicy` lets branches that are not alive count as 0.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__("any", threshold)
+
+    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+        """Compare the largest of the branches [..., B] with the threshold; see `Rule`."""
+        passes = accept > self.threshold
+        return passes.any(-1, keepdim=True).expand_as(accept) if isinstance(passes, Tensor) else passes
 
 
 class Derived:
@@ -76,6 +95,37 @@ class Derived:
         return {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
 
 
+class Continuation:
+    """Draft on where the head's second output says that going on saves time.
+
+    That output is no chance of acceptance here but the fitted value of continuing, in tokens: what drafting on and deciding
+    as well as may be from there saves against stopping now, decisions paid for. (Optimal stopping by backward regression, as
+    in Longstaff and Schwartz 2001; `train.continuation`.)
+
+    Args:
+        margin: tokens that must be expected to be saved.
+        first: depth of the first decision.
+    """
+
+    kind = "continuation"
+
+    def __init__(self, margin: float = 0.0, first: int = 0) -> None:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise PolicyError(f"rule continuation: expected first to be a depth, not {first!r}")
+        if not -math.inf < margin < math.inf:
+            raise PolicyError(f"rule continuation: expected a number as margin, not {margin}")
+        self.margin, self.first = float(margin), first
+        self._threshold = 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))  # outputs come through a sigmoid
+
+    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+        """Compare the value with the margin; see `Rule`."""
+        return following > self._threshold
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "margin": self.margin, "first": self.first}
+
+
 def derived_thresholds(rho: float, costs: Tensor, acceptance: Sequence[float]) -> list[float]:
     """Return tau_0 .. tau_{K-1} of the derived rule.
 
@@ -93,13 +143,19 @@ def derived_thresholds(rho: float, costs: Tensor, acceptance: Sequence[float]) -
     return thresholds
 
 
-def build_rule(raw: Mapping[str, Any]) -> Rule:
+def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
     """Return the rule saved as `raw`; an unknown or mangled one is a `PolicyError`."""
     try:
         if raw["kind"] in ("step", "survival"):
             return Threshold(raw["kind"], float(raw["threshold"]))
+        if raw["kind"] == "any":
+            return AnyFork(float(raw["threshold"]))
         if raw["kind"] == "derived":
             return Derived([float(t) for t in raw["thresholds"]], raw["first"])
+        if raw["kind"] == "continuation":
+            return Continuation(float(raw["margin"]), raw["first"])
+        if raw["kind"] == "gain":
+            return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
-    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival or derived")
+    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation or gain")

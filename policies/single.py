@@ -26,11 +26,12 @@ _NONE = float("-inf")
 _RANKS = tuple(f"top{rank}" for rank in range(1, TOP + 1))
 _OTHERS = (
     "margin", "top1_logit", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "noisy_score", "depth",
-    "noisy_behind", "branch_rank",
+    "noisy_behind", "branch_rank", "temperature", "drawn_token", "above_token",
 )  # fmt: skip
 _PLACE = {name: place for place, name in enumerate((*_OTHERS, *_RANKS))}
 _PLACE.update(
-    {f"anchor_{name}": _PLACE[name] for name in ("entropy", "top1", "margin")}, anchor_prob=_PLACE["drawn_prob"]
+    {f"anchor_{name}": _PLACE[name] for name in ("entropy", "top1", "margin")}, anchor_prob=_PLACE["drawn_prob"],
+    anchor_token=_PLACE["drawn_token"],
 )
 
 
@@ -39,9 +40,10 @@ class Row:
 
     Args:
         above: the row of the branch's parent, or the log-probability of the path down to it.
+        behind: the token that `token` was drawn behind; -1 = unknown.
     """
 
-    __slots__ = ("above", "depth", "logits", "path", "sampled", "scores", "temperature", "token")
+    __slots__ = ("above", "behind", "depth", "logits", "path", "sampled", "scores", "temperature", "token")
 
     def __init__(
         self,
@@ -52,9 +54,10 @@ class Row:
         above: Row | float = 0.0,
         depth: int = 0,
         sampled: Tensor | None = None,
+        behind: int = -1,
     ) -> None:
         self.logits, self.temperature, self.scores, self.token = logits, temperature, scores, token
-        self.above, self.depth, self.sampled = above, depth, sampled
+        self.above, self.depth, self.sampled, self.behind = above, depth, sampled, behind
         self.path: float | None = None
 
 
@@ -137,7 +140,7 @@ class Reader:
             path = row.path = logprob + (row.above if isinstance(row.above, float) else self._path_of(row.above))
         values = (
             top1 - top2, most, entropy, drawn, path, score - behind if self._noisy else 0.0, score, row.depth,
-            0.0, 0.0, top1, top2, *ranks[2:], *[0.0] * (TOP - max(len(ranks), 2)),
+            0.0, 0.0, row.temperature, row.token, row.behind, top1, top2, *ranks[2:], *[0.0] * (TOP - max(len(ranks), 2)),
         )  # fmt: skip
         return [values[place] for place in self._places]
 
@@ -181,7 +184,8 @@ class Reader:
         token = torch.tensor([row.token], device=device)
         above = row.above if isinstance(row.above, float) else Reader(("path_logprob",))._path_of(row.above)
         parent = row.logits.new_tensor([above])
-        rows = Rows(row.logits, row.temperature, row.scores, token, parent, row.depth, row.sampled)
+        behind = torch.tensor([row.behind], device=device)
+        rows = Rows(row.logits, row.temperature, row.scores, token, parent, row.depth, row.sampled, above=behind)
         values: list[float] = compute(self.names, rows)[0].tolist()
         return values
 

@@ -13,6 +13,7 @@ several branches at a time as well. The built-in policies run through the same c
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +23,14 @@ from torch import Tensor
 
 from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from .features import FEATURES, Kind, feature
+from .vectors import VECTORS, check_vectors, seen
 
 STREAMS = 5
 ROUNDS = 3
 DEEPEST = 6
+HIDDEN = 16
+"""Size of the hidden states that a policy is shown, unless it has `sizes`: H by name."""
+
 Decisions = list[Tensor]
 
 
@@ -47,6 +52,7 @@ class PolicyTests:
         assert isinstance(policy.features, tuple) and len(set(policy.features)) == len(policy.features)
         for name in policy.features:
             feature(name)
+        assert check_vectors(policy.vectors) == policy.vectors, "vectors: each once, in the order of VECTORS"
 
     def test_its_answers_have_the_shape_asked_for(self) -> None:
         """`checked_keep` is what the loop asks through: it raises where the contract is broken."""
@@ -97,8 +103,12 @@ class PolicyTests:
             state = reach(policy, depth, state, self.branches)
             changed = step.features.clone()
             changed[0] = 0.0
-            one = checked_keep(policy, DraftStep(depth, alive, step.parent, step.features), copy.deepcopy(state))[0]
-            two = checked_keep(policy, DraftStep(depth, alive, step.parent, changed), copy.deepcopy(state))[0]
+            hidden = {name: states.clone() for name, states in step.vectors.items()}
+            for states in hidden.values():
+                states[0] = 0.0
+            step = dataclasses.replace(step, alive=alive)
+            other = dataclasses.replace(step, features=changed, vectors=hidden)
+            one, two = (checked_keep(policy, asked, copy.deepcopy(state))[0] for asked in (step, other))
             assert torch.equal(one, two) and not bool(one[0].any())
 
     def test_it_can_be_limited(self) -> None:
@@ -167,7 +177,19 @@ def make_step(policy: StopPolicy, depth: int, streams: Sequence[int], round: int
         rows.append(values)
         parents.append(torch.randint(0, branches if depth > 1 else 1, (width,), generator=generator))
     alive = torch.ones(len(streams), width, dtype=torch.bool)
-    return DraftStep(depth, alive, torch.stack(parents), torch.stack(rows))
+    vectors = {name: torch.stack([_states(policy, name, depth, s, round, width) for s in streams])
+               for name in policy.vectors}  # fmt: skip
+    return DraftStep(depth, alive, torch.stack(parents), torch.stack(rows), vectors)
+
+
+def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, width: int) -> Tensor:
+    """Return hidden states [B, H] of one stream, as the loop would hand them over."""
+    size = getattr(policy, "sizes", {}).get(name, HIDDEN)
+    if VECTORS[name].kind is Kind.ANCHOR:
+        generator = torch.Generator().manual_seed(1000 * stream + 10 * round + 7)
+        return seen(torch.randn(1, size, generator=generator)).expand(width, -1)
+    generator = torch.Generator().manual_seed(1000 * stream + 10 * round + depth)
+    return seen(torch.randn(width, size, generator=generator)) * (depth > 0)
 
 
 def _in_range(name: str, uniform: Tensor, depth: int) -> Tensor:

@@ -122,6 +122,37 @@ class Adaptive(StopPolicy):
         return length, seconds + outcome.seconds
 
 
+class ReadsStates(StopPolicy):
+    """Drafts on where the draft's hidden state, and the target's, lie on one side of a plane."""
+
+    name, features, vectors, first, max_depth = "reads-states", ("top1",), ("draft_hidden", "target_hidden"), 0, DEPTH
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        draft, target = (step.vectors[name] for name in self.vectors)
+        assert draft.shape[:2] == target.shape[:2] == step.alive.shape
+        assert draft.dtype == target.dtype == torch.float32
+        if step.depth == 0:
+            assert not draft.any(), "no draft forward was made yet"
+            return step.alive & (self.score(target) > -1.5), state
+        return step.alive & (self.score(draft) + 0.5 * self.score(target) > -0.4 * step.depth), state
+
+    @staticmethod
+    def score(states: Tensor) -> Tensor:
+        """Return [S, B], a dot product in float64, so that no order of summation matters to a threshold."""
+        plane = torch.randn(states.shape[-1], generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        return (states.double() * plane).sum(-1)
+
+
+class ReadsDraftStates(ReadsStates):
+    """The same with the draft's alone, from depth 1 on; trims what it does not keep."""
+
+    name, features, vectors, first, trims = "reads-draft-states", (), ("draft_hidden",), 1, True
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        assert list(step.vectors) == ["draft_hidden"]
+        return step.alive & (self.score(step.vectors["draft_hidden"]) > -1.0), state
+
+
 def zoo() -> list[StopPolicy]:
     """Return one policy of each sort, none drafting deeper than `DEPTH`."""
     return [

@@ -11,6 +11,9 @@ from ..policies.calibration import Calibrator
 ISOTONIC_GAIN = 0.005
 """Relative gain in loss that an isotonic map must bring: it costs more to evaluate than a temperature."""
 
+LEAST = 20
+"""Rows below which nothing is fitted."""
+
 _MOST_KNOTS = 64
 _EDGE = 1e-3
 
@@ -25,21 +28,23 @@ def fit_calibrator(logits: Tensor, labels: Tensor, sequence: Tensor | None = Non
         labels: [M] bool.
         sequence: [M], rows of one text fall in one half; without it halves alternate.
     """
-    if len(labels) < 20 or bool(labels.all()) or not bool(labels.any()):
+    if len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
         return Calibrator()
     half = (torch.arange(len(labels)) if sequence is None else sequence) % 2 == 0
     losses = {"identity": log_loss(Calibrator()(logits), labels)}
     for kind in ("temperature", "isotonic"):
         losses[kind] = sum(
-            log_loss(_fit(kind, logits[fit], labels[fit])(logits[~fit]), labels[~fit]) * float((~fit).float().mean())
+            log_loss(fit_kind(kind, logits[fit], labels[fit])(logits[~fit]), labels[~fit])
+            * float((~fit).float().mean())
             for fit in (half, ~half)
         )
     losses["isotonic"] *= 1.0 + ISOTONIC_GAIN
-    return _fit(min(losses, key=losses.__getitem__), logits, labels)
+    return fit_kind(min(losses, key=losses.__getitem__), logits, labels)
 
 
-def _fit(kind: str, logits: Tensor, labels: Tensor) -> Calibrator:
-    if kind == "identity":
+def fit_kind(kind: str, logits: Tensor, labels: Tensor) -> Calibrator:
+    """Return a calibrator of this kind; the identity where there is nothing to fit."""
+    if kind == "identity" or len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
         return Calibrator()
     if kind == "temperature":
         grid = torch.logspace(-1.0, 1.0, 81)

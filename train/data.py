@@ -18,8 +18,9 @@ from ..collect.store import Trace
 from ..decode.noise import stream_key
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
-from ..policies.features import SIBLING_FEATURES, Layout
+from ..policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ..policies.history import HISTORY_FEATURES
+from .vectors import StoredVectors
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class TraceArrays:
         drawn: [N, K] bool, nodes that a live run drafted; None = all.
         anchors: [N], where a trace has not every anchor; None = they follow one another.
         extra: other columns that were asked for.
+        vectors: hidden states, read when they are first asked for.
     """
 
     header: Header
@@ -63,6 +65,7 @@ class TraceArrays:
     drawn: Tensor | None = None
     anchors: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
+    vectors: dict[str, StoredVectors] = field(default_factory=dict)
 
     @cached_property
     def tree(self) -> Topology:
@@ -83,11 +86,25 @@ class TraceArrays:
         """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
         if name in SIBLING_FEATURES and self.tree.is_chain:
             return torch.zeros(self.ends.shape)
+        if name == "drawn_token":
+            return self.tokens.float()
+        if name == "above_token":
+            behind = torch.cat([self.column("anchor_token")[:, None], self.tokens.float()], 1)
+            return behind[:, list(self.tree.parent[1:])]
+        if name in RUN_FEATURES and name not in self.columns:
+            return torch.full((len(self.ends),), float(getattr(self.header, name)))
         if name not in self.columns:
             raise TraceError(
                 f"the trace has no feature {name!r}; it has {', '.join(self.columns)}; collect it again with that feature"
             )
         return self.columns[name]
+
+    def vector(self, name: str) -> StoredVectors:
+        """Return a recorded hidden state; `TraceError` where it was not recorded."""
+        if name not in self.vectors:
+            model = name.removesuffix("_hidden")
+            raise TraceError(f"the trace has no {name}; collect it again with --hidden {model}, or use another policy")
+        return self.vectors[name]
 
     def tensors(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ([N, anchor features], [N, K, node features]) of `names`, each in their order; HISTORY is left out."""
@@ -142,6 +159,7 @@ class TraceArrays:
             drawn=part(self.drawn),
             anchors=part(self.anchors),
             extra={name: values[index] for name, values in self.extra.items()},
+            vectors={name: values.subset(index) for name, values in self.vectors.items()},
         )
 
 
@@ -163,16 +181,22 @@ def side_by_side(columns: Sequence[Tensor]) -> Tensor:
     return first.as_strided((*first.shape, len(columns)), (*first.stride(), 1))
 
 
-def trace_arrays(trace: Trace, features: Sequence[str] | None = None, extra: Sequence[str] = ()) -> TraceArrays:
+def trace_arrays(
+    trace: Trace,
+    features: Sequence[str] | None = None,
+    extra: Sequence[str] = (),
+    vectors: Sequence[str] | None = None,
+) -> TraceArrays:
     """Read a trace into memory.
 
     Args:
         trace: from `open_trace`.
         features: only these, which lets a large trace fit; by default every recorded one.
         extra: other columns to keep.
+        vectors: hidden states that will be asked for; by default every recorded one, since none is read before.
 
     Raises:
-        TraceError: a dense sequence misses an anchor, or one is there twice.
+        TraceError: a dense sequence misses an anchor, or one is there twice; a vector is not recorded.
     """
     header = trace.header
     names = [*(features or ()), *header.anchor_features, *header.features]  # the order a policy reads them in
@@ -199,7 +223,9 @@ def trace_arrays(trace: Trace, features: Sequence[str] | None = None, extra: Seq
         block[..., at] = read(name, np.float32)
     columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
     live = header.collector == "live"
-    return TraceArrays(
+    index = None if isinstance(order, slice) else torch.from_numpy(order)
+    found = {n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors}
+    made = TraceArrays(
         header=header,
         prompt_ids=[str(x) for x in ids],
         groups=[str(x) for x in groups],
@@ -218,7 +244,11 @@ def trace_arrays(trace: Trace, features: Sequence[str] | None = None, extra: Seq
         drawn=read("drawn", bool) if live else None,
         anchors=None if follows else torch.from_numpy(anchor),
         extra={name: read(name, None) for name in extra},
+        vectors=found,
     )
+    for name in vectors or ():
+        made.vector(name)
+    return made
 
 
 def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:

@@ -37,7 +37,9 @@ def draft_chains(walk: Walk, row: Tensor) -> Drafted:
         if j >= policy.first:
             features = walk.layout.step(base, nodes[:, j - 1] if j and nodes is not None else None)
             features = features * drafting[:, None]
-            step = DraftStep(j, drafting[:, None], parent, features[:, None])
+            alive = drafting[:, None]
+            vectors = walk.vectors(row, torch.tensor([j - 1]) if j else None, alive)
+            step = DraftStep(j, alive, parent, features[:, None], vectors)
             keep, walk.state = checked_keep(policy, step, walk.state)
             decisions += drafting
             if policy.trims and j > 0:
@@ -113,7 +115,7 @@ def draft_trees(walk: Walk, shape: TreeShape, row: Tensor) -> Drafted:
         level = shape.levels[j]
         if j >= policy.first:
             asked = alive
-            step = _tree_step(walk, shape, j, base, nodes, alive)
+            step = _tree_step(walk, shape, row, j, base, nodes, alive)
             alive, walk.state = checked_keep(policy, step, walk.state)
             decisions += asked.any(1)
             if policy.trims and j > 0:
@@ -140,7 +142,9 @@ def draft_trees(walk: Walk, shape: TreeShape, row: Tensor) -> Drafted:
     )
 
 
-def _tree_step(walk: Walk, shape: TreeShape, j: int, base: Tensor, nodes: Tensor | None, alive: Tensor) -> DraftStep:
+def _tree_step(
+    walk: Walk, shape: TreeShape, row: Tensor, j: int, base: Tensor, nodes: Tensor | None, alive: Tensor
+) -> DraftStep:
     """Return what the policy sees at depth j: a column for each branch, zeros where none is alive."""
     if j == 0:
         features = walk.layout.step(base)[:, None]
@@ -150,7 +154,8 @@ def _tree_step(walk: Walk, shape: TreeShape, j: int, base: Tensor, nodes: Tensor
         wide = base[:, None].expand(-1, len(level), -1).flatten(0, 1)
         features = walk.layout.step(wide, nodes[:, level].flatten(0, 1)).view(len(base), len(level), -1)
     parent = shape.among[j].expand(len(base), -1) if j else torch.zeros(len(base), 1, dtype=torch.int64)
-    return DraftStep(j, alive, parent, torch.where(alive[..., None], features, 0.0))
+    vectors = walk.vectors(row, shape.levels[j] if j else None, alive)
+    return DraftStep(j, alive, parent, torch.where(alive[..., None], features, 0.0), vectors)
 
 
 def _accepted(walk: Walk, row: Tensor) -> Tensor:

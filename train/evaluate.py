@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,24 +12,40 @@ import numpy as np
 import torch
 
 from ..collect.store import Trace, open_trace
+from ..decode.modes import MODES, describe
 from ..decode.profile import add_decisions
-from ..policies.baselines import Confidence
+from ..policies.baselines import Confidence, FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError, SpecstopWarning, TraceError
 from ..policies.files import refuse_full
 from ..policies.learned import LearnedPolicy
 from ..policies.progress import Progress, silent
-from .bounds import clairvoyant_seconds
+from .answer import answer, findings
 from .data import TraceArrays, trace_arrays
-from .records import Line, Ratio, Report
-from .replay import Replayed, replay
+from .details import Material, details, stop_costs
+from .ideal import clairvoyant_plan
+from .insight import Entry, acceptance_bands
+from .intervals import LEVEL, REPLICATES, Resamples, Values
+from .metered import Played, play
+from .records import Line, Report, verdict
+from .replay import Replayed
 from .report import write_report
-from .tune import best_of, fixed_grid, solve_rate, tune_confidence
+from .rounds import ROUND_COLUMNS
+from .single_rounds import round_report
+from .static_tree import best_static_tree
+from .tune import PRICED, solve_rate, tune_confidence
+from .whatif import RATIOS
+from .whatif import sweep as run_sweep
+from .whatif_records import Transfer
 
-REPLICATES = 2000
-LEVEL = 0.95
 HUGGING_FACE = 0.4
+FAST_SWEEP_S = 15.0
+"""Seconds of a sweep that is made by default, by the rough costs below of a replay and of an anchor in it."""
+
+_SOLVE_REPLAYS, _REPLAY_S, _ANCHOR_S = 24, 8e-3, 1e-5
+_EXACT_S = 1e-9
+"""Seconds by which a replay may be below the bound: sums of the same numbers in another order."""
 
 
 def evaluate(
@@ -39,14 +56,19 @@ def evaluate(
     train_traces: Trace | None = None,
     out: str | Path | None = None,
     seed: int = 0,
+    informed: Replayed | None = None,
+    detailed: bool | None = None,
+    sweep: bool | None = None,
+    transfer: Transfer | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Report:
     """Replay policies on held-out traces and compare them.
 
     Besides the given policies the report has plain decoding, the best fixed length (the whole grid, chosen on these very
-    prompts and again in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, and the
-    clairvoyant bound.
+    prompts and again in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, the
+    clairvoyant bound, and on trees the best static tree. Live traces, whose text depends on the policy, are answered round
+    by round (`single_rounds`), with their caveats.
 
     Args:
         traces: held-out prompts.
@@ -54,8 +76,13 @@ def evaluate(
         policies: to compare.
         train_traces: where thresholds are tuned and the derived rules' rates are solved for `profile`; without them the
             saved rates serve and the tuned confidence threshold is left out.
-        out: folder for `report.json`, `report.md` and `report.png`.
+        out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
         seed: of the bootstrap.
+        informed: replay of the informed estimate on these traces; a policy above it is a finding.
+        detailed: compute the sections behind the table of speeds; by default where there is an `out`.
+        sweep: also say from which cost of a draft step each of `policies` pays (`whatif.sweep`); by default where there is
+            an `out` and it takes seconds.
+        transfer: a table of `whatif.transfer` to put into the report.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
@@ -67,28 +94,37 @@ def evaluate(
         refuse_full(Path(out), overwrite=overwrite)
     for policy in policies:
         check_fit(policy, traces)
+    live = traces.header.collector == "live"
     tuning = trace_arrays(train_traces) if train_traces is not None else None
-    arrays = trace_arrays(traces)
+    arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
-    profile = add_decisions(profile, [Confidence(HUGGING_FACE), *policies], traces.header.vocabulary)
+    header = traces.header
+    profile = add_decisions(profile, [Confidence(HUGGING_FACE), *policies], header.vocabulary, header.vectors)
     jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth))
-    fixed = fixed_grid(arrays, profile)
-    replays = []
-    for done, (_, _, policy, _) in enumerate(jobs):
-        progress("replay", done, len(jobs))
-        replays.append(replay(arrays, policy, profile))
-    progress("replay", len(jobs), len(jobs))
-    bound = clairvoyant_seconds(arrays, profile)
-    report = Report(
-        tuple(_lines(arrays, jobs, replays, fixed, bound, seed)),
-        tuple(r.rate for r in fixed),
-        acceptance_by_depth(arrays),
-        _facts(traces, arrays, profile),
-    )
+    facts = _facts(traces, arrays, profile)
+    if live:
+        report = round_report(arrays, jobs, profile, facts, seed, progress)
+    else:
+        wants = out is not None if detailed is None else detailed
+        report = _replayed(arrays, jobs, profile, facts, informed, wants, seed, progress)
+        if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
+            swept = run_sweep(traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress)
+            report.details["sweep"] = swept.to_dict()
+    if transfer is not None:
+        report.details["transfer"] = transfer.to_dict()
     if out is not None:
         write_report(report, Path(out), overwrite=overwrite)
     return report
+
+
+def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:
+    """Whether a sweep takes so little time that it is made without being asked for; the same on every machine."""
+    derived = [p for p in policies if isinstance(p, LearnedPolicy) and p.rule.kind in PRICED]
+    work = [(arrays.depth + 1 + len(policies), arrays)]
+    work += [(_SOLVE_REPLAYS * len(derived), tuning)] if tuning is not None else []
+    seconds = sum(times * (_REPLAY_S + _ANCHOR_S * len(of.accepted)) for times, of in work)
+    return bool(policies) and len(RATIOS) * seconds <= FAST_SWEEP_S
 
 
 def acceptance_by_depth(arrays: TraceArrays) -> tuple[float, ...]:
@@ -109,7 +145,8 @@ def check_fit(policy: StopPolicy, traces: Trace) -> None:
         ("verification", policy.facts.verification, header.verification),
         ("pair", policy.facts.pair, dict(header.pair)),
     ):
-        if mine != theirs and mine != {}:
+        covered = what == "temperature" and policy.facts.covers(header.temperature)
+        if mine != theirs and mine != {} and not covered:
             warnings.warn(
                 f"{policy.name} was trained for another {what} ({mine}) than these traces ({theirs})",
                 SpecstopWarning,
@@ -117,23 +154,24 @@ def check_fit(policy: StopPolicy, traces: Trace) -> None:
             )
 
 
-_Job = tuple[str, str, StopPolicy, str]
+Job = tuple[str, str, StopPolicy, str]
 
 
-def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int) -> list[_Job]:
+def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int) -> list[Job]:
     """Return (name, kind, policy, note) of everything but the fixed lengths; learned rates are solved for the profile."""
     hugging_face = Confidence(HUGGING_FACE, depth)
-    jobs: list[_Job] = [("Hugging Face default", "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
-    if tuning is not None:
+    jobs: list[Job] = [("Hugging Face default", "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
+    replayable = tuning is not None and tuning.header.has_every_anchor
+    if tuning is not None and replayable:
         tuned = tune_confidence(tuning, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
         jobs.append(("confidence, tuned", "rule", tuned, note))
     for policy in policies:
         note = ""
-        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
+        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
         if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
-            note = "rho as saved, of another profile; give the training traces to solve it for this one"
-            if tuning is not None:
+            note = "rho as saved, of another profile; give dense training traces to solve it for this one"
+            if tuning is not None and replayable:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
                 note = "rho solved for this profile on the training traces"
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
@@ -145,55 +183,117 @@ def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profil
     return jobs
 
 
-def _lines(
+def _replayed(
     arrays: TraceArrays,
-    jobs: Sequence[_Job],
-    replays: Sequence[Replayed],
-    fixed: Sequence[Replayed],
-    bound: torch.Tensor,
+    jobs: Sequence[Job],
+    profile: Profile,
+    facts: dict[str, Any],
+    informed: Replayed | None,
+    detailed: bool,
     seed: int,
-) -> list[Line]:
-    """Return the report's lines, all intervals from the same replicates, paired over prompts."""
-    weights = _replicates(arrays.prompt_ids, seed)  # [R + 1, S]; the first is the sample itself
-    tokens = weights @ arrays.text_tokens.double().numpy()
-    rates = {r.name: tokens / (weights @ r.seconds.numpy()) for r in fixed}
-    grid = np.stack(list(rates.values()), 1)
-    best, plain = grid.max(1), grid[:, 0]
-    ceiling = tokens / (weights @ bound.numpy())
-    winner = best_of(fixed)
+    progress: Progress,
+) -> Report:
+    """Return the report on dense traces."""
+    depth = min(arrays.depth, profile.max_depth)
+    total = len(jobs) + depth + 1
+    fixed = []
+    for k in range(depth + 1):
+        progress("replay", k, total)
+        fixed.append(play(arrays, FixedLength(k), profile))
+    entries = []
+    for done, (name, kind, policy, note) in enumerate(jobs):
+        progress("replay", depth + 1 + done, total)
+        entries.append(Entry(name, kind, note, play(arrays, policy, profile)))
+    progress("replay", total, total)
+    if not arrays.tree.is_chain:
+        policy, _ = best_static_tree(arrays, profile)
+        name = f"{policy.name}, of {len(policy.nodes)} nodes; chosen on these prompts"
+        entries.append(Entry("best static tree", "static", name, play(arrays, policy, profile)))
+    boot = Resamples(arrays.prompt_ids, seed)
+    best = max(fixed, key=lambda one: one.result.rate)
+    plan = clairvoyant_plan(arrays, profile)
+    table = _Table(arrays, boot, fixed, best, plan.seconds)
+    lines = table.lines(entries, informed)
+    asked = [line for line in lines if line.kind in ("rule", "learned")]
+    material = Material(
+        arrays, profile, entries, fixed, best, plan, max(asked, key=lambda line: line.tokens_per_s).name
+    )
+    to_rival = {e.name: table.to_rival(e, entries) for e in entries}
+    found = answer(lines, best.result.name, boot, to_rival, stop_costs(material) if detailed else ())
+    below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
+    spent = {e.name: table.total(e.played.result) for e in entries}
+    static = {e.name: spent[e.name] for e in entries if e.kind == "static"}
+    to_static = {n: s / mine for s in static.values() for n, mine in spent.items()}
+    to_informed = {} if informed is None else {n: table.total(informed) / mine for n, mine in spent.items()}
+    if found is not None:
+        material = Material(arrays, profile, entries, fixed, best, plan, found.candidate)
+    return Report(
+        tuple(lines),
+        tuple(one.result.rate for one in fixed),
+        acceptance_by_depth(arrays),
+        facts,
+        acceptance_bands(arrays, boot),
+        found,
+        findings(lines, boot, below, to_informed, to_static),
+        (),
+        details(material, boot, seed, progress) if detailed else {},
+    )
 
-    def line(name: str, kind: str, rate: np.ndarray[Any, Any], played: Replayed | None, note: str = "") -> Line:
+
+class _Table:
+    """Lines with intervals, all from the same resamples of the prompts."""
+
+    def __init__(
+        self, arrays: TraceArrays, boot: Resamples, fixed: Sequence[Played], best: Played, bound: torch.Tensor
+    ) -> None:
+        self.boot, self.fixed, self.winner = boot, fixed, best
+        self.tokens = boot.total(arrays.text_tokens)
+        grid = np.stack([self.tokens / self.total(one.result) for one in fixed], 1)
+        self.best, self.plain = grid.max(1), grid[:, 0]
+        self.ceiling: Values = self.tokens / boot.total(bound)
+
+    def total(self, result: Replayed) -> Values:
+        """Return [R + 1] seconds."""
+        return self.boot.total(result.seconds)
+
+    def to_rival(self, entry: Entry, entries: Sequence[Entry]) -> Values:
+        """Return [R + 1], an entry's speed against the best of what reads nothing: fixed lengths, static trees."""
+        rates = [self.tokens / self.total(e.played.result) for e in entries if e.kind == "static" and e is not entry]
+        rival = np.max([self.best, *rates], axis=0)
+        ratio: Values = self.tokens / self.total(entry.played.result) / rival
+        return ratio
+
+    def line(self, name: str, kind: str, rate: Values, played: Replayed | None, note: str) -> Line:
+        """Return a line of the report."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            gap = np.where(ceiling > best, (rate - best) / (ceiling - best), 0.0)
-        ratios = (_ratio(rate / plain), _ratio(rate / best), _ratio(gap))
+            gap = np.where(self.ceiling > self.best, (rate - self.best) / (self.ceiling - self.best), 0.0)
+        ratios = (self.boot.interval(rate / self.plain), self.boot.interval(rate / self.best), self.boot.interval(gap))
         if played is None:
             return Line(name, kind, float(rate[0]), *ratios, note=note)
         rounds = max(1, int(played.rounds.sum()))
         drafted, verified, accepted = (
             float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
         )
-        efficiency = played.block_efficiency
-        return Line(name, kind, float(rate[0]), *ratios, efficiency, drafted, verified, accepted, note)
+        return Line(name, kind, float(rate[0]), *ratios, played.block_efficiency, drafted, verified, accepted, note)
 
-    lines = [line("plain decoding", "fixed", plain, fixed[0], "fixed:0")]
-    lines.append(line("best fixed", "fixed", best, winner, f"{winner.name}, chosen on these prompts"))
-    for (name, kind, _, note), played in zip(jobs, replays, strict=True):
-        lines.append(line(name, kind, tokens / (weights @ played.seconds.numpy()), played, note))
-    lines.append(line("clairvoyant bound", "bound", ceiling, None, "knows every accepted length"))
-    return lines
-
-
-def _replicates(prompt_ids: Sequence[str], seed: int) -> np.ndarray[Any, Any]:
-    """Return [R + 1, S] weights: ones, then how often each prompt was drawn with replacement."""
-    _, prompt = np.unique(np.asarray(prompt_ids), return_inverse=True)
-    count = int(prompt.max()) + 1
-    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=REPLICATES)
-    return np.concatenate([np.ones((1, len(prompt_ids))), drawn[:, prompt].astype(np.float64)])
-
-
-def _ratio(values: np.ndarray[Any, Any]) -> Ratio:
-    low, high = np.quantile(values[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Ratio(float(values[0]), float(low), float(high))
+    def lines(self, entries: Sequence[Entry], informed: Replayed | None) -> list[Line]:
+        """Return all lines."""
+        winner = self.winner.result
+        out = [self.line("plain decoding", "fixed", self.plain, self.fixed[0].result, "fixed:0")]
+        out.append(self.line("best fixed", "fixed", self.best, winner, f"{winner.name}, chosen on these prompts"))
+        for e in entries:
+            result = e.played.result
+            made = self.line(e.name, e.kind, self.tokens / self.total(result), result, e.note)
+            if e.kind in ("rule", "learned"):
+                rival = self.boot.interval(self.to_rival(e, entries))
+                made = dataclasses.replace(made, verdict=verdict(rival.low, rival.high))
+            out.append(made)
+        if informed is not None:
+            note = "the best cross-fitted policy on all features"
+            rate = self.tokens / self.total(informed)
+            out.append(self.line("informed estimate", "informed", rate, informed, note))
+        out.append(self.line("clairvoyant bound", "bound", self.ceiling, None, "knows every accepted length"))
+        return out
 
 
 def _facts(traces: Trace, arrays: TraceArrays, profile: Profile) -> dict[str, Any]:
@@ -205,7 +305,9 @@ def _facts(traces: Trace, arrays: TraceArrays, profile: Profile) -> dict[str, An
         "anchors": len(arrays.accepted),
         "temperature": header.temperature,
         "verification": header.verification,
+        "mode": describe(header.verification) if header.verification in MODES else header.verification,
         "depth": arrays.depth,
+        "topology": arrays.tree.name,
         "pair": dict(header.pair),
         "profile": dict(profile.facts),
         "intervals": f"{LEVEL:.0%} bootstrap over prompts, {REPLICATES} replicates",

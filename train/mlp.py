@@ -1,26 +1,39 @@
-"""The MLP head, trained through Lightning; module and data module work with a Trainer of your own."""
+"""The MLP head, trained through Lightning. Module and data module work with a Trainer of your own:
+
+visited = visits(arrays, [replay(arrays, FixedLength(4), profile)])
+rows = fit_rows(arrays, names, visited)
+basis = Basis(names, *fit_basis(rows, names))
+module = StopHeadModule(basis.width + 1, hidden=(128, 128))
+lightning.Trainer(max_epochs=30).fit(module, datamodule=TraceDataModule(rows, held_out, basis))
+head = module.to_head(names, basis)
+"""
 
 from __future__ import annotations
 
 import itertools
-import logging
+import pickle
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ..policies.errors import InputError
 from ..policies.heads import Basis, MLPHead
 from ..policies.progress import Progress, silent
-from .fitting import FitTask
+from .fitting import FitOptions, FitTask
 from .linear import fit_basis
 from .rows import FitRows
+from .trainer import LAST, MONITOR, Report, make_trainer, quiet
+
+EPOCHS, BATCH, RATE, DECAY = 20, 1024, 2e-3, 1e-3
+WIDTH, LAYERS = 64, 2
 
 
 class StopHeadModule(lightning.LightningModule):
@@ -30,14 +43,24 @@ class StopHeadModule(lightning.LightningModule):
         width: input columns, F' + 1 (the flag for depth 0).
         hidden: widths of the hidden layers.
         rate: learning rate of AdamW.
+        decay: its weight decay.
     """
 
-    def __init__(self, width: int, hidden: Sequence[int] = (64, 64), rate: float = 2e-3) -> None:
+    def __init__(
+        self, width: int, hidden: Sequence[int] = (WIDTH,) * LAYERS, rate: float = RATE, decay: float = DECAY
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         sizes = [width, *hidden, 2]
         self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
-        self.rate = rate
+        self.rate, self.decay = rate, decay
+
+    def to_head(self, names: Sequence[str], basis: Basis) -> MLPHead:
+        """Return the head that a policy runs, with the weights as they are now; `names` are the basis's features."""
+        layers: dict[str, Tensor] = {}
+        for at, layer in enumerate(self.layers):
+            layers |= {f"{part}.{at}": getattr(layer, part).detach().float().cpu() for part in ("weight", "bias")}
+        return MLPHead(names, {"mean": basis.mean, "scale": basis.scale, **layers})
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [R, 2] logits for columns [R, F' + 1]."""
@@ -56,12 +79,12 @@ class StopHeadModule(lightning.LightningModule):
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         """Log the held-out loss."""
-        self.log("held_out_loss", self._loss(batch), batch_size=int(batch[2].sum()))
+        self.log(MONITOR, self._loss(batch), batch_size=int(batch[2].sum()))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW under a one-cycle schedule."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=1e-3)
-        steps = int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=self.decay)
+        steps = max(2, int(self.trainer.estimated_stepping_batches))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -76,7 +99,7 @@ class TraceDataModule(lightning.LightningDataModule):
         seed: of the shuffling.
     """
 
-    def __init__(self, rows: FitRows, held_out: FitRows, basis: Basis, batch: int = 1024, seed: int = 0) -> None:
+    def __init__(self, rows: FitRows, held_out: FitRows, basis: Basis, batch: int = BATCH, seed: int = 0) -> None:
         super().__init__()
         self.parts, self.basis, self.batch, self.seed = (rows, held_out), basis, batch, seed
 
@@ -89,36 +112,44 @@ class TraceDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return shuffled batches of the training rows."""
-        shuffle = torch.Generator().manual_seed(self.seed)
-        return DataLoader(_Batches(self._data(self.parts[0]), self.batch, shuffle), batch_size=None)
+        return DataLoader(_Batches(self._data(self.parts[0]), self.batch, self), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return the held-out rows in order."""
         return DataLoader(_Batches(self._data(self.parts[1]), 1 << 16, None), batch_size=None)
 
 
-class _Batches(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
-    """Whole batches by index: a row at a time would spend the epoch in Python."""
+class Shuffled(Protocol):
+    """A data module that says how its rows are shuffled."""
 
-    def __init__(self, data: TensorDataset, batch: int, shuffle: torch.Generator | None) -> None:
+    seed: int
+    trainer: lightning.Trainer | None
+
+
+class _Batches(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
+    """Whole batches by index: a row at a time would spend the epoch in Python.
+
+    The order depends on seed and epoch alone, so that a resumed run goes on as it would have.
+    """
+
+    def __init__(self, data: TensorDataset, batch: int, shuffle: Shuffled | None) -> None:
         self.data, self.batch, self.shuffle = data, batch, shuffle
+        self._passes = 0
 
     def __len__(self) -> int:
         return -(-len(self.data) // self.batch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         count = len(self.data)
-        order = torch.arange(count) if self.shuffle is None else torch.randperm(count, generator=self.shuffle)
+        order = torch.arange(count)
+        if self.shuffle is not None:
+            trainer = self.shuffle.trainer
+            epoch = self._passes if trainer is None else trainer.current_epoch
+            self._passes += 1
+            generator = torch.Generator().manual_seed(hash((self.shuffle.seed, epoch)) % 2**63)
+            order = torch.randperm(count, generator=generator)
         for at in order.split(self.batch):
             yield self.data[at]
-
-
-class _Report(Callback):
-    def __init__(self, progress: Progress, epochs: int) -> None:
-        self.progress, self.epochs = progress, epochs
-
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.progress("train mlp", trainer.current_epoch + 1, self.epochs)
 
 
 def fit_mlp(
@@ -126,54 +157,67 @@ def fit_mlp(
     held_out: FitRows,
     names: Sequence[str],
     seed: int = 0,
-    epochs: int = 20,
+    epochs: int | None = None,
     progress: Progress = silent,
+    options: FitOptions | None = None,
 ) -> MLPHead:
     """Train the network and keep the epoch with the least held-out loss.
 
     The caller's torch random state is left as it was.
+
+    Args:
+        rows, held_out: to fit on, and to stop early on.
+        names: scalar features.
+        seed: of weights and shuffling.
+        epochs: at most; None = 20, or as the options say.
+        progress: see `Progress`.
+        options: of the Trainer, and `params`: `width`, `layers`, `weight_decay`, `learning_rate`.
     """
+    options = options or FitOptions()
+    most = epochs or options.epochs or EPOCHS
     mean, scale = fit_basis(rows, names)
     basis = Basis(names, mean, scale)
-    with torch.random.fork_rng(), _quiet(), tempfile.TemporaryDirectory() as folder:
+    params = options.params
+    rate = float(options.learning_rate or params.get("learning_rate", RATE))
+    hidden = (int(params.get("width", WIDTH)),) * int(params.get("layers", LAYERS))
+    with torch.random.fork_rng(), quiet(), _work_folder(options) as folder:
         torch.manual_seed(seed)
-        module = StopHeadModule(basis.width + 1)
-        best = ModelCheckpoint(folder, monitor="held_out_loss", save_weights_only=True)
-        callbacks = [best, EarlyStopping("held_out_loss", patience=5), _Report(progress, epochs)]
-        trainer = lightning.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            logger=False,
-            callbacks=callbacks,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            num_sanity_val_steps=0,
-        )
-        trainer.fit(module, datamodule=TraceDataModule(rows, held_out, basis, seed=seed))
-        state = torch.load(best.best_model_path, weights_only=True)["state_dict"]
+        module = StopHeadModule(basis.width + 1, hidden, rate, float(params.get("weight_decay", DECAY)))
+        trainer, best = make_trainer(options, folder, most, [Report("train mlp", progress, most)])
+        data = TraceDataModule(rows, held_out, basis, options.batch_size or BATCH, seed)
+        last = folder / LAST
+        again = str(last) if options.resume and last.exists() else None
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
+            state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
+        except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
+            if again is None:
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"--resume: {last} is not a checkpoint of such a run: {reason}") from None
     tensors = {
-        f"{part}.{i}": state[f"layers.{i}.{part}"] for i in range(len(module.layers)) for part in ("weight", "bias")
+        f"{part}.{i}": state[f"layers.{i}.{part}"].float()
+        for i in range(len(module.layers))
+        for part in ("weight", "bias")
     }
     return MLPHead(names, {"mean": mean, "scale": scale, **tensors})
 
 
 def fit_network(task: FitTask) -> tuple[MLPHead, dict[str, bytes]]:
     """Fit the network; see `Fitter`."""
-    return fit_mlp(task.rows, task.held_out, task.names, task.seed, progress=task.progress), {}
+    head = fit_mlp(task.rows, task.held_out, task.names, task.seed, progress=task.progress, options=task.options)
+    return head, {}
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Lightning's advice about hardware and workers off the console."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning.*")
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+def _work_folder(options: FitOptions) -> Iterator[Path]:
+    """Yield the folder for checkpoints: the given one, or one that is gone afterwards."""
+    path = options.checkpoints
+    if path is not None:
+        if (path / LAST).exists() and not options.resume:
+            raise InputError(f"--checkpoints: {path} has those of another run; pass --resume, or choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -9,7 +9,14 @@ from typing import Any
 from ..policies.files import write_atomic
 from .records import Report
 
-_COLOURS = {"fixed": "#6b7280", "rule": "#b45309", "learned": "#2563eb", "bound": "#111827"}
+_COLOURS = {
+    "fixed": "#6b7280",
+    "static": "#6b7280",
+    "rule": "#b45309",
+    "learned": "#2563eb",
+    "informed": "#047857",
+    "bound": "#111827",
+}
 
 
 def save_speed_plot(report: Report, path: Path) -> None:
@@ -39,9 +46,9 @@ def fixed_panel(axes: Any, report: Report) -> Any:
     )
     others = [line for line in report.lines if line.kind in ("rule", "learned")]
     top = max(others, key=lambda line: line.tokens_per_s)
-    bound = report.lines[-1]
     axes.axhline(top.to_plain.value, color=_COLOURS[top.kind], label=top.name)
-    axes.axhline(bound.to_plain.value, color=_COLOURS["bound"], linestyle=":", label=bound.name)
+    for bound in (line for line in report.lines if line.kind == "bound"):
+        axes.axhline(bound.to_plain.value, color=_COLOURS["bound"], linestyle=":", label=bound.name)
     axes.set(
         xlabel="tokens drafted per round",
         ylabel="speed, plain decoding = 1",

@@ -1,10 +1,17 @@
-"""What `evaluate` answers: ratios with intervals, one line a policy, the report."""
+"""What `evaluate` answers: ratios with intervals, one line a policy, the answer, and what it rests on."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+DEPLOY, NO_GAIN, REFUSE = "deploy", "no gain", "do not deploy"
+
+
+def verdict(low: float, high: float) -> str:
+    """Return what the interval of a ratio to what needs no policy means for deploying one."""
+    return DEPLOY if low > 1.0 else REFUSE if high < 1.0 else NO_GAIN
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,13 @@ class Line:
     """One policy of a report.
 
     Attributes:
-        name: shown; `kind` is fixed, rule, learned or bound.
+        name: shown; `kind` is fixed, static (a tree that never changes), rule, learned, informed or bound.
         tokens_per_s: modelled.
         to_plain, to_best_fixed, gap_closed: ratios with intervals; gap closed is against the clairvoyant bound.
         block_efficiency: committed tokens per target call.
         drafted, verified, accepted: per round.
         note: what a reader must know.
+        verdict: of rules and learned policies, against the best fixed length, on trees the best static tree as well.
     """
 
     name: str
@@ -40,6 +48,30 @@ class Line:
     verified: float = 0.0
     accepted: float = 0.0
     note: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What to do.
+
+    Attributes:
+        deploy: whether a policy is clear of the best fixed length (and of the best static tree).
+        use: the policy, or the fixed length that none is clear of.
+        candidate: the fastest policy of those compared; `use` where `deploy`.
+        headline: one sentence.
+        sure: how far to trust it.
+        why: what it rests on, one sentence each.
+        above: share of resamples in which the candidate is above the best fixed length.
+    """
+
+    deploy: bool
+    use: str
+    candidate: str
+    headline: str
+    sure: str
+    why: tuple[str, ...]
+    above: float
 
 
 @dataclass(frozen=True)
@@ -51,12 +83,22 @@ class Report:
         fixed: tokens/s of every fixed length 0..K.
         acceptance: P(A >= k) over uncut anchors, k = 1..K.
         facts: prompts, tokens, temperature, verification, profile, pair.
+        bands: of `acceptance`, with intervals.
+        answer: what to do; None where no policy was compared.
+        findings: what a reader must look into.
+        caveats: of reports on single rounds.
+        details: plain JSON values by section, see `insight.details`; empty where they were not asked for.
     """
 
     lines: tuple[Line, ...]
     fixed: tuple[float, ...]
     acceptance: tuple[float, ...]
     facts: dict[str, Any] = field(default_factory=dict)
+    bands: tuple[Ratio, ...] = ()
+    answer: Answer | None = None
+    findings: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
 
     def line(self, name: str) -> Line:
         """Return the line called `name`."""

@@ -22,6 +22,9 @@ from .walk import Walk, check_replayable, concatenated, orders
 MOST_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""
 
+MOST_VECTOR_BYTES = 1 << 26
+"""Of the hidden states that they are shown at once."""
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -63,11 +66,12 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replaye
 
     Args:
         arrays: a trace.
-        policy: any policy but one with hidden-state vectors, or one that reads the clock.
+        policy: any policy but one that reads the clock.
         profile: the latency profile that rounds are timed with.
 
     Raises:
-        TraceError: the policy drafts deeper than the trace, or comes where the trace has no round.
+        TraceError: the policy drafts deeper than the trace, reads what the trace does not hold, or comes where it has no
+            round.
     """
     check_replayable(arrays, policy, profile)
     every = torch.arange(arrays.sequences)
@@ -85,7 +89,8 @@ def replay_orders(
 
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
     """Replay many policies; those that differ in a threshold only run side by side, which is what a sweep wants."""
-    each = max(1, MOST_STREAMS // max(arrays.sequences, 1))
+    most = min([MOST_STREAMS, *(_streams_of(arrays, policy) for policy in policies if policy.vectors)])
+    each = max(1, most // max(arrays.sequences, 1))
     done: list[Replayed] = []
     at = 0
     while at < len(policies):
@@ -102,6 +107,11 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
         done += _played(arrays, one, profile, queues, group)
         at += len(group)
     return done
+
+
+def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
+    """Return how many streams' hidden states of one depth fit into `MOST_VECTOR_BYTES`."""
+    return MOST_VECTOR_BYTES // (4 * arrays.tree.width * sum(arrays.vector(name).width for name in policy.vectors))
 
 
 def _played(

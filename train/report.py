@@ -1,32 +1,37 @@
-"""A report on disk: JSON for machines, Markdown for people, one picture."""
+"""A report on disk: JSON for machines, a page and Markdown for people, a table as CSV, one picture."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from pathlib import Path
 
 from ..policies.files import claim_folder, write_atomic, write_json
+from .cells import Data, Table
+from .page import facts_text, to_html
 from .plot import save_speed_plot
-from .records import Line, Ratio, Report
+from .records import Ratio, Report
+from .sections import sections, speed_table
 
-COLUMNS = (
-    "policy",
-    "tokens/s",
-    "vs plain",
-    "vs best fixed",
-    "gap closed",
-    "block eff.",
-    "drafted",
-    "accepted",
-    "note",
-)
+FILES = ("report.html", "report.json", "report.md", "report.csv", "report.png")
 
 
 def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
-    """Write `report.json`, `report.md` and `report.png` into `out`."""
+    """Write `FILES` into `out`."""
     claim_folder(out, overwrite=overwrite)
-    write_json(out / "report.json", report.to_dict())
+    data = plain(report)
+    write_json(out / "report.json", data)
+    write_atomic(out / "report.html", to_html(data))
     write_atomic(out / "report.md", to_markdown(report))
+    write_atomic(out / "report.csv", to_csv(report))
     save_speed_plot(report, out / "report.png")
+
+
+def plain(report: Report) -> Data:
+    """Return the report as JSON values, as they are read from `report.json`."""
+    data: Data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    return data
 
 
 def interval(ratio: Ratio, digits: int = 3) -> str:
@@ -34,51 +39,78 @@ def interval(ratio: Ratio, digits: int = 3) -> str:
     return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
 
 
-def cells(line: Line) -> tuple[str, ...]:
-    """Return a line as the texts of `COLUMNS`."""
-    rounds = (
-        ("", "", "")
-        if line.kind == "bound"
-        else (f"{line.block_efficiency:.2f}", f"{line.drafted:.2f}", f"{line.accepted:.2f}")
-    )
-    gap = "" if line.name in ("plain decoding", "best fixed", "clairvoyant bound") else interval(line.gap_closed, 2)
-    return (
-        line.name,
-        f"{line.tokens_per_s:.1f}",
-        interval(line.to_plain),
-        interval(line.to_best_fixed),
-        gap,
-        *rounds,
-        line.note,
-    )
+def policy_rows(report: Report) -> list[list[str]]:
+    """Return the table of policies as texts, its columns first."""
+    data = plain(report)
+    found = speed_table(data)
+    return [list(found.heads), *found.texts(data)]
 
 
 def headline(report: Report) -> str:
     """Return the one sentence a reader came for."""
-    learned = [line for line in report.lines if line.kind in ("learned", "rule")]
-    top = max(learned, key=lambda line: line.tokens_per_s)
-    gain = top.to_best_fixed
-    sure = "clear of 1" if gain.low > 1 else "not clear of 1"
-    return (
-        f"{top.name}: {top.to_plain.value:.2f} times plain decoding, {gain.value:.3f} times the best fixed length "
-        f"({LEVEL_TEXT} {gain.low:.3f} to {gain.high:.3f}, {sure})"
-    )
+    return report.answer.headline if report.answer else "no policy was compared"
 
 
-LEVEL_TEXT = "95% interval"
+def to_csv(report: Report) -> str:
+    """Return a line a policy, all figures in full: those of the JSON."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    ratios = ("to_plain", "to_best_fixed", "gap_closed")
+    counts = ("block_efficiency", "drafted", "verified", "accepted")
+    spreads = [f"{name}{part}" for name in ratios for part in ("", "_low", "_high")]
+    writer.writerow(["policy", "kind", "tokens_per_s", *spreads, *counts, "note"])
+    for line in report.lines:
+        values = [x for name in ratios for x in _three(getattr(line, name))]
+        writer.writerow(
+            [line.name, line.kind, line.tokens_per_s, *values, *(getattr(line, name) for name in counts), line.note]
+        )
+    return out.getvalue()
+
+
+def _three(ratio: Ratio) -> tuple[float, float, float]:
+    return ratio.value, ratio.low, ratio.high
 
 
 def to_markdown(report: Report) -> str:
     """Return the report as Markdown."""
-    facts = report.facts
-    head = "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS)
-    body = "\n".join("| " + " | ".join(cells(line)) + " |" for line in report.lines)
-    fixed = " ".join(f"{k}: {rate:.1f}" for k, rate in enumerate(report.fixed))
-    depth = " ".join(f"{k}: {p:.3f}" for k, p in enumerate(report.acceptance, 1))
-    return (
-        f"# What each policy gains\n\n{headline(report)}\n\n{head}\n{body}\n\n"
-        f"Tokens/s by fixed length: {fixed}\n\nP(A >= k) over all anchors: {depth}\n\n"
-        f"{facts['prompts']} prompts, {facts['tokens']} tokens, temperature {facts['temperature']:g}, "
-        f"{facts['verification']} verification (lossless), {facts['intervals']}. Rates are modelled with the latency "
-        f"profile ({facts['profile'].get('device', 'unknown device')}); every count is exact.\n"
-    )
+    data = plain(report)
+    found = report.answer
+    blocks = ["# What each policy gains", headline(report)]
+    if found:
+        blocks += [f"How sure: {found.sure}", *(["Why: " + " ".join(found.why)] if found.why else [])]
+    blocks += ["\n".join(f"- {text}" for text in some) for some in (report.findings, report.caveats) if some]
+    for section in sections(data):
+        blocks += [f"## {section.title}", *section.words, *(_markdown(table, data) for table in section.tables)]
+        if section.id == "losses":
+            blocks += _texts(data)
+    blocks.append(f"{facts_text(data)} Rates are modelled with the latency profile; every count is exact.")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _markdown(table: Table, data: Data) -> str:
+    def row(cells: list[str]) -> str:
+        return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
+
+    head = row(list(table.heads)) + "\n|" + "---|" * len(table.heads)
+    return f"{table.caption}:\n\n" + "\n".join([head, *map(row, table.texts(data))])
+
+
+def _escaped(text: str) -> str:
+    """Return text that stays within a cell and is no markup."""
+    flat = " ".join(text.split())
+    return "".join("\\" + c if c in "|<`*\\" else c for c in flat)
+
+
+def _texts(data: Data) -> list[str]:
+    """Return the worst rounds as code: the text before it, then the drafted tokens, + in front of accepted ones."""
+    marks = {"accepted": "+", "rejected": "-", "missed": "?"}
+    out = [
+        "Behind the bar the tokens of the round: + accepted, - rejected, ? not drafted and would have been accepted."
+    ]
+    for one in data["details"]["losses"]:
+        for each in one["rounds"]:
+            pieces = " ".join(marks[p["state"]] + json.dumps(p["text"], ensure_ascii=False) for p in each["pieces"])
+            text = json.dumps("".join(each["context"]), ensure_ascii=False)
+            title = f"{_escaped(one['prompt'])}, after token {each['anchor']}: {each['kind']}, {each['ms']:.2f} ms, drafted "
+            out.append(f"{title}{each['chosen']}, ideal {each['ideal']}:\n\n    {text} | {pieces}")
+    return out

@@ -58,7 +58,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
 
     Args:
         arrays: of a live trace, with `extra=ROUND_COLUMNS`.
-        policy: any policy but one with hidden-state vectors, or one that reads the clock.
+        policy: any policy but one that reads the clock.
         profile: what rounds cost.
 
     Raises:
@@ -67,7 +67,8 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     header = arrays.header
     if header.collector != "live" or arrays.drawn is None:
         raise TraceError("single rounds are of live traces; replay dense ones")
-    if policy.vectors or policy.reads_clock or policy.max_depth > arrays.depth:
+    unknown = [name for name in policy.vectors if name not in arrays.vectors]
+    if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
     walk = Walk(arrays, policy, profile, torch.arange(arrays.sequences)[:, None])
     shape = TreeShape(arrays.tree.limited(policy.max_depth))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch import Tensor
 from ..policies.errors import TraceError
 from .data import TraceArrays, seen_features
 from .replay import Replayed
+from .vectors import StoredVectors
+
+SOFT_COLUMNS = ("draft_prob", "target_prob")
+"""What soft labels want of `trace_arrays` as `extra`."""
+
+_PART = 1 << 24
+"""Numbers of hidden states that are looked up at a time."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,8 @@ class FitRows:
         accepted: [M] bool, x_j accepted; the label of `accept` where `depth` is 1 or more.
         followed: [M] bool, x_{j+1} accepted; the label of `next` where `followed_known`.
         followed_known: [M] bool, x_1..x_j were accepted and j < K.
+        vectors: [M, H] hidden states by name, for heads that read some.
+        soft: [M] min(1, p/q) of x_j, its chance of acceptance under rejection; None where the trace was read without.
     """
 
     features: Tensor
@@ -31,6 +40,8 @@ class FitRows:
     accepted: Tensor
     followed: Tensor
     followed_known: Tensor
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    soft: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.depth)
@@ -64,14 +75,56 @@ def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
     return Visits(row[use], torch.cat([r.history for r in replays])[use])
 
 
-def fit_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> FitRows:
-    """Return the training rows of the rounds visited: every depth up to the first rejection."""
+def fit_rows(
+    arrays: TraceArrays, features: Sequence[str], visited: Visits, vectors: Sequence[str] = (), lag: int = 0
+) -> FitRows:
+    """Return the training rows of the rounds visited: every depth up to the first rejection.
+
+    Args:
+        arrays: of chains.
+        features: names.
+        visited: the rounds.
+        vectors: hidden states to add, float16 as they are recorded.
+        lag: depths by which a head's `accept` is behind (`Head.lag`): the row of x_j then has the draft's hidden state of
+            depth j + lag, and those without one are left out.
+
+    Raises:
+        TraceError: a feature or a vector is not recorded.
+    """
     seen = seen_features(arrays, features, visited.row, visited.history)
     depth = torch.arange(arrays.depth + 1)[None].expand(len(seen), -1)
     length = arrays.accepted[visited.row][:, None]
-    use = length >= depth - 1
+    use = (length >= depth - 1) & (depth <= arrays.depth - lag)
     known = (length >= depth) & (depth < arrays.depth)
-    return FitRows(seen[use], depth[use], (length >= depth)[use], (length > depth)[use], known[use])
+    soft = soft_labels(arrays, visited)
+    return FitRows(
+        seen[use],
+        depth[use],
+        (length >= depth)[use],
+        (length > depth)[use],
+        known[use],
+        {name: _states(arrays.vector(name), visited.row, use, lag) for name in vectors},
+        soft=None if soft is None else soft[use],
+    )
+
+
+def _states(recorded: StoredVectors, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
+    """Return [M, H] float16, the hidden states of the rows and depths in `use` [R, K + 1]; 0 for the draft's at depth 0."""
+    at, depth = use.nonzero(as_tuple=True)
+    out = torch.zeros(len(at), recorded.width, dtype=torch.float16)
+    known = (depth > 0).nonzero()[:, 0] if recorded.of_nodes else torch.arange(len(at))
+    for part in known.split(max(1, _PART // recorded.width)):
+        out[part] = recorded.at(row[at[part]], depth[part] - 1 + lag if recorded.of_nodes else None)
+    return out
+
+
+def soft_labels(arrays: TraceArrays, visited: Visits) -> Tensor | None:
+    """Return [R, K + 1] min(1, p/q) of x_j, 0 at depth 0; None unless the trace was read with `SOFT_COLUMNS`."""
+    if not set(SOFT_COLUMNS) <= set(arrays.extra):
+        return None
+    q, p = (arrays.extra[name][visited.row].float() for name in SOFT_COLUMNS)
+    ratio = torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0)
+    return torch.nn.functional.pad(ratio, (1, 0))
 
 
 def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:

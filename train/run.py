@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..collect.schema import Header
 from ..collect.store import Trace
 from ..decode.profile import add_decisions
-from ..policies.calibration import Calibrator
 from ..policies.costs import Profile
 from ..policies.errors import InputError, TraceError, close_match
 from ..policies.features import feature
 from ..policies.files import refuse_full
 from ..policies.folder import load_policy_folder, save_policy
-from ..policies.heads import Head
+from ..policies.history import HISTORY_FEATURES
 from ..policies.learned import Facts, LearnedPolicy
 from ..policies.progress import Progress, silent
-from ..policies.rules import Derived, Rule, Threshold
-from .calibrate import auc, fit_calibrator, log_loss
+from .crossfit import FOLDS, Calibrated, FoldHeads, Folds, calibrate, fit_folds, held_out_outputs, prompt_folds
 from .data import TraceArrays, trace_arrays
-from .fitting import HEAD_KINDS, FitTask, fitter
+from .fitting import HEAD_KINDS, FitOptions
+from .forms import Form, form, read_vectors
+from .mixing import mixed_arrays
 from .replay import Replayed, replay
-from .rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
-from .tune import best_of, fixed_grid, solve_rate
+from .rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
+from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
+from .scores import survival_scores
+from .several import joined_arrays, temperatures
+from .tune import PRICED, best_of, fixed_grid, solve_rate
 
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 """What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
 
-HELD_OUT = 0.25
 REFERENCES = 5
+FEW = 5000
+"""Rounds of the policy's own below which those of fixed lengths count too."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Trained:
     Attributes:
         policy: ready to use.
         path: its folder, or None.
-        metrics: rows, log loss and AUC of both outputs, calibration kinds, replayed rate and best fixed rate.
+        metrics: rows, log loss and AUC of both outputs, calibration kinds, replayed rate and best fixed rate, and
+            `reliability`, a row for each depth and temperature (`scores.survival_scores`).
     """
 
     policy: LearnedPolicy
@@ -52,83 +58,162 @@ class Trained:
     metrics: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What `train` was asked for, checked; see there."""
+
+    head: str = "logistic"
+    rule: str = "derived"
+    threshold: float | None = None
+    features: tuple[str, ...] = FEATURES
+    name: str = "logistic"
+    seed: int = 0
+    folds: int = FOLDS
+    cross_fit: bool = True
+    passes: int = 1
+    fit: FitOptions = field(default_factory=FitOptions)
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> Form:
+        """What the head asks of training."""
+        return form(self.head)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The thresholds that were published with the rule, where the head is used under its own."""
+        return self.form.thresholds if self.rule == self.form.rule else ()
+
+
 def train(
-    traces: Trace,
+    traces: Trace | Sequence[Trace],
     profile: Profile,
     *,
     head: str = "logistic",
     out: str | Path | None = None,
-    rule: str = "derived",
-    threshold: float = 0.5,
+    rule: str | None = None,
+    threshold: float | None = None,
     features: Sequence[str] | None = None,
+    vectors: Sequence[str] | None = None,
     name: str | None = None,
     seed: int = 0,
+    folds: int = FOLDS,
+    cross_fit: bool = True,
+    passes: int = 1,
+    fit: FitOptions | None = None,
+    mixed: Trace | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Trained:
-    """Fit a stop head on traces, calibrate it on held-out prompts, and give it a stop rule.
+    """Fit a stop head on traces, calibrate it on prompts that it did not see, and give it a stop rule.
 
     Args:
-        traces: from `collect`.
+        traces: from `collect`: one trace, or several of one pair, such as of several temperatures; the head then reads
+            `temperature` unless `features` says otherwise.
         profile: what rounds cost; the derived rule is solved for it.
-        head: "logistic", "mlp" or "xgboost".
+        head: a kind of head, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        rule: "derived" (look-ahead, no threshold), "survival" or "step".
-        threshold: of the latter two.
-        features: scalar features; by default those that every trace of chains holds.
+        rule: "gain" for trees (`tree_fit.train_tree`); else "derived" (look-ahead, no threshold), "survival", "step" or
+            "any"; by default the one that the head was published with (`forms.FORMS`), or the derived one.
+        threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
+        features: scalar features; by default those that every trace of chains holds, or those that the head was
+            published with.
+        vectors: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
         name: of the policy; by default the head's.
         seed: of split and fit.
+        folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
+        cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
+        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits.
+        fit: how heads are fitted.
+        mixed: a trace of `collect --mix` that the head is fitted on in the place of `traces`, as SpecDec++'s is; on `traces`
+            it is calibrated and settled.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
     Raises:
         InputError: an unknown head or rule, or a folder that is not empty.
-        TraceError: the traces lack a feature or have too few prompts.
+        TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
-    if head not in HEAD_KINDS:
-        raise InputError(
-            f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {', '.join(HEAD_KINDS)}"
-        )
-    if rule not in ("derived", "survival", "step"):
-        raise InputError(f"--rule: expected derived, survival or step, not {rule!r}")
-    names = tuple(features or FEATURES)
-    for wanted in names:
-        feature(wanted)
+    several = [traces] if isinstance(traces, Trace) else list(traces)
+    if rule == "gain":
+        if len(several) != 1 or threshold is not None or vectors or mixed is not None:
+            raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
+        from .tree_fit import train_tree
+
+        return train_tree(
+            several[0], profile, head=head, out=out, features=features, name=name, seed=seed, folds=folds,
+            passes=None if passes == 1 else passes, fit=fit, overwrite=overwrite, progress=progress,
+        )  # fmt: skip
+    wanted = form(head)
+    names = tuple(features) if features else default_features(several) if wanted.features is None else wanted.features
+    plan = Plan(
+        head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
+        fit or FitOptions(), read_vectors(head, several, vectors),
+    )  # fmt: skip
+    check_plan(plan)
     folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
-    arrays = trace_arrays(traces, names)
+    arrays = joined_arrays(several, names, plan.vectors, SOFT_COLUMNS if wanted.soft else ())
+    sources = [str(trace.folder) for trace in (*several, mixed) if trace is not None]
+    return train_arrays(
+        plan, arrays, profile, temperatures(several), sources, folder, progress,
+        None if mixed is None else mixed_arrays(mixed, several[0], names, plan.vectors),
+    )  # fmt: skip
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse an unknown head, rule or feature, or numbers out of range, before anything is read."""
+    if plan.head not in HEAD_KINDS:
+        known = ", ".join(HEAD_KINDS)
+        raise InputError(f"--head: unknown head {plan.head!r}{close_match(plan.head, HEAD_KINDS)}; expected {known}")
+    check_rule(plan.rule, plan.threshold)
+    for wanted in plan.features:
+        feature(wanted)
+    if plan.folds < 2:
+        raise InputError(f"--folds: expected 2 or more, not {plan.folds}")
+    if plan.passes < 1:
+        raise InputError(f"--passes: expected 1 or more, not {plan.passes}")
+
+
+def train_arrays(
+    plan: Plan,
+    arrays: TraceArrays,
+    profile: Profile,
+    heats: Sequence[float],
+    sources: Sequence[str] = (),
+    folder: Path | None = None,
+    progress: Progress = silent,
+    mixed: TraceArrays | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Do what `train` does with a trace that has been read: fit, calibrate, rule, measure, save; `more` joins the metrics."""
     if profile.max_depth < arrays.depth:
         raise TraceError(
             f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper"
         )
-    fit_side, held_side = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
-    seen, seen_held = (visits(side, _reference(side, profile)) for side in (fit_side, held_side))
-    rows, held = fit_rows(fit_side, names, seen), fit_rows(held_side, names, seen_held)
-    if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
-        raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
-    progress(f"train {head}", 0, 1)
-    fitted, files = fitter(head)(FitTask(rows, held, names, seed, progress))
-    progress(f"train {head}", 1, 1)
-    accept, following, metrics = _calibrate(fitted, held)
-    acceptance = conditional_acceptance(fit_side, seen)
-    policy = LearnedPolicy(name or head, names, fitted, accept, following, _start_rule(rule, threshold), arrays.depth)
-    profile = add_decisions(profile, [policy], traces.header.vocabulary)
-    rate = 0.0
-    if rule == "derived":
-        policy, rate = solve_rate(policy, fit_side, profile, acceptance)
-    metrics |= {"prompts": arrays.sequences, "rows": len(rows)}
-    metrics |= _held_out_speed(policy, held_side, profile)
-    policy.facts = Facts(
-        temperature=traces.header.temperature,
-        verification=traces.header.verification,
-        label=traces.header.label,
-        pair=dict(traces.header.pair),
-        rho=rate,
-        acceptance=acceptance,
-        profile=profile.to_dict(),
-        provenance={"traces": str(traces.folder), "seed": seed, "specstop": version("specstop")},
+    if arrays.header.mix and is_tuned(plan.rule, plan.threshold):
+        raise TraceError(
+            "the trace mixes draft samples into the text (--mix), which cannot be replayed to settle a rule: give "
+            "--rule survival, step or any with a --threshold"
+        )
+    folds = prompt_folds(arrays, plan.folds, plan.seed)
+    fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
+    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
+    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+    acceptance = conditional_acceptance(arrays, visited)
+    policy = _policy(plan, fitted, calibrated, arrays.depth)
+    progress("settle the rule", 0, 1)
+    policy, rate = ruled(policy, plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid)
+    progress("settle the rule", 1, 1)
+    metrics = calibrated.metrics | {"prompts": len(set(arrays.prompt_ids)), "rows": fitted.rows}
+    if not arrays.header.mix:
+        metrics |= _held_out_speed(policy, held_side, profile)
+    metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
+    metrics |= more or {}
+    policy.facts = dataclasses.replace(
+        _facts(arrays.header, heats, sources, plan), rho=rate, acceptance=acceptance, profile=profile.to_dict(),
         metrics=metrics,
-    )
-    return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
+    )  # fmt: skip
+    return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
 
 
 def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
@@ -143,7 +228,7 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
         profile: what rounds cost, this policy's decisions included.
     """
     policy = load_policy_folder(path)
-    if policy.rule.kind != "derived":
+    if policy.rule.kind not in PRICED:
         return policy
     settled, rate = solve_rate(policy, trace_arrays(traces, policy.features), profile, policy.facts.acceptance)
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.to_dict())
@@ -151,39 +236,78 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     return settled
 
 
-def _reference(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
-    """Return the replays whose visits heads are fitted on: fixed lengths from just below the best one upwards."""
-    grid = fixed_grid(arrays, profile)
+def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
+    """Return `FEATURES`, `temperature` with traces of several, and none of earlier rounds where there are none."""
+    names = FEATURES if len(temperatures(traces)) < 2 else (*FEATURES, "temperature")
+    replayable = not any(trace.header.mix for trace in traces)
+    return tuple(name for name in names if replayable or name not in HISTORY_FEATURES)
+
+
+def _fitted(
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    progress: Progress,
+    mixed: TraceArrays | None = None,
+) -> tuple[FoldHeads, Visits, Profile]:
+    """Return the heads of all folds, the rounds to calibrate on, and the profile with the policy's decisions.
+
+    Heads are fitted on the rounds that fixed lengths near the best one visit; what comes after rests on the rounds that a
+    policy with these heads visits, because policies skip easy runs and HISTORY features tell of their own play.
+    """
+    grid = [] if arrays.header.mix else fixed_grid(arrays, profile)
+    visited = reference = _reference(arrays, grid)
+    for turn in range(plan.passes):
+        work = plan.fit.checkpoints
+        options = dataclasses.replace(plan.fit, checkpoints=work / f"pass-{turn}" if work is not None else None)
+        fitted = fit_folds(
+            arrays, folds, plan.features, visited, plan.head, seed=plan.seed, options=options, every=plan.cross_fit,
+            progress=progress, mixed=mixed,
+        )  # fmt: skip
+        if arrays.header.mix:
+            break
+        outputs = held_out_outputs(fitted, arrays, plan.features, visited)
+        draft = _policy(plan, fitted, calibrate(outputs, not plan.form.calibrated), arrays.depth)
+        profile = add_decisions(profile, [draft], arrays.header.vocabulary, arrays.header.vectors)
+        mean = conditional_acceptance(arrays, visited)
+        rule = passing_rule(draft, plan.rule, plan.threshold, arrays, profile, mean, best_of(grid).rate)
+        own = visits(arrays, [replay(arrays, draft.with_rule(rule), profile)])
+        few = len(own.row) < FEW
+        visited = _both(own, reference) if few else own
+    return fitted, visited, profile
+
+
+def _both(first: Visits, second: Visits) -> Visits:
+    return Visits(torch.cat([first.row, second.row]), torch.cat([first.history, second.history]))
+
+
+def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
+    """Return the rounds of fixed lengths from just below the best one upwards; of a mixed text, every anchor once."""
+    if not grid:
+        row = (~arrays.cut).nonzero()[:, 0]
+        return Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
     best = grid.index(best_of(grid))
-    return grid[max(1, best - 1) : max(1, best - 1) + REFERENCES]
+    return visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])
 
 
-def _calibrate(head: Head, held: FitRows) -> tuple[Calibrator, Calibrator, dict[str, Any]]:
-    """Fit both calibrators on held-out rows; return them and the metrics of the outputs."""
-    later, opening = head.logits(held.features, 1), head.logits(held.features, 0)
-    accept, following = torch.where((held.depth == 0)[:, None], opening, later).unbind(-1)
-    metrics: dict[str, Any] = {}
-    maps = []
-    outputs: tuple[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor], ...] = (
-        ("accept", accept, held.accepted, held.drawn),
-        ("next", following, held.followed, held.followed_known),
+def _policy(plan: Plan, fitted: FoldHeads, calibrated: Calibrated, depth: int) -> LearnedPolicy:
+    """Return the policy of the first fold's head, under a rule that is to be replaced."""
+    maps = calibrated.survival.maps
+    return LearnedPolicy(
+        plan.name, plan.features, fitted.heads[0], calibrated.accept, calibrated.following, RULES[plan.rule](0.5), depth,
+        survival=maps if maps.changes else None,
+    )  # fmt: skip
+
+
+def _facts(header: Header, heats: Sequence[float], sources: Sequence[str], plan: Plan) -> Facts:
+    return Facts(
+        temperature=heats[0] if len(heats) == 1 else tuple(heats),
+        verification=header.verification,
+        label=header.label,
+        pair=dict(header.pair),
+        provenance={"traces": ", ".join(sources), "seed": plan.seed, "specstop": version("specstop")},
     )
-    for label, logits, truth, use in outputs:
-        calibrator = fit_calibrator(logits[use], truth[use])
-        maps.append(calibrator)
-        base = truth[use].double().mean().expand(int(use.sum()))
-        metrics |= {
-            f"{label}_auc": auc(logits[use], truth[use]),
-            f"{label}_log_loss": log_loss(calibrator(logits[use]), truth[use]),
-            f"{label}_log_loss_constant": log_loss(base, truth[use]),
-            f"{label}_calibration": calibrator.kind,
-        }
-    return maps[0], maps[1], metrics
-
-
-def _start_rule(rule: str, threshold: float) -> Rule:
-    # Dinkelbach's iteration replaces the thresholds of the derived rule before they are used.
-    return Derived([0.0]) if rule == "derived" else Threshold(rule, threshold)
 
 
 def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) -> dict[str, float]:

@@ -11,6 +11,7 @@ from ..policies.baselines import Confidence, FixedLength
 from ..policies.costs import Profile
 from ..policies.learned import LearnedPolicy
 from ..policies.rules import Derived, derived_thresholds
+from ..policies.tree_gain import TreeGain
 from .data import TraceArrays
 from .replay import Replayed, replay
 
@@ -18,6 +19,9 @@ THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOOK_AHEAD = (0.0, 0.5, 1.0)
 SETTLED = 3e-3
 """Relative change of rho below which another replay would not move the thresholds to speak of."""
+
+PRICED = ("derived", "gain")
+"""Rules that hold for the costs of one profile, whose rate `solve_rate` solves."""
 
 LATEST = 3
 """Latest depth of a first decision that is tried."""
@@ -40,7 +44,7 @@ def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[
 def solve_rate(
     policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float]
 ) -> tuple[LearnedPolicy, float]:
-    """Solve rho of the derived rule by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
+    """Solve rho of the derived rule, or of a tree policy's, by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
 
     Two things that the traces alone can say are settled on the way, by replayed rate: at which depth decisions begin to pay
     for themselves, and how far to look ahead, as a share of the mean acceptance (a doubtful token is followed by less of it
@@ -55,6 +59,10 @@ def solve_rate(
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
     """
+    if isinstance(policy, TreeGain):
+        from .tree_solve import solve_tree
+
+        return solve_tree(policy, arrays, profile)
     context, decision_s = typical_context(arrays), profile.decision(policy.cost_name)
     rho = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0

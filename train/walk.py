@@ -14,6 +14,7 @@ from ..policies.costs import Profile
 from ..policies.errors import TraceError
 from ..policies.features import Layout
 from ..policies.history import History
+from ..policies.vectors import check_sizes
 from .data import TraceArrays
 
 
@@ -53,6 +54,7 @@ class Walk:
         self.arrays, self.policy, self.profile, self.queues = arrays, policy, profile, queues
         self.layout = Layout(policy.features)
         self.anchor_columns, self.node_columns = arrays.tensors(policy.features)
+        self._vectors = {name: arrays.vector(name) for name in policy.vectors}
         self.decision_s = profile.decision(policy.cost_name)
         self.turn = torch.zeros(len(queues), dtype=torch.int64)
         self.sequence = queues[:, 0]
@@ -90,6 +92,23 @@ class Walk:
         if not self.arrays.header.eos or not ends.shape[1]:
             return torch.full((len(ends),), ends.shape[1] + 1)
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1] + 1)
+
+    def vectors(self, row: Tensor, nodes: Tensor | None, alive: Tensor) -> dict[str, Tensor]:
+        """Return the hidden states that the policy reads, each [R, B, H]; 0 where a branch is not alive.
+
+        Args:
+            row: [R] of the anchors.
+            nodes: [B] of the branches; None at depth 0.
+            alive: [R, B].
+        """
+        out = {}
+        for name, recorded in self._vectors.items():
+            full = torch.zeros(*alive.shape, recorded.width)
+            if nodes is not None or not recorded.of_nodes:
+                stream, branch = alive.nonzero(as_tuple=True)
+                full[stream, branch] = recorded.at(row[stream], None if nodes is None else nodes[branch]).float()
+            out[name] = full
+        return out
 
     def rows(self) -> Tensor:
         """Return [R], the row of each stream's anchor; any row for finished ones.
@@ -147,6 +166,7 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
 
     Raises:
         TraceError: the message says what is missing.
+        PolicyError: it reads hidden states of another size than the trace's.
     """
     header = arrays.header
     if header.verification != "match":
@@ -165,8 +185,15 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
         raise TraceError(
             f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}"
         )
-    if policy.vectors or policy.reads_clock:
-        raise TraceError(f"{policy.name} reads hidden states or the clock, which this trace does not hold")
+    if policy.reads_clock:
+        raise TraceError(f"{policy.name} reads the clock, which no trace holds; measure it live (`specstop bench`)")
+    if missing := [name for name in policy.vectors if name not in arrays.vectors]:
+        models = ",".join(name.removesuffix("_hidden") for name in missing)
+        raise TraceError(
+            f"{policy.name} reads hidden states ({', '.join(missing)}), which the trace was recorded without; "
+            f"collect it with --hidden {models}"
+        )
+    check_sizes(policy, header.vectors)
 
 
 def orders(sequences: int, count: int, seed: int) -> Tensor:

@@ -299,12 +299,37 @@ def test_trees_rounds_of_the_loop_and_mixed_text_are_collected(collect: list[obj
     assert made["mixed"].header.mix == 0.2
 
 
+def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[object], done: Trace, home: Path) -> None:
+    assert done.header.vectors == {}
+    expected = json.loads(cli(*collect, "--hidden", "target, draft", "--dry-run", "--out", home / "dry").out)
+    assert not (home / "dry").exists()
+    for name, words in (
+        ("dense", ("--hidden", "target,draft")),
+        ("rounds", ("--hidden", "draft", "--collector", "live")),
+    ):
+        answer = cli(*collect, *words, "--out", home / f"hidden-{name}")
+        assert answer.code == 0, answer.err
+    made = open_trace(home / "hidden-dense")
+    assert made.header.vectors == {"draft_hidden": 16, "target_hidden": 16}
+    size = sum(path.stat().st_size for path in (made.folder / "data").iterdir())
+    assert expected["disk_bytes"] == pytest.approx(size, rel=0.2)
+    assert size > sum(path.stat().st_size for path in (done.folder / "data").iterdir()) + 32 * 3 * made.row_count // 2
+    facts = json.loads(cli("info", made.folder, "--json").out)
+    assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
+    assert "hidden states" in cli("info", made.folder).out
+    assert list(open_trace(home / "hidden-rounds").header.vectors) == ["draft_hidden"]
+    yaml_file = yaml.safe_load((home / "hidden-dense" / "run.yaml").read_text())
+    assert yaml_file["hidden"] == "target,draft"
+
+
 def test_options_that_do_not_go_together_are_one_line(collect: list[object], home: Path) -> None:
     for options, expected in (
         (("--collector", "life"), "--collector: expected dense or live, not 'life'"),
         (("--explore", 0.2), "give --collector live"),
         (("--mix", 0.2), "--mix: expected a share between 0 and 1, --depth 1"),
         (("--tree", "2;1"), "--tree: expected widths"),
+        (("--hidden", "both"), "--hidden: expected draft, target, or draft,target, not 'both'"),
+        (("--hidden", ""), "--hidden: expected draft, target"),
         (("--from-vllm", home / "nothing.jsonl"), "--from-vllm: expected a JSON Lines file"),
     ):
         answer = cli(*collect, *options, "--out", home / "refused")

@@ -138,6 +138,8 @@ def test_evaluate_answers_its_report(done: dict[str, Any], home: Path) -> None:
     assert names[:2] == ["plain decoding", "best fixed"]
     assert {"logistic", "fixed:2", "confidence, tuned"} <= set(names)
     assert {p.name for p in (home / "report").iterdir()} == {
+        "report.csv",
+        "report.html",
         "report.json",
         "report.md",
         "report.png",

@@ -17,9 +17,10 @@ from specstop.decode.pair import Pair
 from specstop.decode.profile import Scripted, add_decisions, measure_decision, measure_profile
 from specstop.decode.sampling import Sampler
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, RoundOutcome
+from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError
+from torch import Tensor
 from zoo import ZOO
 
 DEPTH = 4
@@ -168,6 +169,24 @@ def test_a_decision_is_timed_without_a_model() -> None:
         ZOO["adaptive"],
     ):
         assert 0 < measure_decision(policy, VOCABULARY, 0.7) < 0.1
+
+
+class _FromDepth(StopPolicy):
+    """Asked from a depth on; its state is a number from then on, as a learned policy's is."""
+
+    features, max_depth = ("top1",), 9
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        assert step.depth >= self.first and (state is None) == (step.depth == self.first)
+        return step.alive & (step.features[..., 0] > 0.1), 1.0
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_decision_is_timed_where_the_policy_is_first_asked(first: int) -> None:
+    assert 0 < measure_decision(_FromDepth(first), VOCABULARY, 0.7) < 0.1
 
 
 def test_only_missing_decisions_are_measured(profile: Profile) -> None:

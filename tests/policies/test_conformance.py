@@ -4,46 +4,53 @@ from __future__ import annotations
 
 import pytest
 import torch
+from made_heads import MADE, made_head
 from specstop.policies.baselines import Confidence
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.heads import HEADS, build_head
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived, Threshold
+from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
 from specstop.policies.specs import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
-from test_heads import NAMES, TENSORS, knots
+from test_heads import knots
 from torch import Tensor
 from zoo import ZOO
 
+RULES: dict[str, Rule] = {
+    "mlp": Threshold("survival", 0.2),
+    "specdec": Threshold("survival", 0.1),
+    "dynasd-soft": AnyFork(0.4),
+    "dynasd-hard": AnyFork(0.4),
+}
 
-def learned(kind: str) -> StopPolicy:
+
+def learned(name: str) -> StopPolicy:
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    rule = Derived([0.1, 0.2, 0.3, 0.2]) if kind != "mlp" else Threshold("survival", 0.2)
-    return LearnedPolicy("mine", NAMES, build_head(kind, NAMES, TENSORS[kind]()), *maps, rule, 5)
+    features, head = made_head(name)
+    return LearnedPolicy("mine", features, head, *maps, RULES.get(name, Derived([0.1, 0.2, 0.3, 0.2])), 5)
 
 
 CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [*BUILTINS, *HEADS, *(f"zoo {name}" for name in ZOO)])
+@pytest.mark.parametrize("name", [*BUILTINS, *MADE, *(f"zoo {name}" for name in ZOO)])
 def test_a_policy_of_ours_conforms(name: str, check: str) -> None:
     class Case(PolicyTests):
         def make(self) -> StopPolicy:
             if name.startswith("zoo "):
                 return ZOO[name.removeprefix("zoo ")]
-            return learned(name) if name in HEADS else load_policy(name)
+            return learned(name) if name in MADE else load_policy(name)
 
     getattr(Case(), check)()
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [*BUILTINS, *HEADS])
+@pytest.mark.parametrize("name", [*BUILTINS, *MADE])
 def test_a_policy_of_ours_conforms_on_trees(name: str, check: str) -> None:
     class Case(TreePolicyTests):
         def make(self) -> StopPolicy:
-            return learned(name) if name in HEADS else load_policy(name)
+            return learned(name) if name in MADE else load_policy(name)
 
     getattr(Case(), check)()
 

@@ -30,7 +30,8 @@ def example(temperature: float, seed: int = 0) -> Rows:
         noise = torch.randn(ROWS, VOCABULARY, generator=generator, dtype=torch.float64)
         scores = torch.log_softmax(logits / temperature, -1) + noise
     above = -5 * torch.rand(ROWS, generator=generator, dtype=torch.float64)
-    return Rows(logits, temperature, scores, scores.argmax(-1), above, depth=3)
+    behind = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    return Rows(logits, temperature, scores, scores.argmax(-1), above, depth=3, above=behind)
 
 
 def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:
@@ -44,6 +45,7 @@ def reference(name: str, rows: Rows, i: int) -> float:
     probs = softmax(logits)
     ranked = sorted(probs, reverse=True)
     values = {
+        "temperature": rows.temperature,
         "anchor_entropy": -sum(p * math.log(p) for p in probs),
         "anchor_top1": ranked[0],
         "anchor_margin": ranked[0] - ranked[1],
@@ -59,6 +61,9 @@ def reference(name: str, rows: Rows, i: int) -> float:
         "depth": 3.0,
         "noisy_behind": 0.0,
         "branch_rank": 0.0,
+        "anchor_token": drawn,
+        "drawn_token": drawn,
+        "above_token": int(rows.above[i]),
     }
     return values[name]
 

@@ -11,7 +11,7 @@ import torch
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.heads import HEADS, Basis, LinearHead, MLPHead, TreesHead, build_head
+from specstop.policies.heads import Basis, LinearHead, MLPHead, TreesHead, build_head
 from specstop.policies.rules import Derived, Threshold, build_rule, derived_thresholds
 
 NAMES = ("entropy", "top1", "anchor_top1", "mean_accepted", "mean_full")  # two PRE, one ANCHOR, two HISTORY
@@ -57,7 +57,18 @@ def trees_tensors(trees: int = 5, depth: int = 3) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-TENSORS = {"logistic": linear_tensors, "mlp": mlp_tensors, "xgboost": trees_tensors}
+def resnet_tensors(blocks: int = 2, width: int = 6) -> dict[str, torch.Tensor]:
+    base = {k: v for k, v in linear_tensors().items() if k in ("mean", "scale")}
+    return {
+        **base,
+        "enter.weight": draw(width, WIDTH + 1, seed=33), "enter.bias": draw(width, seed=34),
+        "block.weight": 0.5 * draw(blocks, width, width, seed=35), "block.bias": draw(blocks, width, seed=36),
+        "leave.weight": 0.2 * draw(2, width, seed=37), "leave.bias": draw(2, seed=38),
+    }  # fmt: skip
+
+
+TENSORS = {"logistic": linear_tensors, "mlp": mlp_tensors, "xgboost": trees_tensors, "resnet": resnet_tensors}
+"""Kinds that any scalar features will do for."""
 
 
 def slow_basis(x: np.ndarray, depth: int, tensors: dict[str, Any]) -> np.ndarray:
@@ -100,11 +111,20 @@ def slow_trees(x: np.ndarray, depth: int, t: dict[str, Any]) -> list[float]:
     return sums
 
 
-SLOW = {"logistic": slow_linear, "mlp": slow_mlp, "xgboost": slow_trees}
+def slow_resnet(x: np.ndarray, depth: int, t: dict[str, Any]) -> list[float]:
+    a = {name: value.double().numpy() for name, value in t.items()}
+    h = a["enter.weight"] @ np.append(slow_basis(x, depth, t), float(depth == 0)) + a["enter.bias"]
+    for weight, bias in zip(a["block.weight"], a["block.bias"], strict=True):
+        z = weight @ h + bias
+        h = h + z / (1 + np.exp(-z))
+    return (a["leave.weight"] @ h + a["leave.bias"]).tolist()
+
+
+SLOW = {"logistic": slow_linear, "mlp": slow_mlp, "xgboost": slow_trees, "resnet": slow_resnet}
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", list(TENSORS))
 def test_a_head_scores_as_its_slow_reference(kind: str, depth: int) -> None:
     tensors = TENSORS[kind]()
     head = build_head(kind, NAMES, tensors)
@@ -117,7 +137,7 @@ def test_a_head_scores_as_its_slow_reference(kind: str, depth: int) -> None:
             assert logits[s, b].tolist() == pytest.approx(expected, rel=NEAR, abs=NEAR)
 
 
-@pytest.mark.parametrize("kind", ["logistic", "mlp"])
+@pytest.mark.parametrize("kind", ["logistic", "mlp", "resnet"])
 def test_what_is_not_known_at_depth_0_does_not_matter_there(kind: str) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     x, y = features(4), features(4)
@@ -169,7 +189,7 @@ def test_no_tree_at_all_is_the_base() -> None:
     torch.testing.assert_close(logits, empty["base"].expand(3, 2))
 
 
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", list(TENSORS))
 def test_a_head_is_made_again_from_its_tensors(kind: str) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     again = build_head(kind, NAMES, head.tensors())
@@ -344,7 +364,7 @@ def test_a_rule_is_made_again_from_its_dictionary(rule: Any) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"kind": "guess"}, "unknown rule 'guess'; expected step, survival or derived"),
+        ({"kind": "guess"}, "unknown rule 'guess'; expected step, survival, any or derived"),
         ({}, "lacks or mangles 'kind'"),
         ({"kind": "step"}, "lacks or mangles 'threshold'"),
         ({"kind": "step", "threshold": 1.5}, "between 0 and 1"),

@@ -16,7 +16,7 @@ from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.heads import HEADS, build_head
+from specstop.policies.heads import build_head
 from specstop.policies.learned import Facts, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.strict import digest
@@ -136,7 +136,7 @@ def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
 @pytest.mark.parametrize(
     "rule", [Derived([0.1, 0.2]), Derived([0.1], 1), Threshold("step", 0.4), Threshold("survival", 0.2)]
 )
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", list(TENSORS))
 def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
     policy = learned(kind, rule)
     again = load_policy_folder(save_policy(policy, tmp_path / "p", {"booster.ubj": b"{xyz"}))

@@ -12,7 +12,6 @@ import torch
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.folder import save_policy
-from specstop.policies.heads import HEADS
 from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
 from test_heads import NAMES, features
 from test_learned import learned
@@ -21,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cli"))
 from commands import cli
 
 
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", ["logistic", "mlp", "xgboost"])
 def test_onnxruntime_answers_as_torch_does(kind: str) -> None:
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")

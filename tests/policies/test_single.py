@@ -10,7 +10,7 @@ import torch
 from specstop.policies.baselines import Confidence
 from specstop.policies.contract import DraftStep
 from specstop.policies.features import FEATURES, Kind, Layout, Rows, compute
-from specstop.policies.heads import HEADS, build_head
+from specstop.policies.heads import build_head
 from specstop.policies.history import HISTORY_FEATURES, History, HistoryOne
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
@@ -72,7 +72,7 @@ def test_the_history_of_one_stream_is_that_of_many() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", list(TENSORS))
 def test_heads_score_one_row_as_many(kind: str, depth: int) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     x = features(40)
@@ -102,7 +102,7 @@ def test_calibration_of_one_logit(calibrate: Any) -> None:
     [Derived([0.1, 0.3, 0.2, 0.2]), Derived([0.01, 0.01], 1), Threshold("step", 0.5), Threshold("survival", 0.3)],
     ids=["derived", "derived from 1", "step", "survival"],
 )
-@pytest.mark.parametrize("kind", list(HEADS))
+@pytest.mark.parametrize("kind", list(TENSORS))
 def test_a_policy_decides_alone_as_it_does_among_many(kind: str, rule: Rule) -> None:
     policy = LearnedPolicy("mine", NAMES, build_head(kind, NAMES, TENSORS[kind]()), MAPS[2], MAPS[1], rule, 4)
     streams = 50

@@ -296,4 +296,4 @@ def test_module_and_data_serve_a_trainer_of_your_own() -> None:
     assert trainer.state.finished
     assert float(trainer.callback_metrics["held_out_loss"]) > 0
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    assert dict(module.hparams) == {"width": basis.width + 1, "hidden": (8,), "rate": 2e-3}
+    assert dict(module.hparams) == {"width": basis.width + 1, "hidden": (8,), "rate": 2e-3, "decay": 1e-3}

@@ -1,0 +1,382 @@
+"""Intervals that cover, estimators that are unbiased: 500 synthetic worlds whose truth is known in closed form.
+
+    python benchmarks/coverage.py --check
+
+A world draws prompts of random difficulty and length; a token shows the policy one of three confidences and is accepted with
+a chance that depends on both. Tokens are independent given the difficulty, so what any fixed length or confidence threshold
+brings is a sum over few outcomes, and what a text takes is a recursion over the tokens left: no truth is simulated. From
+each world a sample is drawn, and
+
+- `evaluate` replays it: its 95% intervals of the ratio to plain and to the best fixed length must cover the truth
+  `LEAST` to `MOST` of the time;
+- a censored live run with exploration is drawn and `estimate_offline` asked for a deeper policy: the intervals of tokens,
+  seconds and tokens per second must cover as well, inverse propensity and doubly robust must be unbiased (|z| below `MOST_Z`: a false alarm in 15,000), and the bias and
+  error of the self-normalised one must shrink as prompts are added.
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from specstop.collect.schema import TIMES, Header, chain
+from specstop.collect.store import Trace, shard_table
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable, Profile
+from specstop.train.evaluate import evaluate
+from specstop.train.offpolicy import estimate_offline
+from specstop.train.records import Ratio
+
+LEAST, MOST = 0.90, 0.98
+MOST_Z = 4.0
+SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)
+"""The confidences a token may show; the thresholds of the policies lie between them."""
+
+DEPTH = 5
+LENGTHS = np.array([24, 40, 64])
+PROMPT_TOKENS = 12
+ROUNDS = 16
+"""Of each text of a live run."""
+
+SIZES = (20, 40, 80)
+"""Prompts of a sample to evaluate, by turns."""
+
+LIVE_SIZES = (40, 160)
+"""Prompts of a live run: each world is drawn at both, to see errors shrink."""
+
+LOGGING = Confidence(0.7, DEPTH)
+DEEPER = Confidence(0.4, DEPTH)
+EXPLORE = 0.2
+EXACT = 1e-9
+SHRINK_SLACK = 0.25
+"""Of the factor by which errors fall: errors of 500 worlds scatter by a few per cent, and worlds with rare rounds lag."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One figure of one world: whose, what, from how many prompts, whether its interval covers, its relative error."""
+
+    method: str
+    what: str
+    prompts: int
+    covered: bool
+    error: float
+
+
+@dataclass(frozen=True)
+class World:
+    """Prompts of L difficulties.
+
+    Attributes:
+        share: [L] of the prompts.
+        chance: [L, 3], of each confidence.
+        accept: [L, 3], P(accepted | difficulty, confidence).
+        lengths: [L, 3], of each text length.
+        profile: what rounds cost, whatever the context.
+    """
+
+    share: Array
+    chance: Array
+    accept: Array
+    lengths: Array
+    profile: Profile
+
+
+def draw_world(chance: np.random.Generator) -> World:
+    """Return a random world: cheap or dear drafts, alike or very different prompts."""
+    levels = 3
+    base = np.sort(chance.uniform(0.1, 0.95, (levels, 3)), 1)
+    draft = float(np.exp(chance.uniform(np.log(0.03), np.log(0.4))))
+    verify = (1.0 + chance.uniform(0.0, 0.08) * np.arange(DEPTH + 1)).tolist()
+    table = CostTable(10.0, (draft, draft * chance.uniform(1.0, 1.2)), 0.0, tuple(verify))
+    decision = {"confidence": float(0.2 * draft * chance.uniform()), "fixed": 0.0}
+    return World(
+        chance.dirichlet(np.full(levels, 2.0)),
+        0.1 + 0.7 * chance.dirichlet(np.full(3, 1.5), levels),
+        base,
+        chance.dirichlet(np.full(3, 1.0), levels),
+        Profile(table, table, 0.01 * draft, 0.02, (1.0, 0.01), decision, 0.0, {"device": "made up"}),
+    )
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What a round of one difficulty can come to; all [M]: chance, drafted, decisions, accepted."""
+
+    chance: Array
+    drafted: Array
+    decisions: Array
+    accepted: Array
+
+
+def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
+    """Return the distribution of a round's outcome."""
+    chance, accept = world.chance[level], world.accept[level]
+    rows: list[tuple[float, int, int, int]] = []
+    if isinstance(policy, FixedLength):
+        each, k = float(chance @ accept), policy.max_depth
+        rows = [(each**m * (1 - each if m < k else 1.0), k, 0, m) for m in range(k + 1)]
+    else:
+        assert isinstance(policy, Confidence)
+        high = policy.threshold <= SHOWN
+        going, stopping = float(chance[high].sum()), float(chance[~high].sum())
+        goes_well = float(chance[high] @ accept[high]) / going if going else 0.0
+        ends_well = float(chance[~high] @ accept[~high]) / stopping if stopping else 0.0
+        for k in range(1, DEPTH + 1):
+            last = k == DEPTH
+            here = going ** (k - 1) * (1.0 if last else stopping)
+            end = float(chance @ accept) if last else ends_well
+            reached = goes_well ** (k - 1)
+            asked = min(k, DEPTH - 1)
+            rows += [(here * goes_well**m * (1 - goes_well), k, asked, m) for m in range(k - 1)]
+            rows += [(here * reached * (1 - end), k, asked, k - 1), (here * reached * end, k, asked, k)]
+    probability, *counts = zip(*rows, strict=True)
+    drafted, decisions, accepted = (np.array(c, dtype=np.int64) for c in counts)
+    return Outcomes(np.array(probability), drafted, decisions, accepted)
+
+
+def round_costs(world: World, found: Outcomes, policy: StopPolicy, backlog: int) -> Array:
+    """Return [M] seconds of rounds with these outcomes."""
+    drafted, decisions = torch.from_numpy(found.drafted), torch.from_numpy(found.decisions)
+    one = torch.ones_like(drafted)
+    spent = world.profile.round_seconds(
+        one, drafted, drafted, backlog * one, decisions, world.profile.decision(policy.cost_name)
+    )
+    costs: Array = spent.numpy()
+    return costs
+
+
+def true_seconds(world: World, policy: StopPolicy) -> float:
+    """Return the expected seconds of a text: over difficulties and lengths, by recursion over the tokens left."""
+    total = 0.0
+    longest = int(LENGTHS.max())
+    for level, share in enumerate(world.share):
+        found = outcomes(world, level, policy)
+        cost = [round_costs(world, found, policy, backlog) for backlog in (1, 2)]
+        after = np.where((found.drafted > 0) & (found.accepted == found.drafted), 1, 0)  # a backlog of 2 follows
+        value = np.zeros((longest + DEPTH + 2, 2))  # [tokens left + DEPTH + 1, backlog 1 or 2]
+        for left in range(1, longest):
+            to = np.maximum(left - found.accepted - 1, 0)
+            for backlog in (0, 1):
+                value[left, backlog] = found.chance @ (cost[backlog] + value[to, after])
+        # The first round reads the prompt: a backlog of more than one.
+        total += float(share) * float(world.lengths[level] @ value[LENGTHS - 1, 1])
+    return total + float(world.profile.prefill_seconds(torch.tensor([PROMPT_TOKENS]))[0])
+
+
+def true_round(world: World, policy: StopPolicy) -> tuple[float, float]:
+    """Return the expected tokens and seconds of a round with a backlog of one."""
+    tokens = seconds = 0.0
+    for level, share in enumerate(world.share):
+        found = outcomes(world, level, policy)
+        tokens += float(share) * float(found.chance @ (found.accepted + 1))
+        seconds += float(share) * float(found.chance @ round_costs(world, found, policy, 1))
+    return tokens, seconds
+
+
+def _chains(world: World, level: Array, chance: np.random.Generator) -> tuple[Array, Array]:
+    """Return [N, DEPTH] confidences and whether each token would be accepted, for rows of these difficulties."""
+    which = (chance.random((len(level), DEPTH, 1)) > world.chance[level].cumsum(1)[:, None, :2]).sum(-1)
+    accepted = chance.random(which.shape) < world.accept[level[:, None], which]
+    return SHOWN[which], np.cumprod(accepted, 1).astype(bool)
+
+
+def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
+    """Return a trace in memory; what no policy here reads is zero."""
+    longest = int(columns["text_tokens"].max()) + DEPTH + 1
+    header = Header(
+        "made up", "made up", {}, 8, (), 0.0, chain(DEPTH), ("drawn_prob",), (), longest, 0, 1, prompts, "", **more
+    )
+    rows, nodes = columns["accepted"].shape
+    zeros: dict[str, Any] = {
+        "group": [""] * rows,
+        "prompt_id": [f"p{s}" for s in columns["sequence"]],
+        "tokens": np.zeros((rows, nodes), dtype=np.int32),
+        "prompt_tokens": np.full(rows, PROMPT_TOKENS),
+        "accepted_length": columns["accepted"].sum(1),
+        "labelled": np.ones((rows, nodes), dtype=bool),
+        **dict.fromkeys(("draft_prob", "target_prob", "overlap"), np.zeros((rows, nodes), dtype=np.float32)),
+        **dict.fromkeys(TIMES, np.zeros(rows)),
+    }
+    table = shard_table(header, [{**zeros, **columns}])
+    return Trace(Path("made-up"), header, datasets.Dataset(datasets.table.InMemoryTable(table)))
+
+
+def sample_dense(world: World, prompts: int, chance: np.random.Generator) -> Trace:
+    """Return a dense trace of that many prompts."""
+    level = chance.choice(len(world.share), prompts, p=world.share)
+    length = np.array([chance.choice(LENGTHS, p=world.lengths[at]) for at in level])
+    sequence = np.repeat(np.arange(prompts), length - 1)
+    anchor = np.concatenate([np.arange(1, n) for n in length])
+    shown, accepted = _chains(world, level[sequence], chance)
+    columns = {"sequence": sequence, "anchor": anchor, "text_tokens": length[sequence], "drawn_prob": shown}
+    return _trace(prompts, {**columns, "accepted": accepted, "cut": length[sequence] - anchor <= DEPTH})
+
+
+def sample_live(world: World, prompts: int, logging: Confidence, explore: float, chance: np.random.Generator) -> Trace:
+    """Return a live trace under `logging`, a share of its rounds drafted to full depth."""
+    level = np.repeat(chance.choice(len(world.share), prompts, p=world.share), ROUNDS)
+    sequence = np.repeat(np.arange(prompts), ROUNDS)
+    shown, accepted = _chains(world, level, chance)
+    own = np.minimum((shown >= logging.threshold).cumprod(1).sum(1) + 1, DEPTH)
+    explored = chance.random(len(level)) < explore
+    drawn = np.arange(DEPTH) < np.where(explored, DEPTH, own)[:, None]
+    accepted = accepted & drawn
+    committed = accepted.sum(1) + 1
+    anchor = committed.reshape(prompts, ROUNDS).cumsum(1).ravel() - committed + 1
+    ends = np.repeat(anchor.reshape(prompts, ROUNDS)[:, -1] + DEPTH + 2, ROUNDS)
+    columns = {
+        "sequence": sequence, "anchor": anchor, "text_tokens": ends, "cut": np.zeros(len(level), dtype=bool),
+        "drawn_prob": np.where(drawn, shown, 0).astype(np.float32), "accepted": accepted, "drawn": drawn, "sent": drawn,
+        "explored": explored, "committed": committed, "decisions": np.minimum(own, DEPTH - 1),
+        "backlog": np.ones_like(own),
+    }  # fmt: skip
+    return _trace(prompts, columns, collector="live", policy=logging.name, explore=explore)
+
+
+def dense_world(seed: int) -> list[Found]:
+    """Return, of one world, whether the intervals of `evaluate` cover the truth."""
+    chance = np.random.default_rng([seed, 0])
+    world, prompts = draw_world(chance), SIZES[seed % len(SIZES)]
+    rules: dict[str, Confidence] = {"Hugging Face default": DEEPER, LOGGING.name: LOGGING}
+    report = evaluate(sample_dense(world, prompts, chance), world.profile, [LOGGING], seed=seed)
+    fixed = [true_seconds(world, FixedLength(k)) for k in range(DEPTH + 1)]
+    found = []
+    for name, rule in rules.items():
+        line, spent = report.line(name), true_seconds(world, rule)
+        for what, ratio, truth in (
+            ("to plain", line.to_plain, fixed[0] / spent),
+            ("to best fixed", line.to_best_fixed, min(fixed) / spent),
+        ):
+            found.append(Found("evaluate", f"{rule.name} {what}", prompts, *compared(ratio, truth)))
+    return found
+
+
+def live_world(seed: int) -> list[Found]:
+    """Return, of one world, whether the intervals of the estimators cover the truth, and their errors, at both sizes."""
+    found = []
+    for prompts in LIVE_SIZES:
+        chance = np.random.default_rng([seed, prompts])
+        world = draw_world(np.random.default_rng([seed, 1]))
+        trace = sample_live(world, prompts, LOGGING, EXPLORE, chance)
+        offline = estimate_offline(trace, DEEPER, world.profile, seed=seed)
+        tokens, seconds = true_round(world, DEEPER)
+        rate = tokens / seconds
+        own = true_round(world, LOGGING)
+        for line in offline.lines:
+            for what, ratio, truth in (
+                ("tokens", line.tokens, tokens),
+                ("seconds", line.seconds, seconds),
+                ("rate", line.rate, rate),
+                ("to logging", line.to_logging, rate * own[1] / own[0]),
+            ):
+                found.append(Found(line.name, what, prompts, *compared(ratio, truth)))
+    return found
+
+
+def compared(ratio: Ratio, truth: float) -> tuple[bool, float]:
+    """Return whether an interval covers the truth, and the relative error of the value."""
+    slack = EXACT * abs(truth)
+    return ratio.low - slack <= truth <= ratio.high + slack, ratio.value / truth - 1.0
+
+
+def run(worlds: int, seed: int, workers: int) -> list[Found]:
+    """Return what all worlds say."""
+    seeds = range(seed, seed + worlds)
+    if workers <= 1:
+        return [one for each in seeds for one in (*dense_world(each), *live_world(each))]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _quiet) as pool:
+        both = [pool.map(work, seeds, chunksize=10) for work in (dense_world, live_world)]
+        return [one for answers in both for found in answers for one in found]
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+
+
+def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a row for each figure, and the bars that fall short."""
+    rows, faults = [], []
+    keys = list(dict.fromkeys((f.method, f.what, f.prompts if f.method != "evaluate" else 0) for f in found))
+    for method, what, prompts in keys:
+        mine = [f for f in found if (f.method, f.what) == (method, what) and prompts in (0, f.prompts)]
+        error = np.array([f.error for f in mine])
+        spread = error.std(ddof=1) / len(error) ** 0.5
+        row = {
+            "method": method, "what": what, "prompts": prompts or list(SIZES), "worlds": len(mine),
+            "covered": float(np.mean([f.covered for f in mine])), "bias": float(error.mean()),
+            "z": float(error.mean() / spread) if spread else 0.0, "rmse": float((error**2).mean() ** 0.5),
+        }  # fmt: skip
+        rows.append(row)
+        name = f"{method}, {what}, {prompts or 'all'} prompts"
+        if not LEAST <= row["covered"] <= MOST:
+            faults.append(f"{name}: covered {row['covered']:.3f}, bar {LEAST} to {MOST}")
+        if method in ("ipw", "dr") and what in ("tokens", "seconds") and abs(row["z"]) > MOST_Z:
+            faults.append(f"{name}: z = {row['z']:.2f}, bar {MOST_Z}")
+    for what in ("tokens", "seconds"):
+        small, large = (
+            next(r for r in rows if (r["method"], r["what"], r["prompts"]) == ("snipw", what, size))
+            for size in LIVE_SIZES
+        )
+        theory = (LIVE_SIZES[1] / LIVE_SIZES[0]) ** 0.5
+        shrinks = small["rmse"] / large["rmse"]
+        if not 1 - SHRINK_SLACK <= shrinks / theory <= 1 + SHRINK_SLACK:
+            faults.append(
+                f"snipw, {what}: error falls {shrinks:.2f} times with 4 times the prompts, theory {theory:.2f}"
+            )
+    return rows, faults
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--pair", type=Path, help="not needed here")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="12 worlds: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short, or below 500 worlds")
+    options = parser.parse_args()
+    worlds = 12 if options.quick else options.worlds
+    _quiet()
+    rows, faults = judge(run(worlds, options.seed, options.workers), worlds)
+    print(f"{'method':<10}{'what':<32}{'prompts':<14}{'covered':>8}{'bias':>9}{'z':>7}{'rmse':>8}")
+    for row in rows:
+        print(
+            f"{row['method']:<10}{row['what']:<32}{row['prompts']!s:<14}{row['covered']:>8.3f}{row['bias']:>9.4f}"
+            f"{row['z']:>7.2f}{row['rmse']:>8.4f}"
+        )
+    for fault in faults:
+        print("FAULT", fault)
+    checked = not options.quick and worlds >= 500
+    line = json.dumps({"checked": checked, "worlds": worlds, "faults": faults, "rows": rows})
+    if options.out:
+        options.out.write_text(line + "\n")
+    covered = [row["covered"] for row in rows]
+    print(
+        f"compared: {worlds} worlds, coverage {min(covered):.3f} to {max(covered):.3f} (bar: {LEAST} to {MOST}), "
+        f"{len(faults)} faults (bar: 0)"
+    )
+    print(line)
+    return int(options.check and (bool(faults) or not checked))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Exported files against the engines' own parsers, taken out of their published wheels.
+
+    python benchmarks/engines.py --check
+    python benchmarks/engines.py --check --wheels DIR    # wheels that were downloaded before
+
+Traces and a profile of the embedded pair (or `--pair`) are exported under profiles that go from "a row more costs nothing" to
+"a row more costs as much as the first". vLLM: `validate_and_normalize_dynamic_sd_schedule` and the lookup that the scheduler
+builds from it, and the fields of `SpeculativeConfig`, extra ones forbidden as there. SGLang: the whole module
+`adaptive_spec_params`, with stand-ins for what it imports, its loader on our file, its routing by batch size, and its
+controller step by step beside ours. Wheels are downloaded without dependencies into a cache folder, and two or three of
+their Python files are read; the engines are not installed. llama.cpp publishes no parser that runs here: its names are in
+`train/deploy_llama.py` with their source. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import types
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import platformdirs
+from specstop.collect import collect, read_prompts
+from specstop.collect.store import Trace
+from specstop.decode import load_pair, measure_profile
+from specstop.policies.costs import CostTable, Profile
+from specstop.train import deploy_sglang as sglang
+from specstop.train import deploy_vllm as vllm
+from specstop.train.lockstep import Steps
+from specstop.train.pair import demo_pair
+
+GROWTH = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""What each row more costs, as a share of a verification of one row."""
+
+MOST = 512
+CONTROLLERS, MOVES = 200, 400
+VLLM_PARSER, VLLM_CONFIG = "vllm/v1/spec_decode/dynamic/utils.py", "vllm/config/speculative.py"
+SGLANG_ADAPTIVE = "sglang/srt/speculative/adaptive_spec_params.py"
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--wheels", type=Path, help="folder with the wheels; default: downloaded into the cache folder")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="two profiles: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    vllm_files = read_wheel("vllm", vllm.VERSION, (VLLM_PARSER, VLLM_CONFIG), options.wheels)
+    sglang_files = read_wheel("sglang", sglang.VERSION, (SGLANG_ADAPTIVE,), options.wheels)
+    missed: list[str] = []
+    figures: dict[str, Any] = {"vllm": vllm.VERSION, "sglang": sglang.VERSION}
+    with tempfile.TemporaryDirectory() as scratch:
+        traces, measured = record(options.pair or demo_pair(), Path(scratch))
+        growth = GROWTH[1::3] if options.quick else GROWTH
+        profiles = {"as measured": measured, **{f"growth {g:g}": growing(measured, g) for g in growth}}
+        figures["vllm files"] = tables = {}
+        figures["sglang files"] = rules = {}
+        for name, profile in profiles.items():
+            folder = Path(scratch) / name.replace(" ", "-")
+            vllm.deploy_vllm(traces, profile, folder / "vllm")
+            sglang.deploy_sglang(traces, profile, folder / "sglang")
+            tables[name] = run(
+                "vLLM", name, missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)
+            )
+            rules[name] = run(
+                "SGLang", name, missed, lambda at=folder: check_sglang(sglang_files[SGLANG_ADAPTIVE], at / "sglang")
+            )
+    same = run("SGLang", "controller", missed, lambda: check_controller(sglang_files[SGLANG_ADAPTIVE]))
+    figures["controller steps equal"] = same
+    different = len({json.dumps(table) for table in tables.values()})
+    if different < min(3, len(tables)):
+        missed.append(f"only {different} different tables were compared")
+    line = json.dumps({"checked": not options.quick, "missed": missed, "figures": figures})
+    if options.out:
+        options.out.write_text(line + "\n")
+    for text in missed:
+        print(f"short of the bar: {text}")
+    print(
+        f"compared: {len(tables)} exports for vLLM {vllm.VERSION} ({different} different tables, batches 1 to {MOST}), "
+        f"{len(rules)} for SGLang {sglang.VERSION}, {same} steps of its controller"
+    )
+    print(line)
+    return int(options.check and (bool(missed) or options.quick))
+
+
+def run(engine: str, name: str, missed: list[str], check: Callable[[], Any]) -> Any:
+    """Return what a check found; what its parser refuses goes on the list."""
+    try:
+        return check()
+    except Exception as error:  # a parser may raise anything
+        missed.append(f"{engine} refuses the export ({name}): {type(error).__name__}: {error}")
+        return None
+
+
+def read_wheel(name: str, version: str, files: tuple[str, ...], folder: Path | None) -> dict[str, str]:
+    """Return the text of some files of a wheel, downloaded where it is not there."""
+    where = folder or Path(platformdirs.user_cache_dir("specstop")) / "wheels"
+    where.mkdir(parents=True, exist_ok=True)
+    kept = where / f"{name}-{version}-read"
+    if not all((kept / file).is_file() for file in files):
+        wheels = sorted(where.glob(f"{name}-{version}-*.whl"))
+        if not wheels:
+            print(f"downloading {name} {version}", flush=True)
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                f"{name}=={version}",
+                "-d",
+                str(where),
+            ]
+            subprocess.run(command, check=True)
+            wheels = sorted(where.glob(f"{name}-{version}-*.whl"))
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            for file in files:
+                wheel.extract(file, kept)
+    return {file: (kept / file).read_text(encoding="utf-8") for file in files}
+
+
+def record(folder: Path, scratch: Path) -> tuple[Trace, Profile]:
+    """Return traces and a profile of a pair, small ones: only their use is checked here, not their worth."""
+    pair = load_pair(folder / "target", folder / "draft")
+    prompts = read_prompts(folder / "prompts-train.jsonl", 24)
+    traces = collect(pair, prompts, scratch / "traces", depth=8, max_new_tokens=64, temperature=0.0)
+    ids = [pair.tokenizer(prompt.text).input_ids for prompt in prompts[:8]]
+    return traces, measure_profile(pair, ids, depth=8, new_tokens=32, repeats=1)
+
+
+def growing(profile: Profile, share: float) -> Profile:
+    """Return the profile with every further row of a verification at that share of the first."""
+
+    def side(table: CostTable) -> CostTable:
+        first = table.verify_s[0]
+        return dataclasses.replace(table, verify_s=tuple(first * (1 + share * n) for n in range(len(table.verify_s))))
+
+    return dataclasses.replace(profile, low=side(profile.low), high=side(profile.high))
+
+
+def check_vllm(files: dict[str, str], path: Path) -> list[list[int]]:
+    """Hold a file against vLLM's parser, its lookup and the fields of its config; return the table."""
+    config = json.loads(path.read_text())
+    parser: dict[str, Any] = {}
+    exec(compile(files[VLLM_PARSER], VLLM_PARSER, "exec"), parser)
+    table = config["num_speculative_tokens_per_batch_size"]
+    ranges = parser["validate_and_normalize_dynamic_sd_schedule"](table)
+    assert [list(entry) for entry in ranges] == table, "the parser puts the ranges into another order"
+    lookup = parser["build_dynamic_sd_schedule_lookup"](table, MOST, config["num_speculative_tokens"])
+    ours = [vllm.length_at(ranges, size) for size in range(1, MOST + 1)]
+    assert lookup[1:] == ours, "the scheduler looks other lengths up"
+    accepted = config_class(files[VLLM_CONFIG])(**config)
+    assert accepted.num_speculative_tokens_per_batch_size == [tuple(entry) for entry in table]
+    for wrong in (
+        {**config, "num_speculative_tokens": 0},
+        {**config, "a_key_of_ours": 1},
+        {**config, "method": "floppy"},
+    ):
+        try:
+            config_class(files[VLLM_CONFIG])(**wrong)
+        except ValueError:
+            continue
+        raise AssertionError("the fields accept anything: they were not taken out as they are")
+    return [list(entry) for entry in table]
+
+
+def config_class(source: str) -> Any:
+    """Return vLLM's `SpeculativeConfig` with its fields alone; a type that needs other modules of the engine is left open."""
+    import pydantic
+
+    tree = ast.parse(source)
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SpeculativeConfig")
+    known: dict[str, Any] = {
+        "Any": Any,
+        "Literal": Literal,
+        "Field": pydantic.Field,
+        "SkipValidation": pydantic.SkipValidation,
+    }
+    for node in tree.body:  # the names of the methods, among others
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            known[node.targets[0].id] = _value(node.value, known)
+    fields = [
+        (n.target.id, _value(n.annotation, known), n.value and _value(n.value, known))
+        for n in body.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    ]
+    made = dataclasses.make_dataclass("SpeculativeConfig", [(name, kind, default) for name, kind, default in fields])
+    assert {"method", "model", "num_speculative_tokens"} <= {name for name, kind, _ in fields if kind is not Any}
+    return pydantic.dataclasses.dataclass(made, config=pydantic.ConfigDict(extra="forbid"))
+
+
+def _value(node: ast.expr, known: dict[str, Any]) -> Any:
+    """Return what an expression stands for; `Any` where it names something of another module."""
+    try:
+        return eval(compile(ast.Expression(node), VLLM_CONFIG, "eval"), dict(known))
+    except (NameError, TypeError, AttributeError):
+        return Any
+
+
+@contextmanager
+def sglang_module(source: str) -> Iterator[Any]:
+    """Yield SGLang's module of adaptive steps; what it imports from the engine is a stand-in."""
+    names = [node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    stubs = {name: mock.MagicMock() for name in names if name.startswith("sglang")}
+    stubs |= {".".join(name.split(".")[:n]): mock.MagicMock() for name in stubs for n in range(1, name.count(".") + 1)}
+    module = types.ModuleType("adaptive_spec_params")
+    with mock.patch.dict(sys.modules, stubs):
+        exec(compile(source, SGLANG_ADAPTIVE, "exec"), module.__dict__)
+        yield module
+
+
+def check_sglang(source: str, folder: Path) -> dict[str, list[int]]:
+    """Hold a file against SGLang's loader and its routing by batch size; return the candidate steps by key."""
+    path = folder / sglang.CONFIG
+    raw = json.loads(path.read_text())
+    start = json.loads((folder / "figures.json").read_text())["start"]
+    ours = {
+        int(key): Steps(tuple(entry["candidate_steps"]), entry["up_hysteresis"], entry["down_hysteresis"])
+        for key, entry in raw.items()
+    }
+    with sglang_module(source) as engine:
+        every = engine.resolve_candidate_steps_from_config(str(path))
+        assert every == sorted({k for rule in ours.values() for k in rule.candidates})
+        first = ours[1].candidates
+        begin = start if start in first else first[len(first) // 2]
+        assert begin in every, "the engine refuses --speculative-num-steps of the README"
+        loaded = engine.AdaptiveSpeculativeParams(begin, str(path))
+        for size in range(1, MOST + 1):
+            slot, rule = loaded._route(size), sglang.rule_at(ours, size)
+            assert tuple(slot.candidate_steps) == rule.candidates, f"batch {size} goes to another entry"
+            assert (slot.up_hysteresis, slot.down_hysteresis) == (rule.up, rule.down)
+            assert (slot.ema_alpha, slot.update_interval, slot.warmup_batches) == (
+                Steps.ALPHA,
+                Steps.EVERY,
+                Steps.WARM_UP,
+            )
+        assert set(engine.DEFAULT_ADAPTIVE_CONFIG) == {str(size) for size in sglang.DEFAULTS}
+        for size, rule in sglang.DEFAULTS.items():
+            assert engine.DEFAULT_ADAPTIVE_CONFIG[str(size)] == sglang.entry(rule), "the engine's default has changed"
+    return {key: entry["candidate_steps"] for key, entry in raw.items()}
+
+
+def check_controller(source: str) -> int:
+    """Hold our rule against SGLang's, on random candidates, thresholds and accepted lengths; return the steps compared."""
+    chance = random.Random(0)
+    compared = 0
+    with sglang_module(source) as engine:
+        for _ in range(CONTROLLERS):
+            candidates = tuple(sorted(chance.sample(range(9), chance.randint(1, 5))))
+            rule = Steps(candidates, chance.choice(sglang.UP), chance.choice(sglang.DOWN))
+            theirs = engine.AdaptiveStepSlot(chance.choice(candidates), sglang.entry(rule))
+            at, mean = candidates.index(theirs.current_steps), float(theirs.current_steps - 1)
+            level = chance.random()
+            for count in range(1, MOVES + 1):
+                level = min(max(level + chance.uniform(-0.1, 0.1), 0.0), 1.0)
+                length = candidates[at]
+                accepted = [sum(chance.random() < level for _ in range(length)) for _ in range(chance.randint(1, 4))]
+                theirs.update(accepted)
+                mean = rule.followed(mean, length, sum(accepted) / len(accepted))
+                if rule.is_time(count):
+                    at, mean = rule.moved(at, mean)
+                assert candidates[at] == theirs.current_steps, f"{rule}: step {count}"
+                compared += 1
+    return compared
+
+
+if __name__ == "__main__":
+    sys.exit(main())

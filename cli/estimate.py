@@ -1,0 +1,75 @@
+"""`specstop estimate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .console import output, print_json, table
+from .options import Json, ProfileFile, Seed, Traces
+
+if TYPE_CHECKING:
+    from ..train.offpolicy import Offline
+
+NAMES = {"ipw": "inverse propensity", "snipw": "self-normalised", "dm": "direct method", "dr": "doubly robust"}
+COLUMNS = ("estimator", "tokens a round", "ms a round", "tokens/s", "net tokens", "vs logging policy")
+
+
+def estimate(
+    traces: Traces,
+    profile: ProfileFile,
+    policy: Annotated[str, typer.Option(help="What to estimate: fixed:4, a policy folder, or plugin?key=value.")],
+    logging_policy: Annotated[
+        str | None,
+        typer.Option(help="What was recorded; default: as the trace names it, if that is a built-in policy."),
+    ] = None,
+    rho: Annotated[
+        float | None,
+        typer.Option(help="Tokens per second that net tokens price time with; default: the logging policy's."),
+    ] = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Estimate a policy's rounds from a live trace of another policy that explored."""
+    from ..policies.costs import Profile
+
+    costs = Profile.load(profile)
+    from ..policies.specs import load_policy
+    from ..train.evaluate import load_traces
+    from ..train.offpolicy import estimate_offline
+
+    found = estimate_offline(
+        load_traces(traces),
+        load_policy(policy),
+        costs,
+        logging=load_policy(logging_policy) if logging_policy else None,
+        rho=rho,
+        seed=seed,
+    )
+    if json:
+        print_json(found.to_dict())
+    else:
+        _show(found)
+
+
+def _show(found: Offline) -> None:
+    """Print the table, what it rests on, and the caveats."""
+    from ..train.records import Ratio
+    from ..train.report import interval
+
+    rows = []
+    for line in found.lines:
+        ms = Ratio(*(1e3 * x for x in (line.seconds.value, line.seconds.low, line.seconds.high)))
+        cells = [interval(r) for r in (line.tokens, ms)] + [interval(line.rate, 1)]
+        rows.append([NAMES[line.name], *cells, interval(line.net), interval(line.to_logging)])
+    recorded = f"recorded under {found.logging or 'an unnamed policy'}, {found.explore:.0%} explored"
+    table(f"{found.policy}, by rounds {recorded}; {found.facts['intervals']}", COLUMNS, rows)
+    say = output().print
+    say(
+        f"{found.rounds} rounds of {found.prompts} prompts; {found.shown:.0%} show this policy, {found.by_exploration} of "
+        f"them by exploration alone; worth {found.effective_rounds:.0f} rounds. Net tokens: tokens less seconds at "
+        f"{found.rho:.1f} tokens/s."
+    )
+    for caveat in found.caveats:
+        say(f"- {caveat}")

@@ -1,0 +1,55 @@
+"""Hidden states that policies read: how wide they are, and who has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..policies.errors import PolicyError
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from .pair import Pair
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A drafter that scores by hidden states and can hand them over.
+
+    Attributes:
+        width: H.
+        states: [R, H] of the last call of `feed`, a row for each row of logits; None where they are not kept.
+    """
+
+    width: int
+    states: Tensor | None
+
+    def keep_states(self) -> None:
+        """Keep the states of every call from now on."""
+
+
+def hidden_width(model: PreTrainedModel) -> int:
+    """Return H, the numbers that a model's output layer reads."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
+
+
+def vector_widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
+    """Return the width of each of these vectors of a pair."""
+    models = {DRAFT_HIDDEN: pair.draft, TARGET_HIDDEN: pair.target}
+    return {name: hidden_width(models[name]) for name in names}
+
+
+def ask_for_states(drafter: object, who: str) -> int:
+    """Have a drafter keep its hidden states and return their width.
+
+    Raises:
+        PolicyError: it has none.
+    """
+    if not isinstance(drafter, KeepsStates):
+        raise PolicyError(
+            f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, or use another policy"
+        )
+    drafter.keep_states()
+    return drafter.width

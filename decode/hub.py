@@ -1,0 +1,228 @@
+"""A policy as a folder for `generate(custom_generate=...)`: transformers loads its code, its code runs the exact policy.
+
+What is known of transformers 5.23: `custom_generate/generate.py` is copied into a cache and run there, with the modules that
+it imports from beside itself and no other file; so the policy's files travel in such a module, as text. Everything that
+`generate` was called with arrives, `assistant_model` and `tokenizer` among it, nothing prepared; the code is run only with
+`trust_remote_code=True`, for a local folder too.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from ..policies.contract import StopPolicy
+from ..policies.errors import PolicyError
+from ..policies.files import refuse_full, staged_folder, write_atomic, write_json
+from ..policies.folder import load_policy_folder, save_policy
+from ..policies.learned import LearnedPolicy
+from ..policies.specs import BUILTINS, load_policy
+from ..policies.strict import MOST_DATA
+from .hf import specstop_generate
+
+CODE, DATA, REQUIREMENTS = "generate.py", "carried.py", "requirements.txt"
+FOLDER, POLICY = "custom_generate", "policy"
+
+GENERATE = '''"""Decodes with the stop policy of this repository; everything else is in the package specstop."""
+
+from specstop.decode.hub import generate_carried
+
+from .carried import FILES, SPEC
+
+
+def generate(model, **arguments):
+    """Return what `model.generate` would, drafting with `draft_model` (or `assistant_model`)."""
+    return generate_carried(model, arguments, FILES, SPEC)
+'''
+
+
+def deploy_hf(
+    policy: str | Path, out: str | Path, *, gains: Mapping[str, Any] | None = None, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write a folder that `target.generate(custom_generate=folder, trust_remote_code=True, draft_model=...)` takes.
+
+    Args:
+        policy: a policy folder, `hub:owner/name`, or a built-in such as `confidence:0.4`.
+        out: the folder: `custom_generate/`, `policy/` with the policy folder, `README.md` and `figures.json`.
+        gains: figures for the card, such as replayed ratios; by default those that the policy folder states.
+        overwrite: replace what is in `out`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InputError: `out` is not empty.
+        PolicyError: there is no such policy, or it is a plugin's, whose code is not carried.
+    """
+    folder = refuse_full(Path(out), overwrite=overwrite)
+    chosen = load_policy(policy)
+    learned = chosen if isinstance(chosen, LearnedPolicy) else None
+    if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:
+        raise PolicyError(
+            f"--policy: {policy} is a plugin, whose code an exported folder does not carry; install the plugin where it is "
+            "to run and name it there"
+        )
+    known = dict(gains) if gains is not None else {"metrics": dict(learned.facts.metrics)} if learned else {}
+    figures = {
+        "schema": 1,
+        "kind": "export",
+        "engine": "hf",
+        "policy": chosen.name,
+        "exact": True,
+        "specstop": version("specstop"),
+        **known,
+    }
+    with staged_folder(folder) as stage:
+        if learned is not None:
+            save_policy(learned, stage / POLICY)
+        files = {
+            p.name: p.read_bytes() for p in sorted((stage / POLICY).glob("*")) if p.suffix in (".json", ".safetensors")
+        }
+        code = stage / FOLDER
+        write_atomic(code / CODE, GENERATE)
+        write_atomic(code / DATA, carried_module(files, None if learned is not None else str(policy)))
+        write_atomic(code / REQUIREMENTS, f"specstop>={version('specstop')}\n")
+        write_json(stage / "figures.json", figures)
+        write_atomic(stage / "README.md", page(chosen, learned, figures))
+    return figures
+
+
+def carried_module(files: Mapping[str, bytes], spec: str | None) -> str:
+    """Return the source of the module that holds a policy folder's files in base64, or a policy's name."""
+    lines = [
+        '"""The policy: the files of its folder in base64, or its name."""',
+        "",
+        f"SPEC = {spec!r}",
+        "",
+        "FILES = {",
+    ]
+    for name, data in files.items():
+        text = base64.b64encode(data).decode()
+        parts = [text[at : at + 100] for at in range(0, len(text), 100)] or [""]
+        lines += [f"    {name!r}: (", *(f"        {part!r}" for part in parts), "    ),"]
+    return "\n".join([*lines, "}", ""])
+
+
+def generate_carried(
+    model: PreTrainedModel, arguments: Mapping[str, Any], files: Mapping[str, str], spec: str | None
+) -> Any:
+    """Generate with a carried policy: what the `generate.py` of an exported folder calls.
+
+    Args:
+        model: the target.
+        arguments: of `generate`, as transformers hands them to a repository's code. `draft_model` or `assistant_model` is
+            the draft; `streamer`, and `tokenizer` for stop strings, are understood; `policy` names another policy;
+            every other one goes to `specstop_generate` or `generate`.
+        files: base64 by name, of a policy folder.
+        spec: a policy's name, where there are no files.
+
+    Raises:
+        PolicyError: the files are not in order: they are checked as those of any policy folder.
+        InputError: see `specstop_generate`.
+    """
+    options = {name: value for name, value in arguments.items() if value is not None}
+    draft = options.pop("assistant_model", None)
+    options.setdefault("draft_model", draft)
+    options.setdefault("policy", carried_policy(tuple(files.items()), spec))
+    if (streamer := options.pop("streamer", None)) is not None:
+        options.setdefault("text_streamer", streamer)
+    _take_stop_strings(options)
+    decode: Any = model.generate
+    return decode(**options, custom_generate=specstop_generate)
+
+
+def _take_stop_strings(options: dict[str, Any]) -> None:
+    """Turn stop strings into a criterion: `generate` keeps the tokenizer to itself when a callable decodes."""
+    tokenizer = options.pop("tokenizer", None)
+    config = options.get("generation_config")
+    strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    if tokenizer is None or not strings:
+        if strings:
+            options["stop_strings"] = strings
+        return
+    if getattr(config, "stop_strings", None):
+        config = copy.deepcopy(config)
+        setattr(config, "stop_strings", None)  # noqa: B010 - any configuration may have it
+        options["generation_config"] = config
+    more = [*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
+    options["stopping_criteria"] = StoppingCriteriaList(more)
+
+
+@lru_cache(maxsize=8)
+def carried_policy(files: tuple[tuple[str, str], ...], spec: str | None) -> StopPolicy:
+    """Return the policy that is carried; its files are checked and loaded as a policy folder, which runs no code."""
+    if spec is not None:
+        return load_policy(spec)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files:
+            data = base64.b64decode(text, validate=True)
+            if Path(name).name != name or len(data) > MOST_DATA:
+                raise PolicyError(f"the carried file {name!r} is no file of a policy folder; export it again")
+            (Path(folder) / name).write_bytes(data)
+        return load_policy_folder(folder)
+
+
+def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str, Any]) -> str:
+    """Return the folder's card."""
+    facts = learned.facts if learned is not None else None
+    trained = (
+        f"It was trained for {facts.verification} verification at temperature {facts.temperature:g}; under another it "
+        "decodes as correctly and stops less well."
+        if facts
+        else "It needed no training."
+    )
+    return (
+        "---\nlibrary_name: transformers\ntags: [custom_generate, speculative-decoding, stop-policy, specstop]\n---\n\n"
+        f"# {policy.name}: a stop policy for speculative decoding\n\n"
+        f"Decodes with a draft model under the specstop policy `{policy.name}`, as `specstop decode` does. "
+        f"{trained}\n\n"
+        "## Use\n\n```console\npip install specstop\n```\n\n```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))\n'
+        'tokenizer = AutoTokenizer.from_pretrained("TARGET")\n'
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
+        "ids = target.generate(\n"
+        "    **inputs,\n"
+        '    custom_generate="THIS FOLDER OR OWNER/NAME",\n'
+        "    trust_remote_code=True,\n"
+        "    draft_model=draft,\n"
+        "    max_new_tokens=128,\n"
+        ")\n```\n\n"
+        "`assistant_model=draft` means the same. `tokenizer=` serves `stop_strings=`, `streamer=` shows one text; `policy=`, "
+        "`verification=`, `tree=`, `drafter=`, `seed=` and `profile=` go to `specstop.decode.specstop_generate`.\n\n"
+        "`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. The policy "
+        f"is data, in `{FOLDER}/{DATA}` and, for people and for `specstop info`, in `{POLICY}/`; names, "
+        "sizes, checksums and tensor headers are checked before anything is used, and nothing is unpickled.\n\n"
+        f"## What to expect\n\n{_gains(figures)}\n\n"
+        "## What is lost\n\n* Nothing of the policy.\n"
+        "* Rows of a batch are decoded one after the other, and continuous batching is not used: a serving engine is faster "
+        "under load.\n\n"
+        "## To the hub\n\nThe hub's own command uploads a folder:\n\n```console\nhf upload OWNER/NAME THIS_FOLDER\n```\n"
+    )
+
+
+def _gains(figures: Mapping[str, Any]) -> str:
+    """Return the figures as text."""
+    alone, metrics = figures.get("alone"), figures.get("metrics")
+    if alone:
+        rows = [
+            ("plain decoding", alone["to_plain"]),
+            (f"best fixed length ({alone['best_fixed']})", alone["to_best_fixed"]),
+        ]
+        body = "\n".join(f"| {what} | {r['value']:.3f} [{r['low']:.3f}, {r['high']:.3f}] |" for what, r in rows)
+        where = f"Replayed on {alone['prompts']}, decision time included, with the profile's latency; 95% intervals."
+        return f"{where}\n\n| times as fast as | ratio |\n|---|---|\n{body}"
+    if metrics and "held_out_ratio_to_best_fixed" in metrics:
+        return (
+            f"On the held-out prompts of its training, by replay: {metrics['held_out_ratio_to_best_fixed']:.3f} times the "
+            "best fixed length. The gain depends on pair, prompts and hardware: `specstop evaluate` says it for others."
+        )
+    return "Not stated here: it depends on pair, prompts and hardware. `specstop evaluate` says it for a pair."

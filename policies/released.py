@@ -1,0 +1,196 @@
+"""Heads that others have released, brought into a policy folder: DynaSD's decision models and SpecDec++'s acceptance head.
+
+Nothing but tensors is read of a file (`state_dicts`), and they must have the names and shapes of one of these layouts.
+
+| layout | keys | shapes |
+|---|---|---|
+| `dynasd-soft` | `layers.0`, `.2`, `.4`: `weight`, `bias` | 768-512-256-1 (llama-68m), 2048-1024-512-1 (TinyLlama) |
+| `dynasd-hard` | `layers.0`, `.2`: `weight`, `bias` | 11-44-1 |
+| `specdec` | `model.I.linear.weight`, `.bias` for I < D, `model.D.weight`, `.bias` | H-H, 2-H |
+
+Sources: github.com/JackZeng0208/DynaSD, `inference/decision_models.py` (`DecisionModelV1`, `DecisionModelV1_Tinyllama`,
+`DecisionModelVTopk`), `decision_model/weights/*.pt`; github.com/Kaffaljidhmah2/SpecDec_pp, `specdec_pp/wrap_model.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .calibration import Calibrator
+from .errors import InputError, PolicyError
+from .files import refuse_full
+from .folder import DEEPEST, save_policy
+from .heads import build_head
+from .heads_dynasd import HARD_FEATURES, THRESHOLD
+from .heads_specdec import MOST, STOP_THRESHOLD, unbiased
+from .learned import Facts, LearnedPolicy
+from .rules import AnyFork, Rule, Threshold
+from .state_dicts import find_weights, read_state
+
+LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")
+DYNASD_DEPTH = 5
+"""Depth of the published main script."""
+
+_LAYER = re.compile(r"layers\.(\d{1,3})\.(weight|bias)")
+_BLOCK = re.compile(r"model\.(\d{1,3})\.(linear\.)?(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was brought in: the policy, its folder, and its layout."""
+
+    policy: LearnedPolicy
+    path: Path
+    layout: str
+
+
+def import_weights(
+    weights: str | Path,
+    out: str | Path,
+    *,
+    layout: str = "auto",
+    threshold: float | None = None,
+    depth: int | None = None,
+    rejection_weight: float = 1.0,
+    name: str | None = None,
+    overwrite: bool = False,
+) -> Imported:
+    """Bring a released head into a policy folder, under the rule it was published with.
+
+    Args:
+        weights: the `.pt`, `.bin` or `.safetensors` file, or a folder with `model.safetensors` or `pytorch_model.bin`.
+        out: the policy folder to write.
+        layout: of the file; "auto" finds it by the names of the tensors.
+        threshold: of the rule. DynaSD: drafting goes on while any fork's score is above it (0.4); SpecDec++: while the chance
+            that no token is rejected is at least it (0.3, which is h = 0.7).
+        depth: of the deepest draft (DynaSD 5, SpecDec++ 20).
+        rejection_weight: that SpecDec++'s head was trained with and whose bias is taken out (6 for the released one); 1
+            leaves the outputs as published.
+        name: of the policy; by default the layout's.
+        overwrite: replace what is in `out`.
+
+    Raises:
+        InputError: the file does not exist, an unknown layout, or a folder that is not empty.
+        PolicyError: the file holds anything but the tensors of a known layout.
+    """
+    if layout != "auto" and layout not in LAYOUTS:
+        raise InputError(f"--layout: expected auto, {', '.join(LAYOUTS)}, not {layout!r}")
+    if not 0.0 < rejection_weight < 1e6:
+        raise InputError(f"--rejection-weight: expected a number above 0, not {rejection_weight}")
+    if depth is not None and not 1 <= depth <= DEEPEST:
+        raise InputError(f"--depth: expected 1 to {DEEPEST}, not {depth}")
+    path = find_weights(Path(weights).expanduser())
+    folder = refuse_full(Path(out), overwrite=overwrite)
+    raw = path.read_bytes()
+    state = read_state(raw, path)
+    found = find_layout(state, path.name) if layout == "auto" else layout
+    if rejection_weight != 1.0 and found != "specdec":
+        raise InputError(f"--rejection-weight: {path.name} is of the layout {found}, which was trained without one")
+    tensors = {"specdec": specdec_tensors}.get(found, dynasd_tensors)(state)
+    if found == "specdec":
+        tensors["leave.bias"] = unbiased(tensors["leave.bias"], rejection_weight)
+    features = HARD_FEATURES if found == "dynasd-hard" else ()
+    rule, deepest = _published(found, threshold)
+    facts = Facts(
+        temperature=1.0,
+        verification="rejection",
+        label="rejection",
+        provenance={
+            "imported from": path.name,
+            "sha256": hashlib.sha256(raw).hexdigest(),
+            "layout": found,
+            "rejection weight taken out": rejection_weight,
+        },
+    )
+    head = build_head(found, features, tensors)
+    policy = LearnedPolicy(name or found, features, head, Calibrator(), Calibrator(), rule, depth or deepest, facts)
+    return Imported(policy, save_policy(policy, folder), found)
+
+
+def _published(layout: str, threshold: float | None) -> tuple[Rule, int]:
+    """Return the rule that a layout was published with, and its deepest draft."""
+    if layout == "specdec":
+        return Threshold("survival", round(1.0 - STOP_THRESHOLD, 6) if threshold is None else threshold), MOST
+    return AnyFork(THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
+
+
+def find_layout(state: Mapping[str, Tensor], where: str) -> str:
+    """Return the layout that has these names; a `PolicyError` names those that none has."""
+    if all(_LAYER.fullmatch(key) for key in state):
+        first = state.get("layers.0.weight")
+        hard = first is not None and first.dim() == 2 and first.shape[1] == len(HARD_FEATURES)
+        return "dynasd-hard" if hard else "dynasd-soft"
+    if all(_BLOCK.fullmatch(key) for key in state):
+        return "specdec"
+    odd = [key for key in state if not (_LAYER.fullmatch(key) or _BLOCK.fullmatch(key))] or list(state)
+    raise PolicyError(f"{where}: the layout is not known, for {_named(odd)}; expected {', '.join(LAYOUTS)}")
+
+
+def dynasd_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of `heads_dynasd.DynaSDHead` from a released state dict.
+
+    Raises:
+        PolicyError: unknown or missing names, which are named, or a layer that is none.
+    """
+    places = sorted({int(match[1]) for key in state if (match := _LAYER.fullmatch(key))})
+    wanted = {f"layers.{2 * i}.{part}" for i in range(max(len(places), 1)) for part in ("weight", "bias")}
+    _same(wanted, state, "DynaSD's models are linear layers at layers.0, .2, ... with ReLU between them")
+    tensors = {
+        f"{part}.{i}": state[f"layers.{2 * i}.{part}"] for i in range(len(places)) for part in ("weight", "bias")
+    }
+    return {**tensors, "first": torch.zeros(1)}
+
+
+def specdec_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of `heads_specdec.SpecDecHead` from a released state dict.
+
+    The published head has one block in D places: a state dict then has D equal ones, or, as safetensors writes it, one.
+
+    Raises:
+        PolicyError: unknown or missing names, which are named, or blocks of different shapes.
+    """
+    matches = [match for key in state if (match := _BLOCK.fullmatch(key))]
+    last = max((int(m[1]) for m in matches if m[2] is None), default=0)
+    there = sorted({int(m[1]) for m in matches if m[2] is not None})
+    blocks = there if len(there) == 1 and last > 1 else list(range(last))
+    wanted = {f"model.{i}.linear.{part}" for i in blocks for part in ("weight", "bias")}
+    _same(
+        wanted | {f"model.{last}.{part}" for part in ("weight", "bias")},
+        state,
+        "SpecDec++'s head is blocks at model.0, .1, ... and a linear layer behind them",
+    )
+    weights, biases = ([state[f"model.{i}.linear.{part}"] for i in blocks] for part in ("weight", "bias"))
+    if len({w.shape for w in weights}) > 1 or len({b.shape for b in biases}) > 1:
+        raise PolicyError(f"weights: blocks of different shapes: {', '.join(str(list(w.shape)) for w in weights)}")
+    shared = all(torch.equal(weights[0], w) for w in weights) and all(torch.equal(biases[0], b) for b in biases)
+    if shared and last:
+        weights, biases = weights[:1], biases[:1]
+    leave = state[f"model.{last}.weight"]
+    size = int(leave.shape[-1]) if leave.dim() else 0
+    return {
+        "block.weight": torch.stack(weights) if weights else torch.zeros(0, size, size),
+        "block.bias": torch.stack(biases) if biases else torch.zeros(0, size),
+        "order": torch.tensor([0] * last if shared else list(range(last)), dtype=torch.int64),
+        "leave.weight": leave,
+        "leave.bias": state[f"model.{last}.bias"],
+        "first": torch.zeros(1),
+    }
+
+
+def _same(wanted: set[str], state: Mapping[str, Tensor], what: str) -> None:
+    if unknown := sorted(set(state) - wanted):
+        raise PolicyError(f"weights: unknown: {_named(unknown)}; {what}")
+    if missing := sorted(wanted - set(state)):
+        raise PolicyError(f"weights: missing: {_named(missing)}; {what}")
+
+
+def _named(names: Sequence[str], most: int = 6) -> str:
+    shown = ", ".join(repr(name[:60]) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

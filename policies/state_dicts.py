@@ -1,0 +1,81 @@
+"""Weights from a stranger's file: tensors, and nothing else of it.
+
+A `.pt` file is a pickle. It is read by torch's weights-only loader, which builds tensors and plain containers and refuses
+everything else before it is called: no code of the file runs.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from .errors import InputError, PolicyError
+from .strict import MOST_DATA
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+"""What is looked for in a folder, in this order."""
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Trying to (?:load|call) (?:unsupported )?(?:GLOBAL )?([\w.]+)")
+
+
+def find_weights(path: Path) -> Path:
+    """Return the file of weights: `path`, or the one in the folder `path`; an `InputError` where there is none."""
+    if path.is_dir():
+        for name in FILES:
+            if (path / name).is_file():
+                path = path / name
+                break
+        else:
+            raise InputError(f"expected {' or '.join(FILES)} in the folder {path}, which has neither")
+    if not path.is_file():
+        raise InputError(f"expected a file of weights, but {path} does not exist")
+    if path.stat().st_size > MOST_DATA:
+        raise PolicyError(f"{path.name} has {path.stat().st_size} bytes; expected at most {MOST_DATA}")
+    return path
+
+
+def read_state(raw: bytes, path: Path) -> dict[str, Tensor]:
+    """Return the state dict as float32 tensors on the CPU; nothing of a pickle but tensors is built.
+
+    Args:
+        raw: the file.
+        path: its name, for messages; `.safetensors` says its format.
+
+    Raises:
+        PolicyError: it is damaged, or holds anything but a state dict of tensors of numbers.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            found: Any = safetensors.torch.load(raw)
+        else:
+            with warnings.catch_warnings():  # what torch has to say about odd files is said below
+                warnings.simplefilter("ignore")
+                found = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        what = next((a or b for a, b in _GLOBAL.findall(str(error))), "")
+        raise PolicyError(
+            f"{path.name} holds more than tensors{what and f' (it asks for {what})'}, and nothing of it was run; expected a "
+            "state dict: torch.save(model.state_dict(), ...)"
+        ) from None
+    except Exception as error:  # torch raises errors of many classes at a damaged file
+        reason = " ".join(str(error).split())[:120]
+        raise PolicyError(f"{path.name} cannot be read as weights ({type(error).__name__}: {reason})") from None
+    if not isinstance(found, Mapping) or not found or not all(isinstance(key, str) for key in found):
+        raise PolicyError(f"{path.name} holds a {type(found).__name__}; expected a state dict, tensors by name")
+    for key, value in found.items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+            raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor")
+        if not value.dtype.is_floating_point or value.numel() * 4 > MOST_DATA:
+            raise PolicyError(
+                f"{path.name}: {key[:80]!r} is {value.dtype} of {list(value.shape)}, which no such head has"
+            )
+    return {key: value.detach().float().contiguous() for key, value in found.items()}

@@ -1,0 +1,97 @@
+"""`specstop train`: tables, several traces, a work folder, a search, and one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import cli, files
+from specstop.collect.store import Trace
+from specstop.policies.costs import Profile
+from specstop.policies.folder import load_policy_folder
+
+
+@pytest.fixture(scope="module")
+def start(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    path = tmp_path_factory.mktemp("costs") / "profile.json"
+    full_profile.save(path)
+    return ["train", "--traces", sides[0].folder, "--profile", path, "--quiet"]
+
+
+def test_the_tables_say_how_it_did(start: list[object], tmp_path: Path) -> None:
+    answer = cli(*start, "--out", tmp_path / "p", "--rule", "survival", "--param", "C=0.5")
+    assert answer.code == 0, answer.err
+    assert "held_out_ratio_to_best_fixed" in answer.out
+    lines = answer.out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("Survival by depth"))
+    heading = next(line for line in lines[at:] if "ece perfect" in line)
+    assert all(word in heading for word in ("temperature", "depth", "rounds", "predicted", "observed", "brier", "auc"))
+    assert sum(line.lstrip("│ ").startswith("0.7") for line in lines[at:]) >= 3
+    policy = load_policy_folder(tmp_path / "p")
+    assert policy.rule.kind == "survival"
+    assert "## Reliability" in (tmp_path / "p" / "README.md").read_text()
+    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml"}
+
+
+def test_the_same_configuration_gives_the_same_policy(start: list[object], tmp_path: Path) -> None:
+    first = cli(*start, "--out", tmp_path / "p", "--rule", "step", "--threshold", 0.4, "--no-cross-fit")
+    assert first.code == 0, first.err
+    again = cli("train", "--config", tmp_path / "p" / "run.yaml", "--out", tmp_path / "q", "--json")
+    assert again.code == 0, again.err
+    assert files(tmp_path / "p")["weights.safetensors"] == files(tmp_path / "q")["weights.safetensors"]
+    assert json.loads(again.out)["survival_maps"]
+
+
+def test_a_network_with_a_work_folder_can_be_resumed(start: list[object], tmp_path: Path) -> None:
+    options = ["--head", "mlp", "--no-cross-fit", "--rule", "step", "--threshold", 0.5, "--epochs", 2, "--batch-size", 64,
+               "--checkpoints", tmp_path / "work", "--param", "width=8"]  # fmt: skip
+    first = cli(*start, "--out", tmp_path / "p", *options)
+    assert first.code == 0, first.err
+    work = set(files(tmp_path / "work"))
+    assert {"pass-0/fold-0/last.ckpt", "pass-0/fold-0/logs/version_0/metrics.csv"} <= work
+    refused = cli(*start, "--out", tmp_path / "q", *options)
+    assert refused.code == 2
+    assert "pass --resume" in refused.err
+    assert cli(*start, "--out", tmp_path / "q", *options, "--resume").code == 0
+    assert files(tmp_path / "p")["weights.safetensors"] == files(tmp_path / "q")["weights.safetensors"]
+
+
+def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> None:
+    answer = cli(*start, "--out", tmp_path / "p", "--tune", 1, "--tune-folds", 2, "--head", "logistic", "--rule", "step",
+                 "--policy", "confidence?threshold=0.2|0.6")  # fmt: skip
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("Trials"))
+    assert sum("confidence" in line for line in lines[at:]) == 1
+    assert sum("logistic" in line for line in lines[at:]) == 1
+    assert load_policy_folder(tmp_path / "p").rule.kind == "step"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], "--resume: give the work folder"),
+        (["--policy", "fixed:4"], "--policy: policies are compared with --tune N"),
+        (["--tune", 2, "--threshold", 0.4], "--tune: leave out --threshold"),
+        (["--tune", 0], "--tune: expected 1 trial or more"),
+        (["--param", "C"], "--param: expected key=value, not 'C'"),
+        (["--epochs", 0], "--epochs: expected more than 0"),
+        (["--folds", 1], "--folds: expected 2 or more"),
+        (["--passes", 0], "--passes: expected 1 or more"),
+        (["--rule", "never"], "--rule: expected derived"),
+        (["--head", "mlp", "--logger", "cvs", "--checkpoints", "work"], "did you mean 'csv'?"),
+        (["--head", "mlp", "--logger", "csv"], "give a work folder with --checkpoints"),
+        (["--head", "mlp", "--accelerator", "gpuu"], "--accelerator, --devices, --precision"),
+        (["--head", "xgboost", "--device", "warp"], "--device warp: XGBoost cannot use it here"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_leaves_nothing(
+    start: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = cli(*start, "--out", tmp_path / "p", *options)
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.startswith("specstop: ") and answer.err.count("\n") == 1
+    assert not (tmp_path / "p").exists()

@@ -1,0 +1,282 @@
+"""Hidden states in traces: dense and live ones hold what the models compute, and only where they were asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import NEW
+from shelves import HEADER, write
+from specstop.collect.card import data_card
+from specstop.collect.estimate import estimate
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import Header, arrow_schema
+from specstop.collect.store import Trace, open_trace
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.errors import PolicyError, TraceError
+from specstop.policies.vectors import VECTORS
+from torch import Tensor
+from zoo import DEPTH, ReadsDraftStates
+
+TREE = "3,2,1,1,1"
+BOTH = tuple(VECTORS)
+HALF = 2.0**-11
+
+
+def run(pair: Pair, prompts: list[Prompt], out: Path, **more: Any) -> Trace:
+    return collect(pair, prompts, out, **{"depth": DEPTH, "max_new_tokens": NEW, "vectors": BOTH, **more})
+
+
+def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
+    """Rows by sequence and anchor, the hidden states of the nodes side by side."""
+    found = {}
+    for row in trace.rows.with_format("numpy"):
+        for name in trace.header.vectors:
+            row[name] = np.asarray(row[name], dtype=np.float16).reshape(trace.header.vector_shape(name))
+        found[int(row["sequence"]), int(row["anchor"])] = row
+    return found
+
+
+def last_states(model: Any, text: list[int]) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        states: np.ndarray[Any, Any] = (
+            model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0].numpy()
+        )
+    return states
+
+
+def near_half(stored: np.ndarray[Any, Any], exact: np.ndarray[Any, Any]) -> None:
+    np.testing.assert_allclose(stored.astype(np.float64), exact, rtol=HALF, atol=1e-7)
+
+
+@pytest.mark.parametrize(("tree", "temperature"), [(None, 0.0), (None, 0.7), (TREE, 0.7)])
+def test_dense_rows_hold_the_states_of_whole_forwards(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, tree: str | None, temperature: float
+) -> None:
+    """Every ninth row; a node's state is that behind its parent, from which it was drawn."""
+    trace = run(pair, prompts[3:6], tmp_path, tree=tree, temperature=temperature)
+    ids = prompt_ids[3:6]
+    keys = [stream_key(0, p.id) for p in prompts[3:6]]
+    texts = plain_texts(pair, ids, keys, NEW, temperature).tokens
+    assert trace.header.vectors == {"draft_hidden": 16, "target_hidden": 16}
+    for (s, anchor), row in list(by_anchor(trace).items())[::9]:
+        prefix = ids[s] + texts[s][:anchor]
+        near_half(row["target_hidden"], last_states(pair.target, prefix)[-2])
+        for node in range(len(row["tokens"])):
+            path, above = [], trace.header.topology[node]
+            while above >= 0:
+                path.append(int(row["tokens"][above]))
+                above = trace.header.topology[above]
+            near_half(row["draft_hidden"][node], last_states(pair.draft, prefix + path[::-1])[-1])
+
+
+@pytest.mark.parametrize(("tree", "temperature"), [(None, 0.0), (None, 0.7), (TREE, 0.0), (TREE, 0.7)])
+def test_live_rows_hold_what_dense_ones_do(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float
+) -> None:
+    options = {"tree": tree, "temperature": temperature}
+    dense = by_anchor(run(pair, prompts[2:6], tmp_path / "dense", **options))
+    live = by_anchor(run(pair, prompts[2:6], tmp_path / "live", collector="live", policy=ReadsDraftStates(), **options))
+    differ = total = 0
+    for key, row in live.items():
+        drawn = row["drawn"]
+        assert not row["draft_hidden"][~drawn].any()
+        assert row["draft_hidden"][drawn].any(-1).all()
+        for name, here in (("draft_hidden", drawn), ("target_hidden", slice(None))):
+            one, other = row[name][here].astype(np.float64), dense[key][name][here].astype(np.float64)
+            np.testing.assert_allclose(one, other, rtol=2 * HALF, atol=1e-7)
+            differ, total = differ + int((one != other).sum()), total + one.size
+    assert total > 2000
+    assert differ <= total // 10_000, "float64 results differ by 1e-12: next to none falls on the other side"
+
+
+@pytest.mark.parametrize("chunk", [{"memory_bytes": 1}, {"rows": 512}])
+def test_rows_do_not_depend_on_the_chunk_size(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], chunk: dict[str, int]
+) -> None:
+    from specstop.collect.dense import dense_rows
+    from specstop.collect.unroll import Unroller
+    from specstop.decode.topology import parse_tree
+
+    work = [(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
+    for tree in (DEPTH, parse_tree(TREE)):
+        one, other = (dense_rows(pair, Unroller(pair, tree, 0.7, vectors=BOTH, **c), work, NEW) for c in ({}, chunk))
+        for first, second in zip(one, other, strict=True):
+            for name in BOTH:
+                np.testing.assert_allclose(
+                    first[name].astype(np.float64), second[name].astype(np.float64), rtol=2 * HALF, atol=1e-7
+                )
+
+
+def test_without_them_a_trace_is_what_it_was(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    plain = run(pair, prompts[:4], tmp_path / "plain", vectors=())
+    rich = run(pair, prompts[:4], tmp_path / "rich", vectors=("target_hidden",))
+    assert plain.header.vectors == {} and not set(BOTH) & set(plain.table().schema.names)
+    assert rich.table(plain.table().schema.names).equals(plain.table())
+    assert set(rich.table().schema.names) - set(plain.table().schema.names) == {"target_hidden"}
+
+
+def test_the_published_data_paths_have_them_too(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
+) -> None:
+    """SpecDec++ reads the draft's states behind its own tokens, DynaSD those of ten candidates of one token."""
+    mixed = by_anchor(run(pair, prompts[3:4], tmp_path / "mix", depth=1, mix=0.15, temperature=0.7))
+    text = plain_texts(pair, prompt_ids[3:4], [stream_key(0, "p3")], NEW, 0.7).tokens[0]
+    read = prompt_ids[3] + text[:1]
+    for (_, anchor), row in sorted(mixed.items()):
+        near_half(row["draft_hidden"][0], last_states(pair.draft, read)[-1])
+        following = mixed.get((0, anchor + 1))
+        if following is not None:
+            read = [*read, int(row["tokens"][0]) if following["mixed"] else text[anchor]]
+        near_half(row["target_hidden"], last_states(pair.target, prompt_ids[3] + text[:anchor])[-2])
+    wide = by_anchor(run(pair, prompts[3:4], tmp_path / "wide", tree="10", temperature=1.0))
+    for row in wide.values():
+        assert (row["draft_hidden"] == row["draft_hidden"][:1]).all(), "all are drawn from one distribution"
+
+
+def test_given_texts_have_them_too(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
+) -> None:
+    keys = [stream_key(0, p.id) for p in prompts]
+    texts = plain_texts(pair, prompt_ids, keys, NEW, 0.0).tokens
+    given = {p.id: pair.tokenizer.decode(text) for p, text in zip(prompts, texts, strict=True)}
+    rows = by_anchor(run(pair, prompts[4:6], tmp_path / "given", completions=given))
+    own = by_anchor(run(pair, prompts[4:6], tmp_path / "own"))
+    assert len(rows) > 10
+    for key, row in rows.items():
+        for name in BOTH:
+            np.testing.assert_allclose(
+                row[name].astype(np.float64), own[key][name].astype(np.float64), rtol=2 * HALF, atol=1e-7
+            )
+
+
+def test_a_trace_is_read_by_datasets_and_says_what_it_holds(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    trace = run(pair, prompts[:3], tmp_path / "trace")
+    again = open_trace(tmp_path / "trace")
+    assert again.header.vectors == trace.header.vectors
+    assert again.table().schema.field("draft_hidden").type == pa.list_(pa.float16(), 16 * DEPTH)
+    card = data_card(trace.header)
+    assert f"draft_hidden ({DEPTH} x 16, float16), target_hidden (16, float16)" in card
+    loaded = datasets.load_dataset(str(tmp_path / "trace"), split="train", cache_dir=str(tmp_path / "cache"))
+    first = loaded.with_format("numpy")[0]
+    assert np.asarray(first["draft_hidden"]).shape == (16 * DEPTH,)
+    assert first["draft_hidden"].tolist() == again.rows.with_format("numpy")[0]["draft_hidden"].tolist()
+    layout = pq.ParquetFile(next((tmp_path / "trace" / "data").glob("*.parquet"))).metadata.row_group(0)
+    by_path = {layout.column(i).path_in_schema: layout.column(i) for i in range(layout.num_columns)}
+    assert "BYTE_STREAM_SPLIT" in by_path["draft_hidden.list.element"].encodings
+    assert "RLE_DICTIONARY" in by_path["tokens.list.element"].encodings, "other columns are written as ever"
+
+
+def test_a_dry_run_counts_them(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    options = {"depth": DEPTH, "max_new_tokens": NEW}
+    poor, rich = (estimate(plan_run(pair, prompts, **options, vectors=v), tmp_path).disk_bytes for v in ((), BOTH))
+    made = run(pair, prompts, tmp_path / "made")
+    size = sum(path.stat().st_size for path in (made.folder / "data").glob("*"))
+    assert rich == pytest.approx(size, rel=0.02)
+    assert rich > poor + 0.2 * made.row_count * 2 * 16 * (DEPTH + 1)
+
+
+def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
+    import specstop.collect.run as module
+
+    each = 2 * 16 * (DEPTH + 1) * NEW
+    monkeypatch.setattr(module, "SHARD_BYTES", 3 * each)
+    options = {"depth": DEPTH, "max_new_tokens": NEW}
+    assert plan_run(pair, prompts, **options, vectors=BOTH).header.shards == 3
+    assert plan_run(pair, prompts, **options, vectors=BOTH, shards=2).header.shards == 2
+    assert plan_run(pair, prompts, **options).header.shards == 1
+
+
+def test_an_unknown_vector_is_refused(pair: Pair, prompts: list[Prompt]) -> None:
+    with pytest.raises(PolicyError, match=r"--hidden: unknown vector 'draft' .*known: draft_hidden, target_hidden"):
+        plan_run(pair, prompts, max_new_tokens=NEW, vectors=["draft"])
+
+
+def test_a_header_of_the_version_before_is_read_as_one_without(tmp_path: Path) -> None:
+    old = {k: v for k, v in json.loads(HEADER.to_json()).items() if k != "vectors"} | {"schema": 2}
+    assert Header.from_json(json.dumps(old), "x") == HEADER
+    with pytest.raises(TraceError, match="unknown fields: vectors"):
+        Header.from_json(json.dumps({k: v for k, v in old.items() if k != "schema"} | {"schema": 3}), "x")
+    header = dataclasses.replace(HEADER, vectors={"target_hidden": 4})
+    write(tmp_path, header)
+    assert Header.from_json(header.to_json(), "x") == header
+    assert open_trace(tmp_path).table().schema.equals(arrow_schema(header))
+
+
+@pytest.mark.parametrize(
+    "vectors", [{"draft": 4}, {"draft_hidden": 0}, {"draft_hidden": -1}, {"draft_hidden": 1.5}, ["draft_hidden"],
+                {"draft_hidden": True}, {"draft_hidden": 1 << 40}],
+)  # fmt: skip
+def test_a_header_with_other_vectors_is_refused(vectors: object) -> None:
+    with pytest.raises(TraceError, match=r"here: the header has .*vector"):
+        Header.from_json(json.dumps({**json.loads(HEADER.to_json()), "vectors": vectors}), "here")
+
+
+class Carrying(StopPolicy):
+    """Drafts one token more for every few rounds that it has seen, from text to text."""
+
+    name, carries, max_depth = "carrying", True, DEPTH
+
+    def start(self, streams: int, key: Tensor) -> State:
+        return torch.zeros(streams, dtype=torch.int64)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.depth <= state // 5 % DEPTH)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return state + outcome.active
+
+
+TIMELESS = ("sequence", "anchor", "tokens", "drawn", "sent", "committed", "decisions", "accepted")
+
+
+@pytest.mark.parametrize("shards", [None, 4])
+def test_a_carrying_policy_resumed_is_one_undisturbed(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, shards: int | None
+) -> None:
+    """With each shard it starts anew; unless told, there is one, so that its state passes through all texts."""
+    from specstop.collect.shards import record
+
+    options = {"depth": DEPTH, "max_new_tokens": NEW, "collector": "live", "shards": shards}
+    whole = run(pair, prompts, tmp_path / "whole", policy=Carrying(), vectors=(), collector="live", shards=shards)
+    assert whole.header.shards == (shards or 1)
+    plan = plan_run(pair, prompts, **options, policy=Carrying())
+    asked = iter([False, *[True] * 9])
+    record(plan, tmp_path / "broken", stop=lambda: next(asked))
+    again = plan_run(pair, prompts, **options, policy=Carrying())
+    resumed = record(again, tmp_path / "broken", resume=True)
+    assert resumed.table(TIMELESS).equals(whole.table(TIMELESS))
+    drawn = [int(row["drawn"].sum()) for row in whole.rows.with_format("numpy")]
+    assert len(set(drawn)) > 3
+
+
+def test_a_policy_that_failed_in_one_shard_is_asked_again_in_the_next(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    class Fails(Confidence):
+        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+            raise RuntimeError("now")
+
+    with pytest.warns(match="failed"):
+        trace = run(pair, prompts, tmp_path, vectors=(), collector="live", policy=Fails(0.4, DEPTH), shards=3)
+    assert all(table["decisions"][0].as_py() > 0 for table in trace.shards() if table.num_rows)
+
+
+def test_the_default_of_other_policies_is_many_shards(pair: Pair, prompts: list[Prompt]) -> None:
+    many = [dataclasses.replace(p, id=f"{p.id}-{i}") for i in range(9) for p in prompts]
+    options = {"depth": DEPTH, "max_new_tokens": NEW, "collector": "live"}
+    assert plan_run(pair, many, **options, policy=FixedLength(2)).header.shards == 3
+    assert plan_run(pair, many, **options, policy=Carrying()).header.shards == 1

@@ -1,0 +1,305 @@
+"""Released heads as policy folders: every published layout, and nothing but tensors out of a stranger's file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from specstop.policies.contract import DraftStep
+from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.folder import load_policy_folder
+from specstop.policies.heads_dynasd import HARD_FEATURES
+from specstop.policies.released import import_weights
+from torch import Tensor, nn
+
+
+class DecisionModel(nn.Module):
+    """The published decision models: linear layers with ReLU between and a sigmoid behind, as `layers`."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        parts: list[nn.Module] = []
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
+            parts += [nn.Linear(inputs, outputs), nn.ReLU() if i < len(sizes) - 2 else nn.Sigmoid()]
+        self.layers = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.linear(x))
+
+
+class AcceptanceHead(nn.Module):
+    """The published acceptance head; `shared` as it was released."""
+
+    def __init__(self, size: int, blocks: int, shared: bool = True) -> None:
+        super().__init__()
+        middle = [Block(size)] * blocks if shared else [Block(size) for _ in range(blocks)]
+        self.model = nn.Sequential(*middle, nn.Linear(size, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def saved(module: nn.Module, path: Path, **options: Any) -> Path:
+    torch.save(module.state_dict(), path, **options)
+    return path
+
+
+def accept(folder: Path, x: Tensor, depth: int = 2) -> Tensor:
+    """Return the policy's `accept` of rows [R, .], scalars or hidden states."""
+    policy = load_policy_folder(folder)
+    vectors = {name: x for name in policy.vectors}
+    return policy.probabilities(x if policy.features else torch.zeros(len(x), 0), depth, vectors)[0]
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("sizes", [(768, 512, 256, 1), (2048, 1024, 512, 1), (11, 44, 1)], ids=str)
+def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...], legacy: bool) -> None:
+    model = DecisionModel(*sizes)
+    path = saved(model, tmp_path / "w.pt", _use_new_zipfile_serialization=not legacy)
+    done = import_weights(path, tmp_path / "p")
+    assert done.layout == done.policy.name == ("dynasd-hard" if sizes[0] == 11 else "dynasd-soft")
+    x = torch.rand(6, sizes[0])
+    with torch.no_grad():
+        torch.testing.assert_close(accept(tmp_path / "p", x), model(x)[:, 0])
+    policy = load_policy_folder(tmp_path / "p")
+    assert policy.features == (HARD_FEATURES if sizes[0] == 11 else ())
+    assert policy.sizes == ({} if sizes[0] == 11 else {"draft_hidden": sizes[0]})
+    assert policy.rule.to_dict() == {"kind": "any", "threshold": 0.4}
+    assert (policy.first, policy.max_depth, policy.facts.provenance["imported from"]) == (1, 5, "w.pt")
+
+
+def test_three_layers_with_11_inputs_are_of_the_soft_kind_only_by_name(tmp_path: Path) -> None:
+    """A layout that is given is taken at its word, and refused where its head is."""
+    path = saved(DecisionModel(768, 4, 1), tmp_path / "w.pt")
+    with pytest.raises(PolicyError, match=r"dynasd-hard head: expected weight.0 for 11 inputs, got 768"):
+        import_weights(path, tmp_path / "p", layout="dynasd-hard")
+    with pytest.raises(PolicyError, match=r"weights: unknown: 'layers.0.bias'"):
+        import_weights(path, tmp_path / "p", layout="specdec")
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("form", ["bin", "safetensors"])
+def test_specdecs_head_answers_as_before(tmp_path: Path, shared: bool, form: str) -> None:
+    """A shared block stands D times in a pickle and once in safetensors."""
+    head = AcceptanceHead(12, 3, shared)
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "config.json").write_text('{"hidden_size": 12, "num_layers": 3}')
+    if form == "bin":
+        saved(head, hub / "pytorch_model.bin")
+    else:
+        safetensors.torch.save_model(head, str(hub / "model.safetensors"))
+    done = import_weights(hub, tmp_path / "p")
+    assert done.layout == "specdec"
+    assert done.policy.head.shares == shared  # type: ignore[attr-defined]
+    x = torch.randn(6, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(accept(tmp_path / "p", x), head(x).softmax(-1)[:, 1])
+    assert bool((accept(tmp_path / "p", x, depth=1) == 1).all()), "nothing drawn is scored at the first step"
+    assert done.policy.rule.to_dict() == {"kind": "survival", "threshold": 0.3}
+    assert done.policy.max_depth == 20
+
+
+def test_a_head_without_blocks_is_one_layer(tmp_path: Path) -> None:
+    head = AcceptanceHead(5, 0)
+    import_weights(saved(head, tmp_path / "w.pt"), tmp_path / "p")
+    x = torch.randn(4, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(accept(tmp_path / "p", x), head(x).softmax(-1)[:, 1])
+
+
+def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
+    path = saved(AcceptanceHead(12, 2), tmp_path / "w.pt")
+    import_weights(path, tmp_path / "a")
+    import_weights(path, tmp_path / "b", rejection_weight=6.0, threshold=0.5, depth=9, name="mine")
+    x = torch.randn(6, 12)
+    published = accept(tmp_path / "a", x)
+    torch.testing.assert_close(accept(tmp_path / "b", x), 6 * published / (1 - published + 6 * published))
+    policy = load_policy_folder(tmp_path / "b")
+    assert (policy.name, policy.max_depth, policy.rule.to_dict()["threshold"]) == ("mine", 9, 0.5)
+    assert policy.facts.provenance["rejection weight taken out"] == 6.0
+    with pytest.raises(InputError, match=r"--rejection-weight: d.pt is of the layout dynasd-hard"):
+        import_weights(saved(DecisionModel(11, 4, 1), tmp_path / "d.pt"), tmp_path / "c", rejection_weight=6.0)
+
+
+def test_half_precision_and_a_gpus_name_come_in_as_float32(tmp_path: Path) -> None:
+    model = DecisionModel(16, 8, 1).half()
+    import_weights(saved(model, tmp_path / "w.pt"), tmp_path / "p")
+    tensors = load_policy_folder(tmp_path / "p").head.tensors()
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    torch.testing.assert_close(tensors["weight.0"], model.layers[0].weight.detach().float())  # type: ignore[union-attr]
+
+
+# What is refused
+
+
+class Evil:
+    """Makes the file `mark` when it is unpickled by a loader that calls what it is told to."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def evil_dict(path: Path, mark: Path) -> None:
+    torch.save({"layers.0.weight": Evil(mark)}, path)
+
+
+def evil_pickle(path: Path, mark: Path) -> None:
+    path.write_bytes(pickle.dumps(Evil(mark), protocol=2))
+
+
+def evil_legacy(path: Path, mark: Path) -> None:
+    torch.save({"layers.0.weight": Evil(mark)}, path, _use_new_zipfile_serialization=False)
+
+
+def whole_module(path: Path, mark: Path) -> None:
+    torch.save(DecisionModel(11, 4, 1), path)
+
+
+@pytest.mark.parametrize("make", [evil_dict, evil_pickle, evil_legacy, whole_module])
+def test_a_pickle_of_more_than_tensors_is_refused_and_nothing_of_it_runs(
+    tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    path, mark = tmp_path / "w.pt", tmp_path / "mark"
+    make(path, mark)
+    if make is not whole_module:
+        with_care = pickle.loads(pickle.dumps(Evil(tmp_path / "proof")))  # the file does what it is made for
+        assert with_care is None and (tmp_path / "proof").is_dir()
+    with pytest.raises(PolicyError, match=r"w.pt holds more than tensors.*nothing of it was run") as caught:
+        import_weights(path, tmp_path / "p")
+    assert "\n" not in str(caught.value)
+    assert not mark.exists() and not (tmp_path / "p").exists()
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    return {**DecisionModel(11, 4, 1).state_dict(), **{k.replace("__", "."): v for k, v in changes.items()}}
+
+
+STATES: dict[str, tuple[Any, str]] = {
+    "batch norm": (state(layers__1__running_mean=torch.zeros(4)), "not known, for 'layers.1.running_mean'; expected dynasd"),
+    "a convolution": ({"layer1.0.weight": torch.zeros(2, 2)}, "not known, for 'layer1.0.weight'"),
+    "both papers": (state(model__0__linear__weight=torch.zeros(2, 2)), "the layout is not known"),
+    "weights of an activation": (state(layers__1__weight=torch.zeros(4)), "weights: unknown: 'layers.1.weight'"),
+    "a layer left out": ({k: v for k, v in state().items() if k != "layers.2.bias"}, "missing: 'layers.2.bias'"),
+    "a wrong width": (state(layers__2__weight=torch.zeros(1, 5)), r"weight.1 of shape \[1, 4\], got \[1, 5\]"),
+    "not finite": (state(layers__0__bias=torch.full((4,), float("nan"))), "values that are not finite"),
+    "a list": ([torch.zeros(2)], "holds a list; expected a state dict"),
+    "a tensor": (torch.zeros(2), "holds a Tensor; expected a state dict"),
+    "numbers as names": ({0: torch.zeros(2)}, "expected a state dict"),
+    "nothing": ({}, "expected a state dict"),
+    "a number": (state(layers__0__bias=3.0), "'layers.0.bias' is no plain tensor"),
+    "whole numbers": (state(layers__0__bias=torch.zeros(4, dtype=torch.int64)), "is torch.int64 of"),
+    "a sparse tensor": (state(layers__0__weight=torch.zeros(4, 11).to_sparse()), "is no plain tensor"),
+    "a giant from one number": (state(layers__0__weight=torch.zeros(1).expand(1 << 20, 1 << 20)), "which no such head has"),
+    "specdec blocks apart": (
+        {f"model.{i}.linear.{p}": torch.zeros(s) for i, n in enumerate((3, 4)) for p, s in (("weight", (n, n)), ("bias", n))}
+        | {"model.2.weight": torch.zeros(2, 3), "model.2.bias": torch.zeros(2)},
+        "blocks of different shapes",
+    ),
+    "a specdec block left out": (
+        {k: v for k, v in AcceptanceHead(3, 3, False).state_dict().items() if "model.1" not in k},
+        "missing: 'model.1.linear.bias'",
+    ),
+    "no last layer": (
+        {k: v for k, v in AcceptanceHead(3, 2).state_dict().items() if "model.2" not in k},
+        "unknown: 'model.0.linear.bias'|missing: 'model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_another_state_dict_is_refused_by_the_names_in_it(tmp_path: Path, case: str) -> None:
+    value, message = STATES[case]
+    torch.save(value, tmp_path / "w.pt")
+    with pytest.raises(PolicyError, match=message) as caught:
+        import_weights(tmp_path / "w.pt", tmp_path / "p")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+@pytest.mark.parametrize("raw", [b"", b"\x80", b"PK\x03\x04 no", b"{" * 100, b"\x00" * 64], ids=repr)
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path, name: str, raw: bytes) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(PolicyError, match=name) as caught:
+        import_weights(tmp_path / name, tmp_path / "p")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [10, 400, 1500])
+def test_a_file_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
+    path = saved(DecisionModel(11, 44, 1), tmp_path / "w.pt")
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(PolicyError, match=r"w\.pt"):
+        import_weights(path, tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "medusa"}, "--layout: expected auto, dynasd-soft, dynasd-hard, specdec, not 'medusa'"),
+        ({"depth": 0}, "--depth: expected 1 to 1024, not 0"),
+        ({"threshold": 1.5}, "between 0 and 1"),
+        ({"rejection_weight": 0.0}, "--rejection-weight: expected a number above 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
+    with pytest.raises((InputError, PolicyError), match=message):
+        import_weights(path, tmp_path / "p", **options)
+    assert not (tmp_path / "p").exists()
+
+
+def test_missing_files_and_full_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        import_weights(tmp_path / "w.pt", tmp_path / "p")
+    (tmp_path / "hub").mkdir()
+    with pytest.raises(InputError, match=r"expected model.safetensors or pytorch_model.bin in the folder"):
+        import_weights(tmp_path / "hub", tmp_path / "p")
+    path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "mine").write_text("keep")
+    with pytest.raises(InputError, match=r"not empty.*--overwrite"):
+        import_weights(path, tmp_path / "p")
+    import_weights(path, tmp_path / "p", overwrite=True)
+    assert not (tmp_path / "p" / "mine").exists()
+
+
+def test_an_imported_policy_decides_by_forks(tmp_path: Path) -> None:
+    """The published rule on a fork of three: any score above the threshold keeps all of it."""
+    model = DecisionModel(11, 44, 1)
+    import_weights(saved(model, tmp_path / "w.pt"), tmp_path / "p", threshold=0.5)
+    policy = load_policy_folder(tmp_path / "p")
+    x = torch.rand(50, 3, 11) * torch.tensor([6.0] + [1.0] * 10)
+    with torch.no_grad():
+        expected = (model(x)[..., 0] > 0.5).any(1, keepdim=True).expand(-1, 3)
+    alive = torch.ones(50, 3, dtype=torch.bool)
+    kept, _ = policy.keep(DraftStep(1, alive, torch.zeros(50, 3, dtype=torch.int64), x), None)
+    assert torch.equal(kept, expected)
+    assert 0 < int(kept[:, 0].sum()) < 50

@@ -1,0 +1,95 @@
+"""The pages of `docs/` and the README: every command and every Python block in them runs as it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import make_prompts
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "cli"))
+from commands import cli  # noqa: E402
+
+RUN = ("guide.md", "deploy.md")
+"""Pages whose blocks are run one after the other, in one folder; `plugins.md` is followed by the tests of plugins."""
+
+BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def place(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder as the guide wants it: `target`, `draft`, `train.jsonl` and `test.jsonl`."""
+    for name in ("target", "draft"):
+        shutil.copytree(pair_folder / name, tmp_path / name)
+    for side, count, seed in (("train", 24, 21), ("test", 8, 22)):
+        lines = [json.dumps({"id": p.id, "prompt": p.text, "group": p.id[-1]}) for p in make_prompts(count, side, seed)]
+        (tmp_path / f"{side}.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+def commands(block: str) -> list[list[str]]:
+    """Return the commands of a console block as words; a backslash goes on in the next line."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("page", RUN)
+@pytest.mark.usefixtures("place")
+def test_every_block_of_the_page_runs(page: str) -> None:
+    blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
+    assert any(kind == "console" for kind, _ in blocks)
+    names: dict[str, object] = {}
+    for kind, text in blocks:
+        if kind == "python":
+            exec(compile(text, page, "exec"), names)
+            continue
+        for words in commands(text):
+            if words[0] == "specstop":
+                answer = cli(*words[1:])
+                assert answer.code == 0, (words, answer.err)
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda p: p.name)
+def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> None:
+    text = page.read_text()
+    found: list[tuple[str, str]] = re.findall(r"`specstop ([a-z]+)([^`]*)`", text)
+    consoles = [block for kind, block in BLOCK.findall(text) if kind == "console"]
+    named = [words for block in consoles for words in commands(block) if words[0] == "specstop"]
+    found += [(words[1], " ".join(words[2:])) for words in named]
+    helps: dict[str, str] = {}
+    for name, rest in found:
+        if name not in helps:
+            answer = cli(name, "--help")
+            assert answer.code == 0, f"{page}: specstop {name}"
+            helps[name] = answer.out
+        for option in re.findall(r"--[a-z][a-z-]+", rest):
+            assert option in helps[name], f"{page}: specstop {name} {option}"
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda p: p.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_reference_is_made_from_docstrings(tmp_path: Path) -> None:
+    pdoc = pytest.importorskip("pdoc")
+    rooms = ("specstop.policies", "specstop.decode", "specstop.collect", "specstop.train")
+    pdoc.pdoc(*rooms, output_directory=tmp_path)
+    for room in rooms:
+        page = (tmp_path / f"{room.replace('.', os.sep)}.html").read_text()
+        for name in sys.modules[room].__all__:
+            assert name in page

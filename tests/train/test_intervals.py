@@ -1,0 +1,65 @@
+"""Intervals over prompts: levels, pairing, and what they keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+from specstop.train.intervals import Resamples, expanded_tail
+
+NORMAL_TAIL = 0.025
+
+
+def test_totals_are_sums_over_resampled_prompts() -> None:
+    made = Resamples(["b", "a", "b", "c"], seed=3, replicates=50)
+    assert made.prompts == 3
+    totals = made.total([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0], [8.0, 80.0]])
+    assert totals.shape == (51, 2)
+    assert totals[0].tolist() == [15.0, 150.0]
+    assert np.allclose(totals[:, 1], 10 * totals[:, 0]), "columns share their resamples"
+    # a = 2, b = 5, c = 8: three draws of these, with the two sequences of b together
+    possible = {2 * i + 5 * j + 8 * (3 - i - j) for i in range(4) for j in range(4 - i)}
+    assert set(totals[1:, 0]) <= {float(x) for x in possible}
+    assert np.array_equal(Resamples(["b", "a", "b", "c"], 3, 50).total([1, 2, 4, 8]), totals[:, 0])
+    assert not np.array_equal(Resamples(["b", "a", "b", "c"], 4, 50).total([1, 2, 4, 8]), totals[:, 0])
+
+
+def test_the_tail_is_that_of_students_t_and_nears_the_nominal_one() -> None:
+    for prompts in (2, 5, 20, 80):
+        z = stats.norm.ppf(expanded_tail(prompts))
+        assert -z == pytest.approx(stats.t.ppf(0.975, prompts - 1) * (prompts / (prompts - 1)) ** 0.5)
+    tails = [expanded_tail(prompts) for prompts in (5, 20, 80, 100_000)]
+    assert tails == sorted(tails)
+    assert tails[-1] == pytest.approx(NORMAL_TAIL, abs=1e-5)
+
+
+def test_an_interval_of_few_prompts_is_that_of_students_t() -> None:
+    """A mean of normal values, where Student's interval is exact: half-widths agree within what 20,000 resamples scatter."""
+    values = np.random.default_rng(0).normal(10.0, 1.0, 12)
+    made = Resamples(range(12), replicates=20_000)
+    found = made.interval(made.total(values) / made.total(np.ones(12)))
+    half = stats.t.ppf(0.975, 11) * values.std(ddof=1) / 12**0.5
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.05)
+
+
+def test_what_holds_in_every_resample_holds_for_the_interval() -> None:
+    chance = np.random.default_rng(1)
+    seconds = chance.uniform(1.0, 2.0, (15, 4))
+    made = Resamples(range(15))
+    rates = 1.0 / made.total(seconds)
+    for at in range(4):
+        assert made.interval(rates[:, at] / rates.max(1)).high <= 1.0
+    same = made.interval(rates[:, 0] / rates[:, 0])
+    assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
+
+
+def test_resamples_without_a_value_are_left_out_and_one_prompt_has_no_spread() -> None:
+    made = Resamples(["a", "b", "c"], replicates=500)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = made.total([1.0, 3.0, 0.0]) / made.total([1.0, 1.0, 0.0])
+    assert not np.isfinite(ratio).all()
+    found = made.interval(ratio)
+    assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
+    alone = Resamples(["a", "a"], replicates=10)
+    assert alone.interval(alone.total([1.0, 2.0])).low == 3.0

@@ -1,0 +1,270 @@
+"""Networks on hidden states: they find a rule that is known, are exported as they were trained, and weigh as published."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import lightning
+import pytest
+import torch
+from made import NAMES, made_rows, made_trace, true_logits
+from specstop.policies.errors import TraceError
+from specstop.policies.heads_dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
+from specstop.policies.heads_specdec import biased
+from specstop.train.calibrate import log_loss
+from specstop.train.dynasd import Perceptron, balanced, fit_hard, fit_soft
+from specstop.train.fitting import FitOptions, FitTask
+from specstop.train.linear import fit_linear
+from specstop.train.networks import Recipe, RowsDataModule, RowsModule, train_network
+from specstop.train.resnet import ResNet, fit_resnet
+from specstop.train.rows import FitRows, Visits, fit_rows
+from specstop.train.specdec import AcceptanceNetwork, fit_published, fit_specdec
+from torch import Tensor
+
+DRAFT, TARGET = 8, 6
+LOSS = 0.02  # nats above the truth; a head that learned nothing is 0.1 and more behind
+MEAN = 0.025  # 4 standard errors of the mean over 6,000 rows are 0.02
+
+
+def hidden_rows(count: int, seed: int) -> tuple[FitRows, Tensor, Tensor]:
+    """Return rows, the chance that x_j is accepted given the draft's state, and the chance given everything.
+
+    The draft's state moves the log-odds of `accept`, the target's those of `next`, and the scalars both.
+    """
+    base = made_rows(count, seed)
+    generator = torch.Generator().manual_seed(seed + 100)
+    draft, target = (torch.randn(count, size, generator=generator) for size in (DRAFT, TARGET))
+    first = base.depth == 0
+    draft = torch.where(first[:, None], 0.0, draft)
+    soft = torch.sigmoid(1.5 * draft[:, 0] - draft[:, 1] + 0.8)
+    logits = true_logits(base.features, first)
+    full = torch.stack([logits[:, 0] + 1.5 * draft[:, 0] - draft[:, 1], logits[:, 1] + 1.5 * target[:, 0]], 1)
+    drawn = torch.rand(count, 2, generator=generator) < torch.sigmoid(full)
+    accepted = drawn[:, 0] | first
+    vectors = {"draft_hidden": draft.half(), "target_hidden": target.half()}
+    rows = FitRows(
+        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), vectors, soft
+    )
+    return rows, soft, torch.sigmoid(full)
+
+
+def published_rows(count: int, seed: int) -> tuple[FitRows, Tensor]:
+    """Return rows without scalars whose label is min(1, p/q), and that chance."""
+    rows, soft, _ = hidden_rows(count, seed)
+    chance = torch.Generator().manual_seed(seed)
+    accepted = (torch.rand(count, generator=chance) < soft) | ~rows.drawn
+    return dataclasses.replace(rows, features=torch.zeros(count, 0), accepted=accepted), soft
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[FitRows, FitRows, Tensor]:
+    fit, (held, _, truth) = hidden_rows(14_000, 1)[0], hidden_rows(6_000, 2)
+    return fit, held, truth
+
+
+def test_the_residual_head_learns_from_scalars_and_both_states(parts: tuple[FitRows, FitRows, Tensor]) -> None:
+    fit, held, truth = parts
+    head, files = fit_resnet(FitTask(fit, held, NAMES, options=FitOptions(epochs=8)))
+    assert (files, dict(head.sizes)) == ({}, {"draft_hidden": DRAFT, "target_hidden": TARGET})
+    first = (held.depth == 0)[:, None]
+    logits = torch.where(
+        first, head.logits(held.features, 0, held.vectors), head.logits(held.features, 1, held.vectors)
+    )
+    blind = fit_linear(fit, NAMES)
+    scalars = torch.where(first, blind.logits(held.features, 0), blind.logits(held.features, 1))
+    for column, label, use in ((0, held.accepted, held.drawn), (1, held.followed, held.followed_known)):
+        loss, best, without = (
+            log_loss(p[use], label[use])
+            for p in (torch.sigmoid(logits[:, column]), truth[:, column], torch.sigmoid(scalars[:, column]))
+        )
+        assert loss < best + LOSS < without - LOSS, "hidden states tell what scalars do not"
+
+
+@pytest.mark.parametrize("names", [NAMES, ()])
+@pytest.mark.parametrize("states", [(), ("draft_hidden",), ("draft_hidden", "target_hidden")])
+def test_the_residual_head_scores_as_its_network_does(names: tuple[str, ...], states: tuple[str, ...]) -> None:
+    if not names and not states:
+        return
+    rows = hidden_rows(400, 3)[0]
+    rows = dataclasses.replace(rows, vectors={name: rows.vectors[name] for name in states})
+    if not names:
+        rows = dataclasses.replace(rows, features=torch.zeros(len(rows), 0))
+    options = FitOptions(epochs=1, params={"width": 12, "blocks": 2, "dropout": 0.5})
+    head, _ = fit_resnet(FitTask(rows, rows, names, options=options))
+    t = head.tensors()
+    network = ResNet([len(names) + 1, *(len(t[f"mean.{name}"]) for name in states)], 12, 2).eval()
+    weights = {"enter.0.weight": t["enter.weight"], "enter.0.bias": t["enter.bias"]}
+    weights |= {f"enter.{at}.weight": t[f"enter.{name}"] for at, name in enumerate(states, 1)}
+    for at in range(2):
+        weights |= {f"blocks.{at}.weight": t["block.weight"][at], f"blocks.{at}.bias": t["block.bias"][at]}
+    network.load_state_dict({**weights, "leave.weight": t["leave.weight"], "leave.bias": t["leave.bias"]})
+    for depth in (0, 1):
+        mine = rows.depth == 0 if depth == 0 else rows.drawn
+        flag = torch.full((int(mine.sum()), 1), float(depth == 0))
+        columns = torch.cat([head.basis(rows.features[mine], depth), flag], 1)
+        inputs = [
+            (rows.vectors[name][mine].float() - t[f"mean.{name}"]) / t[f"scale.{name}"]
+            * (depth > 0 or name == "target_hidden")
+            for name in states
+        ]  # fmt: skip
+        with torch.no_grad():
+            expected = network(columns, *inputs)
+        found = head.logits(rows.features[mine], depth, {k: v[mine] for k, v in rows.vectors.items()})
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_dynasds_soft_model_learns_the_ratio() -> None:
+    fit, (held, soft) = published_rows(8_000, 4)[0], published_rows(6_000, 5)
+    head, _ = fit_soft(FitTask(fit, held, (), options=FitOptions(epochs=3)))
+    sizes = [tuple(head.tensors()[f"weight.{i}"].shape) for i in range(3)]
+    assert sizes == [(SOFT_LAYERS[0], DRAFT), (SOFT_LAYERS[1], SOFT_LAYERS[0]), (1, SOFT_LAYERS[1])]
+    chance = torch.sigmoid(head.logits(held.features, 1, held.vectors)[..., 0])[held.drawn]
+    error = (chance - soft[held.drawn]).abs()
+    assert float(error.mean()) < 0.04
+    assert abs(float(chance.mean() - soft[held.drawn].mean())) < MEAN
+    first = held.followed[(held.depth == 0) & held.followed_known].float().mean()
+    assert float(torch.sigmoid(head.logits(held.features, 0, held.vectors))[0, 1]) == pytest.approx(
+        float(first), abs=0.05
+    )
+
+
+def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.rand(9_000, 11, generator=generator)
+    chance = torch.sigmoid(4 * features[:, 1] - 2 * features[:, 0] + 1.0)  # 0.87 on average
+    accepted = torch.rand(9_000, generator=generator) < chance
+    depth = torch.ones(9_000, dtype=torch.int64)
+    rows = FitRows(features, depth, accepted, accepted, torch.zeros_like(accepted))
+    use = balanced(rows, 3)
+    assert len(use) == 2 * int((~accepted).sum()) and len(set(use.tolist())) == len(use)
+    assert float(accepted[use].float().mean()) == 0.5
+    assert not torch.equal(use, balanced(rows, 4))
+    head, _ = fit_hard(FitTask(rows, rows, HARD_FEATURES, options=FitOptions(epochs=6, learning_rate=5e-3)))
+    assert head.tensors()["weight.0"].shape == (HARD_LAYERS[0], 11)
+    found = torch.sigmoid(head.logits(features, 1)[:, 0])
+    odds = float(accepted.float().mean() / (1 - accepted.float().mean()))
+    expected = chance / (chance + odds * (1 - chance))  # the sample has rejected rows `odds` times as often
+    assert float((found - expected).abs().mean()) < 0.05
+    assert float((found - chance).abs().mean()) > 0.2, "the outputs are not chances of these rows"
+
+
+def test_rows_of_one_kind_are_all_kept() -> None:
+    rows = made_rows(50)
+    flat = dataclasses.replace(rows, accepted=torch.ones_like(rows.accepted))
+    assert len(balanced(flat, 0)) == int(flat.drawn.sum())
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_the_rejection_weights_bias_is_in_the_published_head_and_not_in_ours(published: bool) -> None:
+    """METHODS: with weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
+    fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
+    options = FitOptions(epochs=10, learning_rate=1e-2)
+    head, _ = (fit_published if published else fit_specdec)(FitTask(fit, held, (), options=options))
+    assert (head.lag, head.shares) == (1, published)
+    use = held.drawn
+    found = torch.sigmoid(head.logits(held.features, 2, held.vectors)[use, 0])
+    truth, off = float(soft[use].mean()), float(biased(soft[use], 6.0).mean())
+    assert truth - off > 0.25
+    assert float(found.mean()) == pytest.approx(off if published else truth, abs=MEAN)
+    expected = biased(soft[use], 6.0) if published else soft[use]
+    assert float((found - expected).abs().mean()) < 0.05
+    three = [soft[use][i::3][:1500] for i in range(3)]
+    mine = [found[i::3][:1500] for i in range(3)]
+    survival, guess = (float(torch.stack(x).prod(0).mean()) for x in (three, mine))
+    assert (abs(guess - survival) < 2 * MEAN) is (not published), "the bias multiplies along the path"
+
+
+def test_weights_count_rejections_as_the_published_loss_does() -> None:
+    """[w (1 - P)(-ln(1 - p)) + P (-ln p)] over the sum of the weights, by hand."""
+    module = RowsModule(torch.nn.Identity(), rejection_weight=6.0)
+    logits, labels = torch.tensor([[0.3], [-1.0], [2.0]]), torch.tensor([[0.9], [0.2], [0.5]])
+    known = torch.tensor([[1.0], [1.0], [0.0]])
+    p = torch.sigmoid(logits)
+    terms = 6 * (1 - labels) * -(1 - p).log() + labels * -p.log()
+    expected = terms[:2].sum() / (6 * (1 - labels) + labels)[:2].sum()
+    torch.testing.assert_close(module.training_step([logits, labels, known], 0), expected)
+    plain = RowsModule(torch.nn.Identity()).training_step([logits, (labels > 0.3).float(), known], 0)
+    mean = torch.nn.functional.binary_cross_entropy_with_logits(logits[:2], (labels[:2] > 0.3).float())
+    torch.testing.assert_close(plain, mean)
+
+
+def test_the_published_network_has_one_block() -> None:
+    ours, theirs = AcceptanceNetwork(8, 3), AcceptanceNetwork(8, 3, shared=True)
+    counts = [sum(p.numel() for p in network.parameters()) for network in (ours, theirs)]
+    assert counts == [3 * 72 + 18, 72 + 18]  # 72 parameters where 216 were meant
+    block = theirs.blocks[0]
+    x = torch.randn(4, 8)
+    y = x
+    for _ in range(3):
+        y = y + torch.nn.functional.silu(block(y))
+    logits = theirs.leave(y)
+    torch.testing.assert_close(theirs(x), logits[:, 1:] - logits[:, :1])
+
+
+@pytest.mark.parametrize("fit", [fit_resnet, fit_soft, fit_specdec])
+def test_the_same_seed_gives_the_same_weights_and_leaves_random_states_alone(fit: object) -> None:
+    rows = published_rows(300, 8)[0]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    made = [fit(FitTask(rows, rows, (), seed, options=FitOptions(epochs=2)))[0].tensors() for seed in (0, 0, 1)]  # type: ignore[operator]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
+    assert any(not torch.equal(value, made[2][name]) for name, value in made[0].items())
+
+
+@pytest.mark.parametrize("fit", [fit_soft, fit_specdec])
+def test_rows_without_the_drafts_state_are_refused(fit: object) -> None:
+    rows = dataclasses.replace(published_rows(50, 9)[0], vectors={})
+    with pytest.raises(
+        TraceError, match="reads draft_hidden, which the trace does not hold; collect it with --hidden draft"
+    ):
+        fit(FitTask(rows, rows, ()))  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_module_and_data_serve_a_trainer_of_your_own() -> None:
+    rows = published_rows(300, 10)[0]
+    inputs = (rows.vectors["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
+    module = RowsModule(Perceptron((DRAFT, 4, 1)), constant=True)
+    trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
+    trainer.fit(module, datamodule=RowsDataModule(inputs, inputs, 64))
+    assert float(trainer.callback_metrics["held_out_loss"]) > 0
+
+
+def test_options_come_before_the_recipe() -> None:
+    calls: list[tuple[str, int, int]] = []
+    rows = published_rows(200, 11)[0]
+    inputs = (rows.vectors["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
+    task = FitTask(rows, rows, (), progress=lambda *call: calls.append(call), options=FitOptions(epochs=2))
+    train_network(Perceptron((DRAFT, 4, 1)), inputs, inputs, task, Recipe(epochs=9), "net")
+    assert calls == [("train net", 1, 2), ("train net", 2, 2)]
+
+
+# Rows
+
+
+def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
+    arrays = made_trace([[1, 0, 2, 3, 1, 0, 0, 0]], 3, ((), ("top1",)))
+    generator = torch.Generator().manual_seed(0)
+    q, p = (torch.rand(8, 3, generator=generator) for _ in range(2))
+    q[0, 0] = 0.0
+    visited = Visits(torch.arange(4), torch.zeros(4, 4))
+    assert fit_rows(arrays, ("top1",), visited).soft is None
+    arrays = dataclasses.replace(arrays, extra={"draft_prob": q, "target_prob": p})
+    rows = fit_rows(arrays, ("top1",), visited)
+    expected = [
+        0.0 if depth == 0 or q[row, depth - 1] == 0 else min(1.0, float(p[row, depth - 1] / q[row, depth - 1]))
+        for row in range(4)
+        for depth in range(4)
+        if int(arrays.accepted[row]) >= depth - 1
+    ]
+    assert rows.soft is not None and rows.soft.tolist() == pytest.approx(expected)
+    assert 1.0 in expected and any(0 < x < 1 for x in expected)
+
+
+def test_a_lagging_head_has_no_row_for_the_last_token() -> None:
+    """The state behind x_K is not recorded, for x_K is never fed."""
+    arrays = made_trace([[3, 3, 3, 0, 0, 0]], 3, ((), ("top1",)))
+    visited = Visits(torch.arange(2), torch.zeros(2, 4))
+    assert fit_rows(arrays, ("top1",), visited).depth.tolist() == [0, 1, 2, 3] * 2
+    assert fit_rows(arrays, ("top1",), visited, lag=1).depth.tolist() == [0, 1, 2] * 2

@@ -1,0 +1,288 @@
+"""What a live trace shows of another policy, and estimates of it: exact over every toss of the coin."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOS, NEW
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.pair import Pair
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import Profile
+from specstop.policies.errors import TraceError
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.estimators import ESTIMATORS, InverseProbabilityWeighting
+from specstop.train.feedback import logged_feedback
+from specstop.train.logged import COLUMNS, recorded_rounds, shown_rounds
+from specstop.train.offpolicy import Offline, _named, estimate_offline
+from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
+from torch import Tensor
+from zoo import DEPTH, ZOO
+
+EXACT = 1e-9
+LOGGING = Confidence(0.6, DEPTH)
+
+
+@pytest.fixture(scope="module")
+def live(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Collect live traces, each combination of options once."""
+    done: dict[str, Trace] = {}
+
+    def run(policy: StopPolicy | None = None, **more: Any) -> Trace:
+        key = f"{policy.name if policy else ''} {more}"
+        if key not in done:
+            options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live", **more}
+            done[key] = collect(pair, prompts, tmp_path_factory.mktemp("live"), policy=policy, **options)
+        return done[key]
+
+    return run
+
+
+def read(trace: Trace) -> TraceArrays:
+    return trace_arrays(trace, extra=COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "name", ["confidence:0.4", "trimming", "from-anchor", "reads-history", "randomised", "fixed:4"]
+)
+def test_the_logging_policy_asked_again_stops_where_it_did(live: Any, profile: Profile, name: str) -> None:
+    policy = ZOO[name]
+    arrays = read(live(policy, explore=0.3))
+    shown = shown_rounds(arrays, policy, profile, recorded=True)
+    alone = ~arrays.extra["explored"].numpy()
+    assert 20 < alone.sum() < len(alone)
+    assert shown.seen.all()
+    assert (shown.drafted == arrays.drawn.sum(1).numpy())[alone].all()
+    assert (shown.verified == arrays.extra["sent"].sum(1).numpy())[alone].all()
+    assert (shown.drafted <= arrays.drawn.sum(1).numpy()).all()
+    tokens, seconds = recorded_rounds(arrays, profile)
+    assert shown.tokens[alone] == pytest.approx(tokens[alone], rel=EXACT)
+    assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
+
+
+def test_tokens_of_a_round_are_those_committed(live: Any, profile: Profile) -> None:
+    trace = live(ZOO["fixed:4"])
+    arrays = read(trace)
+    shown = shown_rounds(arrays, ZOO["fixed:4"], profile, recorded=True)
+    committed = np.asarray(trace.rows.with_format("numpy")["committed"][:])
+    order = np.lexsort([np.asarray(trace.rows.with_format("numpy")[c][:]) for c in ("anchor", "sequence")])
+    assert shown.tokens.tolist() == committed[order].tolist()
+
+
+def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile: Profile) -> None:
+    trace = live(verification="rejection")
+    arrays, cut = read(trace), trace_arrays(trace, extra=ROUND_COLUMNS).cut.numpy()
+    for policy in (FixedLength(2), Confidence(0.5, DEPTH)):
+        shown, values = shown_rounds(arrays, policy, profile), evaluate_rounds(arrays, policy, profile)
+        assert shown.seen.all()
+        assert np.sort(shown.tokens[~cut]) == pytest.approx(np.sort(values.committed.numpy()), rel=EXACT)
+        assert np.sort(shown.seconds[~cut]) == pytest.approx(np.sort(values.seconds.numpy()), rel=EXACT)
+
+
+def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
+    """Return arrays of one text whose rounds drafted 3 tokens."""
+    from made import made_trace
+
+    arrays = made_trace([[0] * len(accepted)], 3)
+    path = torch.tensor(accepted)
+    drawn = torch.ones_like(path)
+    extra = {
+        "sent": drawn,
+        "explored": torch.ones(len(path), dtype=torch.bool),
+        "backlog": torch.ones(len(path), dtype=torch.int64),
+        "decisions": torch.zeros(len(path), dtype=torch.int64),
+        "draft_prob": torch.full(path.shape, 0.5),
+        "target_prob": torch.tensor([[0.4, 0.9, 0.2]] * len(path)),
+    }
+    header = dataclasses.replace(arrays.header, collector="live", explore=1.0, verification=verification, eos=(9,))
+    ids = torch.tensor(tokens)
+    return dataclasses.replace(
+        arrays, header=header, path=path, drawn=drawn, accepted=path.long().cumprod(1).sum(1), ends=ids == 9,
+        tokens=ids, extra=extra, cut=torch.zeros(len(path), dtype=torch.bool),
+    )  # fmt: skip
+
+
+def test_an_accepted_end_of_text_has_no_token_behind_it(profile: Profile) -> None:
+    arrays = made([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
+    assert shown_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
+    assert shown_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]
+    assert shown_rounds(arrays, FixedLength(3), profile).drafted.tolist() == [2, 2]
+    assert shown_rounds(arrays, FixedLength(0), profile).tokens.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("verification", "survival"),
+    [("rejection", (0.8, 0.8 * 1.0, 0.8 * 0.4)), ("block", (0.8, min(0.8 * 1.8, 1.0), 0.4))],
+)
+def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
+    arrays = made([[True, True, False]], [[1, 2, 3]], verification)
+    for k in range(4):
+        found = shown_rounds(arrays, FixedLength(k), profile)
+        assert found.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
+
+
+def censored(full: TraceArrays, own: Tensor, explored: Tensor, share: float) -> TraceArrays:
+    """Return a trace of full depth as it would have been recorded under a policy that stops at `own`."""
+    depth = torch.arange(full.depth)
+    shown = depth < torch.where(explored, full.drawn.sum(1), own)[:, None]
+    columns = {n: v * shown if v.dim() == 2 else v for n, v in full.columns.items()}
+    extra = {**full.extra, "sent": shown, "explored": explored}
+    extra |= {name: full.extra[name] * shown for name in ("draft_prob", "target_prob")}
+    path = full.path & shown
+    header = dataclasses.replace(full.header, explore=share, policy=LOGGING.name)
+    return dataclasses.replace(
+        full, header=header, drawn=shown, path=path, accepted=path.long().sum(1), columns=columns, extra=extra,
+        ends=full.ends & shown,
+    )  # fmt: skip
+
+
+def few_rounds(full: TraceArrays, texts: int, rounds: int) -> TraceArrays:
+    """Return the first rounds of the first texts."""
+    part = full.subset(range(texts))
+    keep = torch.cat([torch.arange(int(o), int(o) + rounds) for o in part.offset])
+    counts = torch.full((texts,), rounds)
+    return dataclasses.replace(
+        part, rows=counts, offset=counts.cumsum(0) - counts, accepted=part.accepted[keep], tokens=part.tokens[keep],
+        ends=part.ends[keep], cut=part.cut[keep], columns={n: v[keep] for n, v in part.columns.items()},
+        path=part.path[keep], drawn=part.drawn[keep], extra={n: v[keep] for n, v in part.extra.items()},
+        anchors=part.anchors[keep],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("knows_logging", [True, False])
+@pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
+def test_expected_over_all_tosses_of_the_coin_the_estimate_is_the_truth(
+    live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
+) -> None:
+    """Inverse propensity and doubly robust are unbiased: no tolerance but that of sums."""
+    full, share = few_rounds(read(live(verification="rejection")), 2, 3), 0.3
+    truth = shown_rounds(full, policy, profile)
+    base = shown_rounds(full, LOGGING, profile, recorded=True)
+    own = torch.from_numpy(base.drafted)
+    assert not base.reaches(truth).all(), "some rounds must need exploration"
+    assert base.reaches(truth).any()
+    total = {e.estimator_name: np.zeros(2) for e in ESTIMATORS}
+    for tosses in itertools.product((False, True), repeat=len(own)):
+        explored = torch.tensor(tosses)
+        arrays = censored(full, own, explored, share)
+        shown = shown_rounds(arrays, policy, profile)
+        again = shown_rounds(arrays, LOGGING, profile, recorded=True) if knows_logging else None
+        feedback = logged_feedback(arrays, shown, again, profile)
+        chance = share ** sum(tosses) * (1 - share) ** (len(tosses) - sum(tosses))
+        for estimator in ESTIMATORS:
+            for at, name in enumerate(("tokens", "seconds")):
+                above, below = estimator.terms(
+                    feedback.rewards[name], feedback.action, feedback.pscore, feedback.action_dist, None,
+                    feedback.models[name],
+                )  # fmt: skip
+                total[estimator.estimator_name][at] += chance * above.sum() / max(below.sum(), 1e-300)
+    exact = [truth.tokens.mean(), truth.seconds.mean()]
+    for name in ("ipw", "dr"):
+        assert total[name] == pytest.approx(exact, rel=EXACT), name
+    assert total["snipw"] != pytest.approx(exact, rel=1e-4), "the self-normalised one is not unbiased in few rounds"
+
+
+def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> None:
+    trace = live()
+    found = estimate_offline(trace, Confidence(0.4, DEPTH), profile)
+    shown = shown_rounds(read(trace), Confidence(0.4, DEPTH), profile)
+    assert (found.shown, found.by_exploration) == (1.0, 0)
+    assert found.effective_rounds == pytest.approx(found.rounds)
+    for name in ("ipw", "snipw", "dr"):
+        assert found.line(name).tokens.value == pytest.approx(shown.tokens.mean(), rel=EXACT)
+        assert found.line(name).rate.value == pytest.approx(shown.tokens.sum() / shown.seconds.sum(), rel=EXACT)
+
+
+def test_the_logging_policy_itself_is_its_own_rounds(live: Any, profile: Profile) -> None:
+    trace = live(LOGGING, explore=0.25)
+    found = estimate_offline(trace, LOGGING, profile)
+    for line in found.lines:
+        if line.name != "dm":
+            assert line.to_logging.value == pytest.approx(1.0, rel=EXACT)
+            assert (line.to_logging.low, line.to_logging.high) == pytest.approx((1.0, 1.0), rel=EXACT)
+            assert line.net.value == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def explored(live: Any, profile: Profile) -> Offline:
+    return estimate_offline(live(LOGGING, explore=0.25, verification="rejection"), FixedLength(4), profile)
+
+
+def test_the_answer_says_what_it_rests_on(explored: Offline, live: Any, profile: Profile) -> None:
+    assert (explored.policy, explored.logging, explored.explore) == ("fixed:4", "confidence:0.6", 0.25)
+    assert 0 < explored.by_exploration < explored.rounds
+    assert explored.effective_rounds < explored.rounds
+    assert any("other anchors" in text for text in explored.caveats)
+    assert any("direct method" in text for text in explored.caveats)
+    for line in explored.lines:
+        for ratio in (line.tokens, line.seconds, line.rate, line.net, line.to_logging):
+            assert ratio.low <= ratio.value <= ratio.high
+        assert line.rate.value == pytest.approx(line.tokens.value / line.seconds.value)
+        assert line.net.value == pytest.approx(line.tokens.value - explored.rho * line.seconds.value)
+    assert [line.name for line in explored.lines] == ["ipw", "snipw", "dm", "dr"]
+
+
+def test_an_unknown_logging_policy_leaves_the_explored_rounds(live: Any, profile: Profile) -> None:
+    trace = live(ZOO["from-anchor"], explore=0.25)
+    blind = estimate_offline(trace, FixedLength(4), profile)
+    told = estimate_offline(trace, FixedLength(4), profile, logging=ZOO["from-anchor"])
+    assert any("explored rounds alone" in text for text in blind.caveats)
+    assert not any("explored rounds alone" in text for text in told.caveats)
+    assert blind.shown < told.shown
+    explored_only = read(trace).extra["explored"].numpy()
+    assert blind.by_exploration == explored_only.sum()
+    shown = shown_rounds(read(trace), FixedLength(4), profile)
+    assert blind.line("snipw").tokens.value == pytest.approx(shown.tokens[explored_only].mean())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fixed:4", "confidence:0.6", "", "confidence", "fixed:x", "fixed:-1", "mine", "hub:a/b", "./folder", "bandit"],
+)
+def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specstop.policies.specs.plugins", lambda: pytest.fail("a plugin was looked for"))
+    found = _named(name)
+    assert (found.name if found else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
+
+
+def test_the_wrong_logging_policy_is_refused(live: Any, profile: Profile) -> None:
+    with pytest.raises(TraceError, match=r"--logging-policy: fixed:1 stops elsewhere than"):
+        estimate_offline(live(LOGGING, explore=0.25), FixedLength(4), profile, logging=FixedLength(1))
+
+
+def test_what_cannot_be_estimated_is_refused(
+    live: Any, traces: dict[float, Trace], pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
+) -> None:
+    with pytest.raises(TraceError, match=r"only if they explored, and none of those did \(--explore 0\)"):
+        estimate_offline(live(LOGGING), FixedLength(4), profile)
+    with pytest.raises(TraceError, match="of live traces"):
+        estimate_offline(traces[0.7], FixedLength(2), profile)
+    with pytest.raises(TraceError, match="selects among drawn tokens"):
+        estimate_offline(live(LOGGING, explore=0.25), ZOO["selecting"], profile)
+    tree = collect(pair, prompts[:2], tmp_path / "t", tree="2,1", max_new_tokens=6, collector="live", explore=0.5)
+    with pytest.raises(TraceError, match="estimates are of chains"):
+        estimate_offline(tree, FixedLength(1), profile)
+
+
+def test_ipw_alone_is_what_the_answer_shows(live: Any, profile: Profile) -> None:
+    trace = live(LOGGING, explore=0.25)
+    arrays, policy = read(trace), FixedLength(4)
+    shown = shown_rounds(arrays, policy, profile)
+    base = shown_rounds(arrays, LOGGING, profile, recorded=True)
+    feedback = logged_feedback(arrays, shown, base, profile)
+    prompt = np.repeat(arrays.prompt_ids, arrays.rows.numpy())
+    found = InverseProbabilityWeighting().estimate_interval(
+        feedback.rewards["tokens"], feedback.action, feedback.pscore, feedback.action_dist, clusters=prompt
+    )
+    line = estimate_offline(trace, policy, profile).line("ipw").tokens
+    assert list(found.values()) == pytest.approx([line.value, line.low, line.high])
+    assert EOS in arrays.header.eos

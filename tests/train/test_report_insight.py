@@ -1,0 +1,359 @@
+"""What a report's sections say: losses that add up, rounds priced again, times taken apart, predictions held to account."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW
+from made import made_trace
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.pair import Pair
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.learned import LearnedPolicy
+from specstop.train.bounds import clairvoyant_seconds
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.evaluate import evaluate
+from specstop.train.ideal import clairvoyant_plan, judge
+from specstop.train.insight import (
+    Entry,
+    acceptance_bands,
+    by_group,
+    by_prompt,
+    lengths,
+    sensitivity,
+    stop_cost,
+    time_share,
+)
+from specstop.train.intervals import Resamples
+from specstop.train.losses import UNKNOWN, decoder, largest_losses
+from specstop.train.metered import play, scaled
+from specstop.train.replay import replay
+from specstop.train.run import train
+from specstop.train.trust import _at_depth, reliability, survival
+from zoo import DEPTH, ZOO
+
+EXACT = 1e-12  # the same sums, in another order
+SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
+
+
+@pytest.fixture(scope="module")
+def chains(traces: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(traces[0.7])
+
+
+@pytest.fixture(scope="module")
+def tree_trace(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    folder = tmp_path_factory.mktemp("tree")
+    return collect(pair, prompts, folder, tree="3,2,1,1,1", temperature=0.7, max_new_tokens=NEW)
+
+
+@pytest.fixture(scope="module")
+def trees(tree_trace: Trace) -> TraceArrays:
+    return trace_arrays(tree_trace)
+
+
+@pytest.fixture(scope="module", params=["chains", "trees"])
+def arrays(request: pytest.FixtureRequest) -> TraceArrays:
+    found: TraceArrays = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
+    return train(sides[0], full_profile).policy
+
+
+# Rounds
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: Profile, name: str) -> None:
+    played = play(arrays, ZOO[name], profile)
+    plain = replay(arrays, ZOO[name], profile)
+    assert torch.equal(played.result.log, plain.log)
+    assert played.seconds(arrays, profile).numpy() == pytest.approx(plain.seconds.numpy(), rel=EXACT)
+    assert torch.equal(played.rounds.accepted, plain.log[:, 4])
+    assert torch.equal(played.rounds.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
+
+
+def test_a_policy_that_carries_its_state_is_metered_in_its_order(chains: TraceArrays, profile: Profile) -> None:
+    class Carrying(Confidence):
+        carries = True
+
+    one, other = play(chains, Carrying(0.4, DEPTH), profile), play(chains, Confidence(0.4, DEPTH), profile)
+    assert torch.equal(one.rounds.backlog, other.rounds.backlog)
+    assert torch.equal(one.rounds.decisions, other.rounds.decisions)
+    assert one.seconds(chains, profile).numpy() == pytest.approx(other.seconds(chains, profile).numpy(), rel=EXACT)
+
+
+@pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.0)])
+def test_rounds_under_another_latency_cost_what_a_replay_says(
+    arrays: TraceArrays, profile: Profile, factors: tuple[float, float, float]
+) -> None:
+    policy, other = Confidence(0.4, DEPTH), scaled(profile, *factors)
+    again = play(arrays, policy, profile).seconds(arrays, other)
+    assert again.numpy() == pytest.approx(replay(arrays, policy, other).seconds.numpy(), rel=EXACT)
+    assert not torch.equal(again, replay(arrays, policy, profile).seconds)
+
+
+# The clairvoyant's plan
+
+
+def test_the_plan_is_the_bounds(arrays: TraceArrays, profile: Profile) -> None:
+    plan = clairvoyant_plan(arrays, profile)
+    assert torch.equal(plan.seconds, clairvoyant_seconds(arrays, profile))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_what_rounds_lost_adds_up_to_the_distance_from_the_bound(
+    arrays: TraceArrays, profile: Profile, name: str
+) -> None:
+    played, plan = play(arrays, ZOO[name], profile), clairvoyant_plan(arrays, profile)
+    found = judge(arrays, played.rounds, plan, profile)
+    lost = found.choice_s + found.decision_s + found.backlog_s
+    by_text = played.rounds.by_sequence(lost, arrays.sequences)
+    assert by_text.numpy() == pytest.approx((played.result.seconds - plan.seconds).numpy(), abs=SUMS)
+    assert float(found.choice_s.min()) > -SUMS
+    assert float(found.backlog_s.min()) > -SUMS
+    assert not bool((found.early & found.late).any())
+    right = ~found.early & ~found.late
+    if arrays.tree.is_chain and not ZOO[name].trims and "select" not in name:
+        assert torch.equal(played.rounds.steps[right], found.ideal[right]) or float(found.choice_s[right].max()) < SUMS
+    total = stop_cost(name, found, int(arrays.text_tokens.sum()))
+    assert total.total_s == pytest.approx(float((played.result.seconds - plan.seconds).sum()), abs=SUMS)
+    assert (total.rounds, total.early_rounds + total.late_rounds) == (len(right), int((~right).sum()))
+    assert total.early_ms == pytest.approx(1e3 * total.early_s / total.rounds)
+    assert sum(total.ms_per_token) == pytest.approx(1e3 * total.total_s / int(arrays.text_tokens.sum()), abs=1e-6)
+
+
+def steep(step: float) -> Profile:
+    table = CostTable(0.0, (step, step), 0.0, (1.0,) * 5)
+    return Profile(table, table, 0.0, 0.0, (0.0, 0.0))
+
+
+def test_stops_are_early_or_late_as_they_are(profile: Profile) -> None:
+    """Verification costs 1 and a draft step .1, so that the ideal round drafts just what is accepted."""
+    arrays = made_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
+    costs = steep(0.1)
+    plan = clairvoyant_plan(arrays, costs)
+    early = judge(arrays, play(arrays, FixedLength(1), costs).rounds, plan, costs)
+    assert (bool(early.early[0]), bool(early.late[0])) == (True, False)
+    played = play(arrays, FixedLength(4), costs)
+    found = judge(arrays, played.rounds, plan, costs)
+    assert not bool(found.early.any())
+    assert found.late[:2].tolist() == [True, True]
+    assert found.choice_s[:2].tolist() == pytest.approx([0.1, 0.4])
+    table = lengths("fixed:4", played, found, 4)
+    assert sum(table.chosen) == sum(table.ideal) == sum(map(sum, table.table))
+    assert table.chosen[4] == sum(table.table[4])
+    assert table.ideal[3] == sum(row[3] for row in table.table) >= 1
+
+
+# Where time goes
+
+
+def test_time_taken_apart_is_all_of_it(arrays: TraceArrays, profile: Profile) -> None:
+    played = play(arrays, Confidence(0.4, DEPTH), profile)
+    share = time_share("x", arrays, played, profile)
+    parts = (share.draft_ms, share.verify_ms, share.decision_ms, share.outside_ms, share.prompt_ms)
+    assert min(parts) > 0
+    tokens = int(arrays.text_tokens.sum())
+    assert sum(parts) == pytest.approx(share.total_ms, rel=1e-9)
+    assert share.total_ms == pytest.approx(1e3 * float(played.result.seconds.sum()) / tokens, rel=1e-9)
+    decisions = int(played.rounds.decisions.sum())
+    assert share.decision_ms == pytest.approx(1e3 * 6.0e-5 * decisions / tokens)
+    plain = time_share("plain", arrays, play(arrays, FixedLength(0), profile), profile)
+    assert plain.draft_ms == pytest.approx(0.0, abs=1e-9)
+    assert plain.decision_ms == 0.0
+
+
+def test_the_draft_pays_for_its_steps(chains: TraceArrays) -> None:
+    costs = steep(0.25)
+    played = play(chains, FixedLength(2), costs)
+    share = time_share("x", chains, played, costs)
+    tokens = int(chains.text_tokens.sum())
+    assert share.draft_ms == pytest.approx(250.0 * int(played.rounds.drafted.sum()) / tokens)
+    assert share.verify_ms == pytest.approx(1000.0 * len(played.rounds.drafted) / tokens)
+
+
+# Groups, prompts, latencies
+
+
+def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, profile: Profile) -> None:
+    fixed = [play(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
+    entry = Entry("mine", "rule", "", play(chains, Confidence(0.4, DEPTH), profile))
+    best = max(fixed, key=lambda one: one.result.rate)
+    groups = by_group(chains, [entry], fixed, best, 0)
+    assert sorted(g.name for g in groups) == ["g0", "g1"]
+    for group in groups:
+        at = [i for i, name in enumerate(chains.groups) if name == group.name]
+        expected = float(best.result.seconds[at].sum() / entry.played.result.seconds[at].sum())
+        assert group.ratios["mine"].value == pytest.approx(expected)
+        assert group.ratios["mine"].low <= expected <= group.ratios["mine"].high
+        assert (group.prompts, group.tokens) == (4, int(chains.text_tokens[at].sum()))
+    points = by_prompt(chains, entry.played, fixed[0], best, 0)
+    assert [p.prompt for p in points] == chains.prompt_ids
+    assert points[2].policy == pytest.approx(float(fixed[0].result.seconds[2] / entry.played.result.seconds[2]))
+    rows = sensitivity(chains, [entry], fixed, profile, Resamples(chains.prompt_ids, 0))
+    centre = next(row for row in rows if row.factor == 1.0)
+    assert centre.ratios["mine"].value == pytest.approx(best.result.seconds.sum() / entry.played.result.seconds.sum())
+    free = next(row for row in rows if (row.what, row.factor) == ("decisions", 0.0))
+    assert free.ratios["mine"].value > centre.ratios["mine"].value
+    dear = next(row for row in rows if (row.what, row.factor) == ("draft", 2.0))
+    cheap = next(row for row in rows if (row.what, row.factor) == ("draft", 0.5))
+    assert int(dear.best_fixed[6:]) <= int(centre.best_fixed[6:]) <= int(cheap.best_fixed[6:])
+
+
+def test_one_group_is_no_section(profile: Profile) -> None:
+    arrays = made_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
+    played = play(arrays, FixedLength(1), steep(0.1))
+    assert by_group(arrays, [Entry("x", "rule", "", played)], [played], played, 0) == ()
+
+
+def test_bands_hold_the_share(chains: TraceArrays) -> None:
+    bands = acceptance_bands(chains, Resamples(chains.prompt_ids, 0))
+    lengths_ = chains.accepted[~chains.cut]
+    for k, band in enumerate(bands, 1):
+        assert band.value == pytest.approx(float((lengths_ >= k).double().mean()))
+        assert band.low <= band.value <= band.high
+    assert bands[0].low < bands[0].high
+
+
+# Predictions
+
+
+def test_survival_is_what_the_policy_keeps_in_mind(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    """Recorded while the policy is replayed, at every candidate that it is asked about."""
+    arrays = trace_arrays(sides[1])
+    seen: dict[tuple[int, int], list[float]] = {}
+
+    class Watched(LearnedPolicy):
+        def keep(self, step, state):  # type: ignore[no-untyped-def]
+            keep, survival_ = super().keep(step, state)
+            for stream in torch.nonzero(step.alive[:, 0])[:, 0].tolist():
+                seen.setdefault((stream, step.depth), []).append(float(survival_[stream, 0]))
+            return keep, survival_
+
+    watched = Watched(
+        learned.name, learned.features, learned.head, learned.accept, learned.following, learned.rule,
+        learned.max_depth, learned.facts, learned.survival,
+    )  # fmt: skip
+    played = play(arrays, watched, full_profile)
+    log = played.result.log
+    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
+    guess = survival(learned, arrays, row, played.result.history)
+    asked = 0
+    for stream in range(arrays.sequences):
+        mine = guess[log[:, 0] == stream]
+        for depth in range(max(learned.first, 1), DEPTH):
+            found = torch.tensor(seen.get((stream, depth), []))
+            asked += len(found)
+            # The rounds that get to this depth, in order; the same numbers.
+            known = mine[:, depth - 1]
+            at = 0
+            for value in found:
+                while at < len(known) and not torch.isclose(known[at], value, atol=1e-6):
+                    at += 1
+                assert at < len(known)
+                at += 1
+    assert asked > 20
+
+
+def test_reliability_counts_what_was_accepted(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    arrays = trace_arrays(sides[1])
+    played = play(arrays, learned, full_profile)
+    found = reliability(learned, arrays, played.rounds, played.result, 0)
+    log = played.result.log
+    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
+    length = arrays.accepted[row][~arrays.cut[row]]
+    assert found.rounds == len(length)
+    first = max(learned.first, 1)
+    for depth in found.depths:
+        known = length >= first - 1
+        assert depth.all.count == int(known.sum())
+        assert depth.all.observed == pytest.approx(float((length[known] >= depth.depth).double().mean()))
+        assert sum(b.count for b in depth.bins) == depth.all.count
+        assert sum(b.count * b.predicted for b in depth.bins) == pytest.approx(depth.all.count * depth.all.predicted)
+        assert all(b.low <= b.observed <= b.high for b in depth.bins)
+
+
+def test_calibration_error_tells_true_predictions_from_wrong_ones() -> None:
+    """20,000 made-up candidates: true ones err as a perfect predictor does, within its own chance; squared ones do not."""
+    generator = np.random.default_rng(0)
+    chance = generator.random(20_000)
+    accepted = generator.random(20_000) < chance
+    true = _at_depth(1, chance, accepted, generator)
+    wrong = _at_depth(1, chance**2, accepted, generator)
+    assert 0.3 * true.ece_perfect < true.ece < 2.5 * true.ece_perfect
+    assert wrong.ece > 5 * wrong.ece_perfect
+    assert wrong.ece == pytest.approx(1 / 2 - 1 / 3, abs=0.02)
+    assert true.ece < 0.02
+
+
+# Texts
+
+
+def test_the_largest_losses_are_the_largest(chains: TraceArrays, profile: Profile, pair_folder: Path) -> None:
+    played, plan = play(chains, Confidence(0.4, DEPTH), profile), clairvoyant_plan(chains, profile)
+    best = play(chains, FixedLength(2), profile)
+    verdicts = judge(chains, played.rounds, plan, profile)
+    found = largest_losses(chains, played, best, verdicts, str)
+    totals = [one.early_ms + one.late_ms for one in found]
+    assert totals == sorted(totals, reverse=True)
+    wrong = played.rounds.by_sequence(verdicts.choice_s * (verdicts.early | verdicts.late), chains.sequences)
+    assert totals[0] == pytest.approx(1e3 * float(wrong.max()))
+    for one in found:
+        text = chains.prompt_ids.index(one.prompt)
+        for each in one.rounds:
+            row = int(chains.offset[text]) + each.anchor - int(chains.first_anchor[text])
+            length = int(chains.accepted[row])
+            states = [piece.state for piece in each.pieces]
+            shown = max(each.chosen, length)
+            expected = [
+                "accepted" if d < min(length, each.chosen) else "missed" if d < length else "rejected"
+                for d in range(shown)
+            ]
+            assert states == expected
+            assert [p.text for p in each.pieces] == [str(int(t)) for t in chains.tokens[row, :shown]]
+            assert each.kind == ("too early" if each.accepted < min(length, each.ideal) else "too late")
+            for back, token in enumerate(reversed(each.context), 1):
+                at = row - back
+                known = int(chains.accepted[at]) >= 1
+                assert token == (str(int(chains.tokens[at, 0])) if known else UNKNOWN)
+
+
+def test_tokens_are_decoded_by_the_recorded_tokenizer_only(pair: Pair, pair_folder: Path, chains: TraceArrays) -> None:
+    header = dataclasses.replace(chains.header, target=str(pair_folder / "target"), pair=pair.fingerprint)
+    assert decoder(header)(7) == "w7"
+    assert decoder(dataclasses.replace(header, pair={"tokenizer": "another"}))(7) == "7"
+    assert decoder(dataclasses.replace(header, target="some/name-on-a-hub"))(7) == "7"
+    assert decoder(dataclasses.replace(header, target=str(pair_folder)))(7) == "7"
+
+
+# Trees
+
+
+def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile) -> None:
+    report = evaluate(tree_trace, profile, [Confidence(0.4, DEPTH)], detailed=True, sweep=False)
+    static = next(line for line in report.lines if line.kind == "static")
+    assert static.name == "best static tree"
+    assert static.to_best_fixed.value >= 1.0
+    bound = next(line for line in report.lines if line.kind == "bound")
+    assert bound.tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+    assert report.answer is not None
+    assert not report.answer.deploy
+    fixed = f"fixed:{report.fixed.index(max(report.fixed))}"
+    assert report.answer.use == ("best static tree" if static.tokens_per_s > max(report.fixed) else fixed)
+    assert all("clairvoyant" not in finding for finding in report.findings)
+    assert {stop.name for stop in report.details["stops"]} >= {"best static tree", "confidence:0.4", "best fixed"}

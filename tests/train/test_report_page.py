@@ -1,0 +1,375 @@
+"""The report as a page, Markdown and CSV: the JSON's figures, nothing fetched, nothing taken for markup; and the answer."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.pair import Pair
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError
+from specstop.train.answer import answer, findings, why
+from specstop.train.data import trace_arrays
+from specstop.train.evaluate import evaluate
+from specstop.train.insight import StopCost
+from specstop.train.intervals import Resamples
+from specstop.train.page import to_html
+from specstop.train.records import Line, Ratio, Report
+from specstop.train.replay import replay
+from specstop.train.report import plain, to_csv, to_markdown, write_report
+from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.run import train
+from specstop.train.sections import sections
+from specstop.train.single_rounds import round_owners
+from zoo import DEPTH
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*'
+
+
+class Page(HTMLParser):
+    """Elements, their attributes and texts; fails where tags do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.figures: list[tuple[str, str, str]] = []  # place, value, text
+        self.words: list[str] = []
+        self._figure: list[Any] | None = None
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "data":
+            found = dict(attrs)
+            self._figure = [found["data-path"], found["value"], ""]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag == "data" and self._figure is not None:
+            self.figures.append(tuple(self._figure))  # type: ignore[arg-type]
+            self._figure = None
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self._figure is not None:
+            self._figure[2] += data
+
+
+def at(data: Any, pointer: str) -> Any:
+    """Return what a JSON pointer says."""
+    for step in pointer.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        data = data[int(name)] if isinstance(data, list) else data[name]
+    return data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page") / "out"
+
+
+@pytest.fixture(scope="module")
+def report(sides: tuple[Trace, Trace], full_profile: Profile, written: Path) -> Report:
+    """A learned policy, a rule, a sweep, groups."""
+    learned = train(sides[0], full_profile).policy
+    return evaluate(sides[1], full_profile, [learned, Confidence(0.7, DEPTH)], out=written, sweep=True)
+
+
+@pytest.fixture(scope="module")
+def data(report: Report, written: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
+    assert found == plain(report)
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(report: Report, written: Path) -> Page:
+    return Page((written / "report.html").read_text())
+
+
+# The page
+
+
+def test_every_figure_of_the_page_is_that_of_the_json(page: Page, data: dict[str, Any]) -> None:
+    assert len(page.figures) > 300
+    for place, value, text in page.figures:
+        there = at(data, place)
+        assert float(value) == there
+        shown = float(text.replace(",", ""))
+        scale = 100.0 if place == "/answer/above" else 1.0
+        digits = len(text.partition(".")[2])
+        assert shown == pytest.approx(scale * there, abs=0.501 * 10.0**-digits), place
+    for name in ("lines/0/tokens_per_s", "details/sweep/lines/0/to_best_fixed/0/value", "answer/above"):
+        assert f"/{name}" in {place for place, *_ in page.figures}
+
+
+def test_nothing_is_fetched_and_nothing_runs(page: Page, written: Path) -> None:
+    text = (written / "report.html").read_text()
+    assert not {tag for tag, _ in page.elements} & {"script", "iframe", "object", "embed", "img", "base", "form"}
+    for tag, attributes in page.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
+                assert (value or "").startswith("#") or (tag, value) == ("link", "data:,")
+    assert not re.search(r"@import|url\(|https?://(?!www\.w3\.org/)|javascript:", text)
+
+
+def test_the_page_opens_with_the_answer_and_can_be_read_aloud(page: Page, data: dict[str, Any]) -> None:
+    words = " ".join(page.words)
+    assert words.index(data["answer"]["headline"]) < words.index("Acceptance by depth")
+    assert data["answer"]["sure"] in words
+    assert all(sentence in words for sentence in data["answer"]["why"])
+    drawings = [attributes for tag, attributes in page.elements if tag == "svg"]
+    assert len(drawings) >= 9
+    assert all(a["role"] == "img" and a["aria-label"] for a in drawings)
+    assert sum(tag == "figcaption" for tag, _ in page.elements) == len(drawings)
+    assert ("html", {"lang": "en"}) in page.elements
+    names = [a.get("name") for tag, a in page.elements if tag == "meta"]
+    assert {"viewport", "color-scheme"} <= set(names)
+    style = (Path(__file__).parents[2] / "train" / "page.css").read_text()
+    assert "prefers-color-scheme: dark" in style and "@media print" in style and "max-width: 480px" in style
+
+
+def test_every_section_is_there(data: dict[str, Any], page: Page) -> None:
+    ids = [section.id for section in sections(data)]
+    by_policy = ["lengths", "reliability", "time", "stops", "prompts", "sensitivity", "sweep", "losses"]
+    assert ids == ["speed", "acceptance", *by_policy]
+    assert set(ids) <= {attributes.get("id") for _, attributes in page.elements}
+    for section in sections(data):
+        for table in section.tables:
+            assert all(len(row) == len(table.columns) for row in table.rows), table.caption
+            assert len(table.texts(data)[0]) == len(table.heads)
+
+
+def test_hostile_names_stay_words(data: dict[str, Any]) -> None:
+    hostile = copy.deepcopy(data)
+    text = json.dumps(hostile)
+    for name in ("logistic", "confidence:0.7", hostile["details"]["losses"][0]["prompt"]):
+        text = text.replace(json.dumps(name)[1:-1], json.dumps(HOSTILE + name[:1])[1:-1])
+    hostile = json.loads(text)
+    hostile["details"]["losses"][0]["rounds"][0]["pieces"][0]["text"] = HOSTILE
+    hostile["details"]["losses"][0]["rounds"][0]["context"] = ["</p><script>", "x"]
+    hostile["findings"] = hostile["caveats"] = ["<b>" + HOSTILE]
+    found = Page(to_html(hostile))
+    assert not {tag for tag, _ in found.elements} & {"script", "img", "b"}
+    assert sum(HOSTILE in word for word in found.words) > 5
+    assert "</p><script>x" in "".join(found.words)
+    Page(to_html(hostile))
+
+
+def test_a_transfer_table_and_groups_find_their_place(data: dict[str, Any]) -> None:
+    more = copy.deepcopy(data)
+    ratio = {"value": 0.97, "low": 0.95, "high": 0.99}
+    names = list(more["details"]["sensitivity"][0]["ratios"])
+    more["details"]["groups"] = [
+        {"name": n, "prompts": 3, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, ratio)}
+        for n in "ab"
+    ]
+    cell = {"to_best_fixed": ratio, "verdict": "do not deploy", "own": True}
+    more["details"]["transfer"] = {"rows": ["x"], "trained_on": ["y"], "columns": ["z"], "cells": [[cell]]}
+    found = Page(to_html(more))
+    words = "".join(found.words)
+    assert words.count("0.970 [0.950, 0.990] do not deploy") == 2 * len(names) + 1
+    assert {"groups", "transfer"} <= {attributes.get("id") for _, attributes in found.elements}
+
+
+def test_a_report_without_details_is_a_page_too(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    bare = evaluate(sides[1], full_profile)
+    assert bare.details == {}
+    write_report(bare, tmp_path / "out")
+    found = Page((tmp_path / "out" / "report.html").read_text())
+    assert sum(tag == "svg" for tag, _ in found.elements) == 3
+
+
+# Markdown, CSV
+
+
+def test_markdown_and_csv_say_the_same(report: Report, data: dict[str, Any], written: Path) -> None:
+    rows = list(csv.DictReader(io.StringIO((written / "report.csv").read_text())))
+    assert (written / "report.csv").read_text() == to_csv(report)
+    for row, line in zip(rows, data["lines"], strict=True):
+        assert (row["policy"], row["kind"], row["note"]) == (line["name"], line["kind"], line["note"])
+        assert float(row["tokens_per_s"]) == line["tokens_per_s"]
+        for name in ("to_plain", "to_best_fixed", "gap_closed"):
+            found = [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")]
+            assert found == [line[name][key] for key in ("value", "low", "high")]
+    text = to_markdown(report)
+    for section in sections(data):
+        assert f"## {section.title}" in text
+        for table in section.tables:
+            assert text.count(table.caption) >= 1
+    assert report.answer is not None
+    assert report.answer.headline in text
+
+
+def test_markdown_keeps_bars_and_markup_within_cells(report: Report) -> None:
+    import dataclasses
+
+    lines = tuple(dataclasses.replace(line, note=HOSTILE) for line in report.lines)
+    text = to_markdown(dataclasses.replace(report, lines=lines))
+    rows = [row for row in text.splitlines() if "alert" in row]
+    assert len(rows) == len(lines)
+    assert all("\\<script>" in row and "\\|\\`\\*" in row for row in rows)
+
+
+# The answer
+
+
+def line(name: str, kind: str, rate: float) -> Line:
+    one = Ratio(rate, rate, rate)
+    return Line(name, kind, 100.0 * rate, one, one, one)
+
+
+def spread(boot: Resamples, low: float, high: float) -> Any:
+    count = 1 + boot.replicates + boot.prompts
+    values = np.linspace(low, high, count)
+    values[0] = (low + high) / 2
+    return values
+
+
+BOOT = Resamples([str(i) for i in range(8)], 0)
+FIXED = [line("plain decoding", "fixed", 1.0), line("best fixed", "fixed", 1.5)]
+
+
+def test_a_policy_is_deployed_only_where_it_is_clear() -> None:
+    lines = [*FIXED, line("quick", "learned", 1.62), line("sure", "rule", 1.6)]
+    to_best = {"quick": spread(BOOT, 0.95, 1.21), "sure": spread(BOOT, 1.02, 1.11)}
+    found = answer(lines, "fixed:3", BOOT, to_best)
+    assert found is not None
+    assert (found.deploy, found.use, found.candidate, found.above) == (True, "sure", "sure", 1.0)
+    assert found.headline.startswith("Deploy sure: 1.60 times as fast as plain decoding")
+    unsure = answer(lines, "fixed:3", BOOT, {**to_best, "sure": spread(BOOT, 0.99, 1.14)})
+    assert unsure is not None
+    assert (unsure.deploy, unsure.use, unsure.candidate) == (False, "fixed:3", "quick")
+    assert unsure.headline.startswith("Do not deploy a policy here, use fixed:3: 1.50 times")
+    assert "not clear of 1" in unsure.headline
+    assert unsure.above == pytest.approx(0.81, abs=0.01)
+    assert "in 80.8%" in unsure.sure or "in 80.7%" in unsure.sure
+
+
+def test_slower_policies_and_few_prompts_are_said_to_be_so() -> None:
+    lines = [*FIXED, line("x", "learned", 1.4)]
+    slow = answer(lines, "fixed:3", BOOT, {"x": spread(BOOT, 0.9, 0.97)})
+    assert slow is not None
+    assert slow.headline.endswith("below 1.")
+    assert slow.sure == "x is ahead of the best fixed length (fixed:3) in none of 2,000 resamples of the 8 prompts."
+    few = Resamples([str(i) for i in range(7)], 0)
+    found = answer(lines, "fixed:3", few, {"x": spread(few, 1.01, 1.05)})
+    assert found is not None
+    assert (found.deploy, found.use) == (False, "fixed:3")
+    assert found.headline.endswith("from too few prompts.")
+    assert found.sure.endswith("fewer than 8 are too few to say.")
+
+
+def test_on_trees_the_best_static_tree_is_the_rival() -> None:
+    lines = [*FIXED, line("best static tree", "static", 1.7), line("x", "learned", 1.6)]
+    found = answer(lines, "fixed:3", BOOT, {"x": spread(BOOT, 0.9, 0.97)})
+    assert found is not None
+    assert (found.deploy, found.use) == (False, "best static tree")
+    assert "the best fixed length (fixed:3) and the best static tree" in found.headline
+
+
+def test_without_a_policy_there_is_no_answer() -> None:
+    assert answer(FIXED, "fixed:3", BOOT, {}) is None
+
+
+def stop(name: str, *ms: float) -> StopCost:
+    return StopCost(name, 10, 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (ms[0], ms[1], ms[2], 0.0))
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        (
+            (0.1, 0.2, 0.05),
+            ("avoids 50%", "10.0 ms (best fixed: 20.0)", "20.0 ms (40.0)", "5.0 ms in", "leaves a gain"),
+        ),
+        ((0.3, 0.2, 0.5), ("avoids 17%", "which is more than it saves")),
+        ((0.5, 0.4, 0.0), ("adds 50%",)),
+    ],
+)
+def test_why_says_what_stops_and_decisions_cost(mine: tuple[float, ...], words: tuple[str, ...]) -> None:
+    text = " ".join(why("x", [stop("best fixed", 0.2, 0.4, 0.0), stop("x", *mine)]))
+    assert all(word in text for word in words), text
+
+
+def test_findings_name_what_cannot_or_should_not_be() -> None:
+    lines = [*FIXED, line("x", "learned", 1.6), line("y", "rule", 1.4)]
+    above, below = spread(BOOT, 1.01, 1.05), spread(BOOT, 0.9, 0.95)
+    found = findings(lines, BOOT, ["x"], {"x": above, "y": below, "best fixed": above}, {"x": above, "y": below})
+    assert len(found) == 3
+    assert "x is faster than the clairvoyant bound" in found[0]
+    assert found[1].startswith("x is above the informed estimate beyond its interval (1.030 times")
+    assert found[2].startswith("y is slower than the best static tree")
+
+
+def test_an_informed_estimate_is_a_line_and_a_policy_above_it_a_finding(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    informed = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
+    report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=informed)
+    assert report.line("informed estimate").kind == "informed"
+    assert report.line("informed estimate").to_plain == Ratio(1.0, 1.0, 1.0)
+    assert any(text.startswith("fixed:2 is above the informed estimate") for text in report.findings)
+    Page(to_html(plain(report)))
+
+
+# Live traces, round by round
+
+
+@pytest.fixture(scope="module")
+def live(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    folder = tmp_path_factory.mktemp("live")
+    return collect(
+        pair, prompts, folder, depth=DEPTH, temperature=0.7, max_new_tokens=16, verification="rejection", collector="live",
+        policy=FixedLength(DEPTH),
+    )  # fmt: skip
+
+
+def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
+    live: Trace, profile: Profile, tmp_path: Path
+) -> None:
+    report = evaluate(live, profile, [Confidence(0.7, DEPTH)], out=tmp_path / "out")
+    arrays = trace_arrays(live, extra=ROUND_COLUMNS)
+    values = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
+    owners = round_owners(arrays)
+    assert len(owners) == values.rounds == report.facts["rounds"]
+    found = report.line("confidence:0.7")
+    assert found.tokens_per_s == pytest.approx(values.rate)
+    assert found.block_efficiency == pytest.approx(float(values.committed.mean()))
+    assert report.caveats == values.caveats
+    bound = report.line("clairvoyant bound")
+    assert bound.tokens_per_s >= max(x.tokens_per_s for x in report.lines)
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    words = "".join(page.words)
+    assert all(caveat in words for caveat in values.caveats)
+    assert all(caveat in (tmp_path / "out" / "report.md").read_text() for caveat in values.caveats)
+    assert "rejection verification (lossless)" in words
+
+
+def test_a_sweep_needs_a_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    with pytest.raises(InputError, match="at least one policy to sweep"):
+        evaluate(sides[1], full_profile, sweep=True)

@@ -1,0 +1,132 @@
+"""`train --tune`: trials of heads, rules and specs, compared on prompts left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from specstop.collect.store import Trace
+from specstop.policies.baselines import Confidence
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError
+from specstop.policies.folder import load_policy_folder
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.replay import replay
+from specstop.train.run import Plan
+from specstop.train.search import (
+    SearchOptions,
+    Trial,
+    group_folds,
+    head_trials,
+    search,
+    spec_of,
+    spec_trials,
+    train_best,
+)
+
+SMALL = SearchOptions(2, ("logistic",), ("survival", "step"), ("confidence?threshold=0.2|0.6",), folds=2)
+
+
+@pytest.fixture(scope="module")
+def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+    return trace_arrays(sides[0])
+
+
+def test_prompts_are_left_out_whole_and_once(arrays: TraceArrays) -> None:
+    folds = group_folds(arrays, 4)
+    assert sorted(s for _, out in folds for s in out) == list(range(arrays.sequences))
+    for fit, out in folds:
+        assert not {arrays.prompt_ids[s] for s in fit} & {arrays.prompt_ids[s] for s in out}
+        assert len(fit) + len(out) == arrays.sequences
+    with pytest.raises(InputError, match=r"expected 2 to \d+ folds"):
+        group_folds(arrays, 1)
+
+
+def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, full_profile: Profile) -> None:
+    found = search(Plan("", name=""), arrays, full_profile, (0.7,), SMALL)
+    assert len(found.trials) == 4
+    assert {(t.name, t.rule) for t in found.trials if t.rule} == {("logistic", "survival"), ("logistic", "step")}
+    complete = [t for t in found.trials if t.folds == 2]
+    assert found.best.rate == max(t.rate for t in complete)
+    assert all(t.error == "" and t.rate > 0 for t in found.trials)
+    assert found.plan.head == "logistic"
+    for trial in found.trials:
+        if not trial.rule and trial.folds == 2:
+            policy = Confidence(float(trial.params["threshold"])).limited(arrays.depth)
+            played = replay(arrays, policy, full_profile)
+            assert trial.rate == pytest.approx(played.rate, rel=1e-6), (
+                "a spec needs no fit: both folds are the whole trace"
+            )
+    rows = found.rows()
+    assert [row["trial"] for row in rows] == [1, 2, 3, 4]
+    assert "threshold=0.6" in {row["parameters"] for row in rows}
+
+
+def test_the_same_seed_draws_the_same_trials() -> None:
+    rules = ("survival", "step")
+    drawn = [
+        [(t.name, t.rule, t.params) for t in head_trials(("logistic", "xgboost"), rules, 12, s)] for s in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert [d[:2] for d in drawn[0][:4]] == [(h, r) for r in rules for h in ("logistic", "xgboost")]
+    assert all(d[2] == {} for d in drawn[0][:4]) and all(d[2] for d in drawn[0][4:])
+    assert {len(d[2]) for d in drawn[0][4:] if d[0] == "xgboost"} == {5}
+
+
+def test_the_best_head_is_trained_and_saved_with_the_table(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    options = SearchOptions(2, ("xgboost", "logistic"), ("survival",), folds=2)
+    trained, found = train_best(sides[0], full_profile, options, out=tmp_path / "p", name="mine", seed=1)
+    policy = load_policy_folder(tmp_path / "p")
+    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", found.plan.head, "survival")
+    assert trained.metrics["trials"] == found.rows() == policy.facts.metrics["trials"]
+    assert "## Trials" in (tmp_path / "p" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("fixed:4", ["fixed:4"]),
+        ("confidence?threshold=0.2|0.6", ["confidence?threshold=0.2", "confidence?threshold=0.6"]),
+        ("entropy?level=1..2&max_depth=3", ["entropy?max_depth=3&level=1", "entropy?max_depth=3&level=2"]),
+        ("maxprob?threshold=0.2..0.8", [f"maxprob?threshold={t}" for t in ("0.2", "0.4", "0.6", "0.8")]),
+    ],
+)
+def test_ranges_of_a_spec(spec: str, expected: list[str]) -> None:
+    trials = spec_trials(spec, 4, 0)
+    assert sorted(spec_of(trial) for trial in trials) == sorted(expected)
+
+
+def test_a_budget_holds_for_ranges_too() -> None:
+    trials = spec_trials("online?threshold=0.1..0.9&rate=0.1|0.2|0.3", 5, 0)
+    assert len({spec_of(trial) for trial in trials}) == 5
+    assert spec_of(Trial("a?b=1", "", {"c": 2})) == "a?b=1&c=2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (SearchOptions(0), "--tune: expected 1 trial or more"),
+        (SearchOptions(1, ("forest",)), "--head: expected some of logistic"),
+        (SearchOptions(1, rules=("never",)), "--rule: expected derived"),
+        (SearchOptions(1, specs=("confidence?threshold",)), "expected key=value behind the question mark"),
+        (SearchOptions(1, specs=("confidence?threshold=a..b",)), "expected threshold=number..number"),
+        (SearchOptions(1, specs=("confidence?threshold=0.9..0.1",)), "low below high"),
+    ],
+    ids=["trials", "head", "rule", "no value", "no number", "falling"],
+)
+def test_what_cannot_be_searched_is_said(
+    arrays: TraceArrays, full_profile: Profile, options: SearchOptions, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        search(Plan("", name=""), arrays, full_profile, (0.7,), options)
+
+
+def test_a_policy_that_does_not_exist_is_a_trial_with_its_reason(arrays: TraceArrays, full_profile: Profile) -> None:
+    options = SearchOptions(1, ("logistic",), ("survival",), ("confidnce?threshold=0.2",), folds=2)
+    found = search(Plan("", name=""), arrays, full_profile, (0.7,), options)
+    wrong = [trial for trial in found.trials if trial.error]
+    assert [trial.name for trial in wrong] == ["confidnce?threshold=0.2"]
+    assert "did you mean" in wrong[0].error
+    assert found.best.rule == "survival"

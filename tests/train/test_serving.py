@@ -1,0 +1,154 @@
+"""Known lengths walked as replay walks them, and a profile scaled to a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from made import made_trace
+from specstop.collect.store import Trace
+from specstop.policies.baselines import FixedLength
+from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.errors import InputError, TraceError
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.lengths import walk_fixed, walk_lengths
+from specstop.train.replay import replay
+from specstop.train.serving import batch_profile, batch_seconds, measured_rows, speed_ratio, split_sides
+from torch import Tensor
+
+EXACT = 1e-12
+
+
+class Sure(StopPolicy):
+    """Stops where the draft is not sure; drops that token, or has it verified."""
+
+    features, name = ("top1",), "sure"
+
+    def __init__(self, threshold: float, length: int) -> None:
+        self.threshold, self.max_depth = threshold, length
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.features[..., 0] >= self.threshold), state
+
+
+@pytest.fixture(scope="module")
+def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
+    """With ends of text and length limits, sampled at 0.7."""
+    return trace_arrays(sides[0])
+
+
+def test_fixed_lengths_take_what_replay_says(arrays: TraceArrays, profile: Profile) -> None:
+    assert bool(arrays.ends.any()), "the trace should have drafts that end"
+    depth = min(arrays.depth, profile.max_depth)
+    found = walk_fixed(arrays, depth).seconds(profile)
+    for k in range(depth + 1):
+        torch.testing.assert_close(found[k], replay(arrays, FixedLength(k), profile).seconds, rtol=EXACT, atol=0.0)
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.35, 0.6])
+def test_known_lengths_take_what_the_policy_takes_in_replay(
+    threshold: float, arrays: TraceArrays, profile: Profile
+) -> None:
+    length = min(arrays.depth, profile.max_depth)
+    sure = (arrays.column("top1") >= threshold).long().cumprod(1).sum(1)
+    drafted = (sure + 1).clamp_max(length)[None]
+    found = walk_lengths(arrays, drafted, drafted).seconds(profile)[0]
+    torch.testing.assert_close(found, replay(arrays, Sure(threshold, length), profile).seconds, rtol=EXACT, atol=0.0)
+    assert found.sum() != replay(arrays, FixedLength(length), profile).seconds.sum()
+
+
+def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
+    arrays = made_trace([[3, 3, 3, 3, 3, 3, 3]], depth=3)
+    drafted, verified = torch.full((1, 7), 2), torch.full((1, 7), 1)
+    walked = walk_lengths(arrays, drafted, verified)
+    assert walked.committed.tolist() == [2, 2, 2, 1]
+    assert walked.drafted.tolist() == [2, 2, 2, 2] and walked.verified.tolist() == [1, 1, 1, 1]
+    assert walked.backlog[1:].tolist() == [1, 1, 1], "the draft has read the accepted token"
+
+
+def test_a_batch_of_one_is_the_profile(arrays: TraceArrays, profile: Profile) -> None:
+    walked = walk_fixed(arrays, 4)
+    torch.testing.assert_close(batch_seconds(walked, profile, [1])[1], walked.seconds(profile), rtol=EXACT, atol=0.0)
+
+
+def flat(rise: float, context: float) -> Profile:
+    """Return a profile whose verification rises by `rise` a row and by `context` a token of context."""
+
+    def table(at: float) -> CostTable:
+        return CostTable(at, (1e-3, 1e-3), 0.0, tuple(4e-3 + rise * n + context * at for n in range(6)), 1e-3)
+
+    return Profile(table(10.0), table(100.0), 1e-5, 1e-4, (5e-3, 1e-4))
+
+
+def test_weights_are_read_once_a_step_and_each_cache_once_a_request() -> None:
+    free, cached = batch_profile(flat(0.0, 0.0), 8), batch_profile(flat(0.0, 1e-6), 8)
+    assert 8 * free.low.verify_s[3] == pytest.approx(4e-3)
+    assert 8 * free.low.draft_s[0] == pytest.approx(1e-3)
+    assert 8 * free.round_s == pytest.approx(1e-4)
+    assert 8 * cached.high.verify_s[3] == pytest.approx(4e-3 + 8 * 100 * 1e-6)
+    assert free.prefill_s == (5e-3, 1e-4), "reading a prompt is as much work in a batch"
+
+
+def test_rows_are_priced_on_the_measured_line_and_beyond_it() -> None:
+    profile = flat(1e-4, 0.0)
+    for batch, length in ((1, 5), (2, 2), (3, 5), (64, 1)):
+        rows = batch * (length + 1)
+        found = batch_profile(profile, batch).low.verify_s[length]
+        assert batch * found == pytest.approx(4e-3 + 1e-4 * (rows - 1))
+    assert measured_rows(profile) == 6
+
+
+def test_measured_wide_passes_are_used() -> None:
+    profile = flat(1e-4, 0.0)
+    wide = dataclasses.replace(
+        profile,
+        low=dataclasses.replace(profile.low, tree_verify_s=((39, 20e-3),), tree_draft_s=((1, 1e-3), (40, 5e-3))),
+        high=dataclasses.replace(profile.high, tree_verify_s=((39, 20e-3),), tree_draft_s=((1, 1e-3), (40, 5e-3))),
+    )
+    assert measured_rows(wide) == 40
+    shared = batch_profile(wide, 40)
+    assert 40 * shared.low.verify_s[0] == pytest.approx(20e-3)
+    assert 40 * shared.low.draft_s[0] == pytest.approx(5e-3)
+
+
+def test_a_larger_batch_costs_a_request_less_and_the_engine_more(profile: Profile) -> None:
+    shared = [batch_profile(profile, batch) for batch in (1, 2, 4, 16, 64)]
+    for (small, one), (large, more) in itertools.pairwise(zip((1, 2, 4, 16, 64), shared, strict=True)):
+        for few, many in zip(one.low.verify_s, more.low.verify_s, strict=True):
+            assert many <= few * (1 + EXACT) and large * many >= small * few * (1 - EXACT)
+    with pytest.raises(InputError, match="1 or more"):
+        batch_profile(profile, 0)
+
+
+def test_sides_do_not_share_prompts(sides: tuple[Trace, Trace], arrays: TraceArrays, profile: Profile) -> None:
+    parts = split_sides(arrays, profile)
+    assert not set(parts.fit.prompt_ids) & set(parts.held.prompt_ids)
+    assert len(parts.fit.prompt_ids) + len(parts.held.prompt_ids) == arrays.sequences
+    other = trace_arrays(sides[1])
+    given = split_sides(arrays, profile, other)
+    assert given.held is other and not given.is_part
+    with pytest.raises(TraceError, match="prompts are in --traces too"):
+        split_sides(arrays, profile, arrays)
+    few = split_sides(arrays.subset([0, 1, 2]), profile)
+    assert few.fit is few.held and "too few" in few.note
+
+
+def test_what_cannot_be_exported_is_refused(arrays: TraceArrays, profile: Profile) -> None:
+    live = dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, collector="live"))
+    with pytest.raises(TraceError, match="expected dense traces"):
+        split_sides(live, profile)
+    tree = dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, topology=(-1, -1, 0)))
+    with pytest.raises(TraceError, match="expected traces of chains"):
+        split_sides(tree, profile)
+
+
+def test_speed_is_a_ratio_of_sums_with_prompts_drawn_together() -> None:
+    arrays = made_trace([[1], [1], [1], [1]], depth=1)
+    slow, fast = torch.tensor([2.0, 4.0, 6.0, 8.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    ratio = speed_ratio(arrays, fast, slow)
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
+    uneven = speed_ratio(arrays, torch.tensor([1.0, 2.0, 3.0, 8.0]), slow)
+    assert uneven.value == pytest.approx(20 / 14) and uneven.low < uneven.value < uneven.high

@@ -1,0 +1,138 @@
+"""Networks: module and data module by themselves, early stopping, resuming, loggers, and what a Trainer refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from made import NAMES, made_rows
+from specstop.policies.errors import InputError
+from specstop.policies.heads import Basis, MLPHead
+from specstop.train import StopHeadModule, TraceDataModule
+from specstop.train.fitting import FitOptions
+from specstop.train.linear import fit_basis
+from specstop.train.mlp import fit_mlp
+from specstop.train.rows import FitRows
+from specstop.train.trainer import find_logger, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[FitRows, FitRows]:
+    return made_rows(1500, 1), made_rows(600, 2)
+
+
+def same(first: MLPHead, second: MLPHead) -> bool:
+    mine, theirs = first.tensors(), second.tensors()
+    return set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_example_of_the_docstring(parts: tuple[FitRows, FitRows]) -> None:
+    rows, held_out = parts
+    basis = Basis(NAMES, *fit_basis(rows, NAMES))
+    module = StopHeadModule(basis.width + 1, hidden=(8, 8))
+    data = TraceDataModule(rows, held_out, basis)
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module, datamodule=data)
+    head = module.to_head(NAMES, basis)
+    x = held_out.features[:5]
+    columns = torch.cat([basis(x, 1), torch.zeros(5, 1)], 1)
+    torch.testing.assert_close(head.logits(x, 1), module(columns), atol=1e-5, rtol=1e-5)
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
+    """Killed behind the third of five epochs; a schedule that began anew, or another order of the rows, would show."""
+    whole = fit_mlp(*parts, NAMES, options=FitOptions(epochs=5, checkpoints=tmp_path / "whole", batch_size=256))
+    epochs = []
+
+    def killed(task: str, done: int, total: int) -> None:
+        epochs.append(done)
+        if done == 4:
+            raise KeyboardInterrupt
+
+    options = FitOptions(epochs=5, checkpoints=tmp_path / "cut", batch_size=256)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit_mlp(*parts, NAMES, options=options, progress=killed)
+    assert (tmp_path / "cut" / "last.ckpt").exists()
+    epochs.clear()
+    resumed = FitOptions(epochs=5, checkpoints=tmp_path / "cut", batch_size=256, resume=True)
+    again = fit_mlp(*parts, NAMES, options=resumed, progress=lambda task, done, total: epochs.append(done))
+    assert epochs and epochs[0] > 1, "it went on where it was"
+    assert same(again, whole)
+
+
+def test_a_work_folder_in_use_is_not_mixed_up(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
+    options = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512)
+    fit_mlp(*parts, NAMES, options=options)
+    assert (tmp_path / "logs" / "version_0" / "metrics.csv").exists(), "csv unless told otherwise"
+    with pytest.raises(InputError, match="those of another run; pass --resume"):
+        fit_mlp(*parts, NAMES, options=options)
+    wider = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512, resume=True, params={"width": 8})
+    with pytest.raises(InputError, match="is not a checkpoint of such a run"):
+        fit_mlp(*parts, NAMES, options=wider)
+    (tmp_path / "last.ckpt").write_bytes(b"cut off")
+    with pytest.raises(InputError, match="is not a checkpoint of such a run"):
+        fit_mlp(*parts, NAMES, options=FitOptions(epochs=1, checkpoints=tmp_path, resume=True))
+
+
+def test_training_stops_early(tmp_path: Path) -> None:
+    """Labels are noise: the held-out loss rises once the network learns them by heart."""
+    generator = torch.Generator().manual_seed(0)
+    noise = []
+    for count in (60, 60):
+        rows = made_rows(count)
+        labels = torch.rand(count, generator=generator) < 0.5
+        noise.append(FitRows(rows.features, rows.depth.clamp_min(1), labels, labels, labels))
+    epochs = []
+    options = FitOptions(epochs=100, learning_rate=0.05, batch_size=16)
+    fit_mlp(*noise, NAMES, options=options, progress=lambda task, done, total: epochs.append((done, total)))
+    assert epochs[-1][1] == 100
+    assert epochs[-1][0] < 50
+
+
+def test_params_shape_the_network(parts: tuple[FitRows, FitRows]) -> None:
+    options = FitOptions(epochs=1, params={"width": 5, "layers": 3, "learning_rate": 0.01, "weight_decay": 0.1})
+    tensors = fit_mlp(*parts, NAMES, options=options).tensors()
+    assert [tensors[f"weight.{i}"].shape[0] for i in range(4)] == [5, 5, 5, 2]
+    assert not same(
+        fit_mlp(*parts, NAMES, epochs=1), fit_mlp(*parts, NAMES, options=FitOptions(epochs=1, learning_rate=0.1))
+    )
+
+
+def test_loggers_by_name(tmp_path: Path) -> None:
+    assert find_logger(None, None) is False
+    assert find_logger("none", tmp_path) is False
+    assert type(find_logger(None, tmp_path)).__name__ == "CSVLogger"
+    assert type(find_logger("CSVLogger", tmp_path)).__name__ == "CSVLogger"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logger": "cvs", "checkpoints": True}, r"unknown logger 'cvs' \(did you mean 'csv'\?\)"),
+        ({"logger": "csv"}, "give a work folder with --checkpoints"),
+        ({"logger": "wandb", "checkpoints": True}, "--logger wandb: "),
+        ({"accelerator": "gpuu"}, "--accelerator, --devices, --precision: .*gpuu"),
+        ({"devices": "0,x"}, "--devices: expected a count"),
+        ({"precision": "17"}, "--accelerator, --devices, --precision: .*17"),
+    ],
+    ids=["typo", "no folder", "not installed", "accelerator", "devices", "precision"],
+)
+def test_what_a_trainer_cannot_have_is_one_line(options: dict[str, object], message: str, tmp_path: Path) -> None:
+    if options.get("logger") == "wandb":
+        pytest.importorskip("lightning")
+        try:
+            import wandb  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("wandb is installed")
+    work = tmp_path if options.pop("checkpoints", False) else None
+    with pytest.raises(InputError, match=message) as caught:
+        make_trainer(FitOptions(checkpoints=work, **options), tmp_path, 1)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)

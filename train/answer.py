@@ -1,0 +1,142 @@
+"""The answer of a report: which policy, how much faster, how sure, why; and what a reader must look into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .insight import StopCost
+from .intervals import LEVEL, Resamples, Values
+from .records import Answer, Line, Ratio
+
+LEVEL_TEXT = f"{LEVEL:.0%} interval"
+FEWEST = 8
+"""Prompts below which an interval says too little to deploy on."""
+
+
+def span(ratio: Ratio, digits: int = 3) -> str:
+    """Return `1.021 to 1.063`."""
+    return f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
+
+
+def answer(
+    lines: Sequence[Line],
+    best_name: str,
+    boot: Resamples,
+    to_best: Mapping[str, Values],
+    stops: Sequence[StopCost] = (),
+) -> Answer | None:
+    """Return what to do.
+
+    The candidate is the fastest rule or learned policy that is clear of what needs no policy, or else the fastest one.
+
+    Args:
+        lines: of the report.
+        best_name: of the best fixed length.
+        boot: resamples of the prompts.
+        to_best: totals of `boot` by policy, its speed in every resample against the best of what needs no policy: the
+            best fixed length, and on trees the best static tree.
+        stops: of the best fixed length and the policies.
+    """
+    asked = sorted((x for x in lines if x.kind in ("rule", "learned")), key=lambda x: -x.tokens_per_s)
+    if not asked:
+        return None
+    clear = [x for x in asked if boot.interval(to_best[x.name]).low > 1.0]
+    top = (clear or asked)[0]
+    against = boot.interval(to_best[top.name])
+    above = float((to_best[top.name][1 : 1 + boot.replicates] > 1.0).mean())
+    static = next((x for x in lines if x.kind == "static"), None)
+    rival = f"the best fixed length ({best_name})" + (" and the best static tree" if static else "")
+    best = next(x for x in lines if x.name == "best fixed")
+    plain_use = static if static is not None and static.tokens_per_s > best.tokens_per_s else best
+    if boot.prompts < FEWEST:
+        clear = []
+    use, how = top.name, ""
+    if not clear:
+        use, how = (best_name, "") if plain_use is best else (plain_use.name, f" ({plain_use.note.partition(';')[0]})")
+    if clear:
+        headline = (
+            f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {against.value:.3f} times "
+            f"{rival}, {LEVEL_TEXT} {span(against)}."
+        )
+    else:
+        where = "below 1" if against.high < 1.0 else "not clear of 1" if against.low <= 1.0 else "from too few prompts"
+        headline = (
+            f"Do not deploy a policy here, use {use}{how}: {plain_use.to_plain.value:.2f} times as fast as plain decoding. "
+            f"The fastest policy, {top.name}, is {against.value:.3f} times {rival}, {LEVEL_TEXT} {span(against)}: {where}."
+        )
+    return Answer(
+        bool(clear),
+        use,
+        top.name,
+        headline,
+        _sure(top.name, rival, above, boot, len(asked)),
+        why(top.name, stops),
+        above,
+    )
+
+
+def _sure(name: str, rival: str, above: float, boot: Resamples, compared: int) -> str:
+    """Return in words how far the answer can be trusted."""
+    share = "all" if above == 1.0 else "none" if above == 0.0 else f"{above:.1%}"
+    text = f"{name} is ahead of {rival} in {share} of {boot.replicates:,} resamples of the {boot.prompts} prompts"
+    if boot.prompts < FEWEST:
+        return f"{text}; fewer than {FEWEST} are too few to say."
+    if compared > 1 and above > 0.5:
+        return f"{text}; it is the fastest of {compared} compared on these very prompts, which flatters it."
+    return f"{text}."
+
+
+def why(name: str, stops: Sequence[StopCost]) -> tuple[str, ...]:
+    """Return in words where a policy gains and loses against the best fixed length."""
+    known = {stop.name: stop for stop in stops}
+    if name not in known or "best fixed" not in known:
+        return ()
+    mine, fixed = known[name], known["best fixed"]
+    early, late, decided, _ = (100 * ms for ms in mine.ms_per_token)
+    early_0, late_0, _, _ = (100 * ms for ms in fixed.ms_per_token)
+    saved = early_0 + late_0 - early - late
+    share = saved / (early_0 + late_0) if early_0 + late_0 > 0 else 0.0
+    word = "avoids" if saved >= 0 else "adds"
+    wrong = (
+        f"It {word} {abs(share):.0%} of what wrong stops cost the best fixed length: in 100 tokens, stopping too early costs "
+        f"it {early:.1f} ms (best fixed: {early_0:.1f}) and too late {late:.1f} ms ({late_0:.1f})."
+    )
+    if decided == 0:
+        return (wrong,)
+    net = "which leaves a gain" if saved > decided else "which is more than it saves"
+    return (wrong, f"Its decisions take {decided:.1f} ms in 100 tokens, against {saved:.1f} ms saved, {net}.")
+
+
+def findings(
+    lines: Sequence[Line],
+    boot: Resamples,
+    below_bound: Sequence[str],
+    to_informed: Mapping[str, Values],
+    to_static: Mapping[str, Values],
+) -> tuple[str, ...]:
+    """Return what must be looked into.
+
+    Args:
+        lines: of the report.
+        boot: resamples of the prompts.
+        below_bound: policies that need less time than the clairvoyant on some text, which cannot be.
+        to_informed: by policy, its speed against the informed estimate.
+        to_static: the same against the best static tree.
+    """
+    kinds = {line.name: line.kind for line in lines}
+    found = [
+        f"{name} is faster than the clairvoyant bound on some text: the bound, the profile or the trace is wrong"
+        for name in below_bound
+    ]
+    for name, values in to_informed.items():
+        ratio = boot.interval(values)
+        if kinds.get(name) in ("rule", "learned") and ratio.low > 1:
+            found.append(
+                f"{name} is above the informed estimate beyond its interval ({ratio.value:.3f} times, {span(ratio)}): it "
+                "knows something that the estimate does not, or has seen these prompts"
+            )
+    for name, values in to_static.items():
+        ratio = boot.interval(values)
+        if kinds.get(name) in ("rule", "learned") and ratio.high < 1:
+            found.append(f"{name} is slower than the best static tree ({ratio.value:.3f} times, {span(ratio)})")
+    return tuple(found)

@@ -1,0 +1,101 @@
+"""Figures, tables and sections of a report: what they show, and where in its JSON every figure is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str | int, ...]
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Num:
+    """A figure of the report: where it is in the JSON, how it is written, and what it is multiplied with before."""
+
+    path: Path
+    form: str = ".3f"
+    scale: float = 1.0
+
+    @property
+    def pointer(self) -> str:
+        """The place as a JSON pointer (RFC 6901)."""
+        return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in self.path)
+
+    def value(self, data: Data) -> float:
+        """Return the figure as the JSON has it."""
+        found: Any = data
+        for step in self.path:
+            found = found[step]
+        return float(found)
+
+    def text(self, data: Data) -> str:
+        """Return the figure as it is shown."""
+        shown = f"{self.scale * self.value(data):{self.form}}"
+        return shown.replace("-", "") if not shown.strip("-0.,%") else shown
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A verdict, shown with its own look."""
+
+    words: str
+
+
+Parts = tuple["str | Num", ...]
+Cell = str | Num | Mark | Parts
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns.
+
+    Attributes:
+        caption: what it shows.
+        columns, rows: cells; the first one of a row is its name.
+        shades: background strengths 0..1 by row and column, or empty.
+        notes: words on each row, or empty; the last column of a table of texts.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    shades: tuple[tuple[float, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The columns of `texts`."""
+        return (*self.columns, "note") if self.notes else self.columns
+
+    def texts(self, data: Data) -> list[list[str]]:
+        """Return the cells as texts."""
+        rows = [[cell_text(cell, data) for cell in row] for row in self.rows]
+        return [[*row, note] for row, note in zip(rows, self.notes, strict=True)] if self.notes else rows
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report; `open` tables stand beside the picture, others are folded away."""
+
+    id: str
+    title: str
+    words: tuple[str, ...]
+    tables: tuple[Table, ...] = ()
+    open: bool = False
+
+
+def cell_text(cell: Cell, data: Data) -> str:
+    """Return a cell as text."""
+    if isinstance(cell, tuple):
+        return "".join(cell_text(part, data) for part in cell)
+    if isinstance(cell, Num):
+        return cell.text(data)
+    return cell.words if isinstance(cell, Mark) else cell
+
+
+def spread(path: Path, digits: int = 3) -> Parts:
+    """Return the cell of a ratio: `1.042 [1.021, 1.063]`."""
+    form = f".{digits}f"
+    value, low, high = (Num((*path, part), form) for part in ("value", "low", "high"))
+    return (value, " [", low, ", ", high, "]")
