@@ -9,9 +9,9 @@ each world a sample is drawn, and
 
 - `evaluate` replays it: its 95% intervals of the ratio to plain and to the best fixed length must cover the truth
   `LEAST` to `MOST` of the time;
-- a censored live run with exploration is drawn and `estimate_offline` asked for a deeper policy: the intervals of tokens,
-  seconds and tokens per second must cover as well, inverse propensity and doubly robust must be unbiased (|z| below `MOST_Z`: a false alarm in 15,000), and the bias and
-  error of the self-normalised one must shrink as prompts are added.
+- a censored live run with exploration is drawn and `estimate_offline` asked for a deeper policy: its intervals of tokens,
+  seconds and tokens per second must cover as well, inverse propensity and doubly robust must be unbiased (|z| below
+  `MOST_Z`: a false alarm in 15,000), and the error of the self-normalised one must fall as the root of the prompts.
 
 The last line is one JSON object.
 """

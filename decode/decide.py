@@ -99,8 +99,8 @@ class Decider:
         if self._one is not None:
             parent: Any = above.rows if above is not None and self._follows_path else 0.0
             token = found.tokens[places[0]]
-            behind = found.tokens[found.parent[places[0]]]
-            row = Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled, behind)
+            last = found.tokens[found.parent[places[0]]]
+            row = Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled, last)
             return Level(places, row)
         device = logits.raw.device
         owner = torch.tensor(logits.owner, device=device)

@@ -37,7 +37,7 @@ class DynaSDHead(TensorHead):
         tensors: `weight.i` [out, in], `bias.i` [out] of layer i, the last with one output; `first` [1], `next` at depth 0.
     """
 
-    kind: ClassVar[str]
+    kind: str
     reads: ClassVar[tuple[str, ...]]
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:

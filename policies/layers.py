@@ -63,8 +63,8 @@ class Residual:
             np.ascontiguousarray(np.concatenate([weight.numpy(), bias.numpy()[:, None]], 1), dtype=np.float32)
             for weight, bias in (enter, *blocks, leave)
         )
-        given = np.ones(first.shape[1], dtype=np.float32)
-        self._given: Any = given
+        given: Any = np.ones(first.shape[1], dtype=np.float32)
+        self._given = given
         self._first: Any = memoryview(given)
         self._inputs = range(len(given) - 1)
         self._state = np.ones(last.shape[1], dtype=np.float32)

@@ -7,6 +7,7 @@ from specstop.decode.noise import mix
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from torch import Tensor
+from trees import make_tree_policy
 
 DEPTH = 5
 
@@ -166,6 +167,7 @@ def zoo() -> list[StopPolicy]:
         ReadsHistory(),
         Randomised(),
         Adaptive(),
+        make_tree_policy(depth=DEPTH),
     ]
 
 

@@ -113,9 +113,9 @@ def _difference(name: str, one: Read, two: Read, common: Sequence[str], seed: in
     mine, other = one.lines.get(name), two.lines.get(name)
     kind = (mine or other or {}).get("kind", "")
     if mine is None or other is None:
-        there = [None if line is None else float(line["tokens_per_s"]) for line in (mine, other)]
-        ratios = [None if line is None else _ratio(line) for line in (mine, other)]
-        return Difference(name, kind, *there, *ratios, None, None)
+        rate_a, rate_b = (None if line is None else float(line["tokens_per_s"]) for line in (mine, other))
+        ratio_a, ratio_b = (None if line is None else _ratio(line) for line in (mine, other))
+        return Difference(name, kind, rate_a, rate_b, ratio_a, ratio_b, None, None)
     to_a, to_b = _ratio(mine), _ratio(other)
     gain = _paired(name, one, two, common, seed) if common else _unpaired(to_a, to_b)
     overlap = to_a.low <= to_b.high and to_b.low <= to_a.high
@@ -154,9 +154,8 @@ def _differs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str
     """Return (what, in A, in B) of the facts that are not the same."""
     rows: list[tuple[str, Any, Any]] = [(name, a.get(name), b.get(name)) for name in _TOLD]
     for part, names in (("pair", ("target", "draft", "tokenizer")), ("profile", _OF_PROFILE)):
-        one, two = (facts.get(part) if isinstance(facts.get(part), dict) else {} for facts in (a, b))
-        known = [*names, *sorted((set(one or {}) | set(two or {})) - set(names))] if part == "pair" else names
-        rows += [(f"{part}: {name}", (one or {}).get(name), (two or {}).get(name)) for name in known]
+        one, two = (dict(facts.get(part) or {}) for facts in (a, b))
+        rows += [(f"{part}: {name}", one.get(name), two.get(name)) for name in names]
     return tuple((what, _text(x), _text(y)) for what, x, y in rows if x != y)
 
 

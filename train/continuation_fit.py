@@ -51,6 +51,7 @@ def fit_continuation(
     name: str,
     seed: int = 0,
     rounds: int = MOST_ROUNDS,
+    margins: Sequence[float] = MARGINS,
     progress: Progress = silent,
 ) -> Settled[LearnedPolicy]:
     """Fit a continuation policy, replay it, and fit it again on what it visits.
@@ -64,6 +65,7 @@ def fit_continuation(
         name: of the policy.
         seed: of folds and fits.
         rounds: most fits.
+        margins: tokens that must be expected to be saved; the fastest is taken.
         progress: see `Progress`.
 
     Raises:
@@ -85,7 +87,7 @@ def fit_continuation(
         stages = backward(togo, seen, folds, weight, value, decision_s, seed)
         rows = value_rows(stages, togo, seen, played.visits)
         head = _fitted(kind, rows, inner[rows_of(togo, stages.first)], names, seed)
-        chosen = choose(togo, values(head, seen), decision_s)
+        chosen = choose(togo, values(head, seen), decision_s, margins)
         rule = Continuation(chosen.margin, chosen.first)
         policy = LearnedPolicy(name, names, head, Calibrator(), Calibrator(), rule, chosen.deepest)
         after = togo.play(chosen.lengths, decision_s * chosen.asked)
@@ -114,14 +116,14 @@ def values(head: Head, seen: Tensor) -> Tensor:
     return torch.stack([head.logits(seen[:, j], j)[..., 1] for j in range(seen.shape[1] - 1)], 1)
 
 
-def choose(togo: ToGo, value: Tensor, decision_s: float) -> Chosen:
+def choose(togo: ToGo, value: Tensor, decision_s: float, margins: Sequence[float] = MARGINS) -> Chosen:
     """Return the settings of the rule that decode the traces fastest.
 
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
     """
     depths = sorted({*range(4, togo.depth, 2), togo.depth})
     best: tuple[float, Chosen] | None = None
-    for first, deepest, margin in itertools.product(range(LATEST + 1), depths, MARGINS):
+    for first, deepest, margin in itertools.product(range(LATEST + 1), depths, margins):
         if first >= deepest:
             continue
         lengths, asked = rounds_of(togo, value, first, deepest, margin)

@@ -119,11 +119,12 @@ def _descend(
     steps = EPOCHS * -(-len(fit[1]) // BATCH)
     optimizer = torch.optim.AdamW(layers.parameters(), lr=RATE, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, max(steps, 2))
-    best, least = {}, float("inf")
+    best: dict[str, Tensor] = {}
+    least = float("inf")
     for _ in range(EPOCHS):
         for at in torch.randperm(len(fit[1]), generator=generator).split(BATCH):
             optimizer.zero_grad()
-            error((fit[0][at], fit[1][at], fit[2][at])).backward()  # type: ignore[no-untyped-call]
+            error((fit[0][at], fit[1][at], fit[2][at])).backward()
             optimizer.step()
             schedule.step()
         with torch.no_grad():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..policies.costs import Profile
 from ..policies.errors import InputError, close_match
 from ..policies.learned import LearnedPolicy
-from ..policies.rules import AnyFork, Derived, Rule, Threshold, derived_thresholds
+from ..policies.rules import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
 from .data import TraceArrays
 from .replay import replay_many
 from .tune import THRESHOLDS, solve_rate, typical_context
@@ -20,6 +20,7 @@ RULES: dict[str, Callable[[float], Rule]] = {
     "survival": lambda threshold: Threshold("survival", threshold),
     "step": lambda threshold: Threshold("step", threshold),
     "any": AnyFork,
+    "continuation": Continuation,
 }
 """Each rule by name, from a threshold; those of the derived rule are solved."""
 

@@ -22,11 +22,13 @@ from ..policies.folder import load_policy_folder, save_policy
 from ..policies.history import HISTORY_FEATURES
 from ..policies.learned import Facts, LearnedPolicy
 from ..policies.progress import Progress, silent
+from .continuation_fit import MARGINS, fit_continuation
 from .crossfit import FOLDS, Calibrated, FoldHeads, Folds, calibrate, fit_folds, held_out_outputs, prompt_folds
 from .data import TraceArrays, trace_arrays
 from .fitting import HEAD_KINDS, FitOptions
 from .forms import Form, form, read_vectors
 from .mixing import mixed_arrays
+from .refit import MOST_ROUNDS
 from .replay import Replayed, replay
 from .rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
 from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
@@ -196,6 +198,8 @@ def train_arrays(
             "--rule survival, step or any with a --threshold"
         )
     folds = prompt_folds(arrays, plan.folds, plan.seed)
+    if plan.rule == "continuation":
+        return _train_continuation(plan, arrays, folds, profile, heats, sources, folder, progress)
     fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
     calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
@@ -214,6 +218,40 @@ def train_arrays(
         metrics=metrics,
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
+
+
+def _train_continuation(
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    heats: Sequence[float],
+    sources: Sequence[str],
+    folder: Path | None,
+    progress: Progress,
+) -> Trained:
+    """Do what `train_arrays` does with a head whose output is the value of drafting on: no calibration, no rate to solve."""
+    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+    margins = MARGINS if plan.threshold is None else (plan.threshold,)
+    how: dict[str, Any] = {"name": plan.name, "seed": plan.seed, "margins": margins, "progress": progress}
+    rounds = plan.passes if plan.passes > 1 else MOST_ROUNDS
+    if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first one
+        first = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=1, **how).made
+        profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.vectors)
+    settled = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=rounds, **how)
+    policy = settled.made
+    metrics = {
+        "prompts": len(set(arrays.prompt_ids)),
+        "refits": len(settled.rates),
+        "best_refit": settled.best,
+        "visits_moved": settled.moved[-1],
+    } | _held_out_speed(policy, held_side, profile)
+    played = replay(fit_side, policy, profile)
+    policy.facts = dataclasses.replace(
+        _facts(arrays.header, heats, sources, plan), rho=played.rate, profile=profile.to_dict(), metrics=metrics,
+        acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
+    )  # fmt: skip
+    return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
 
 
 def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:

@@ -49,8 +49,8 @@ class Design:
         first = rows.depth == 0
         scalars = rows.features[:, self.scalars]
         x = torch.where(first[:, None], self.basis(scalars, 0), self.basis(scalars, 1))
-        known = [(self.names[at] == "anchor_token") == first for at in self.ids]
-        blocks = [sparse.csr_matrix(x.double().numpy()), _one_hot(rows.depth, self.depths, rows.depth >= 0)]
+        known = [first if self.names[at] == "anchor_token" else ~first for at in self.ids]
+        blocks = [sparse.csr_matrix(x.double().numpy()), _one_hot(rows.depth, self.depths, torch.ones_like(first))]
         for at, counts in zip(self.ids, known, strict=True):
             blocks.append(_one_hot(rows.features[:, at].long(), self.vocabulary, counts))
         return sparse.hstack(blocks, format="csr")
@@ -88,12 +88,11 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
 
 def _parts(rows: FitRows, held: FitRows) -> list[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
     """Return labels and rows (to fit on, held out) of accept, of next behind a drawn token, and of next at depth 0."""
-    both = rows, held
-    accept, following = tuple(r.accepted for r in both), tuple(r.followed for r in both)
+    following = rows.followed, held.followed
     return [
-        ((accept[0], accept[1]), rows.drawn, held.drawn),
-        ((following[0], following[1]), *(r.drawn & r.followed_known for r in both)),
-        ((following[0], following[1]), *(~r.drawn & r.followed_known for r in both)),
+        ((rows.accepted, held.accepted), rows.drawn, held.drawn),
+        (following, rows.drawn & rows.followed_known, held.drawn & held.followed_known),
+        (following, ~rows.drawn & rows.followed_known, ~held.drawn & held.followed_known),
     ]
 
 

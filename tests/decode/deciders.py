@@ -9,6 +9,7 @@ import torch
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from torch import Tensor
+from trees import FREE, make_tree_policy
 from zoo import Adaptive, FromAnchor, Randomised, Selecting
 
 MOST = 3
@@ -167,6 +168,7 @@ DECIDERS: dict[str, Callable[[], StopPolicy]] = {
     "randomised": partial(limited, Randomised),
     "as-rounds-went": AsRoundsWent,
     "adaptive": partial(limited, Adaptive),
+    "tree-gain": partial(make_tree_policy, FREE, MOST, verify_s=2e-3),
     "raising": Raising,
     "raising-in-select": RaisingInSelect,
 }

@@ -1,0 +1,237 @@
+"""Training of tree policies: rows, calibration along paths, prices, smaller trees, and what comes out in the live loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair
+from specstop.policies.costs import Profile
+from specstop.policies.errors import InputError, TraceError
+from specstop.policies.features import TREE_FEATURES
+from specstop.policies.folder import load_policy_folder
+from specstop.policies.heads import LinearHead
+from specstop.policies.tree_gain import TreeGain
+from specstop.train.data import trace_arrays
+from specstop.train.evaluate import evaluate
+from specstop.train.replay import replay
+from specstop.train.rows import Visits
+from specstop.train.run import Trained, settle, train
+from specstop.train.static_tree import StaticTree, best_static_tree
+from specstop.train.subtrees import on_subtree, subtree
+from specstop.train.tree_calibrate import fit_paths, fit_shares
+from specstop.train.tree_rows import accepted_nodes, tree_rows
+from specstop.train.tree_solve import tree_seconds
+
+TREE = "3,2,1,1,1"
+SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
+"""Of TREE: two roots, below the first both children, below the second one."""
+
+
+@pytest.fixture(scope="module")
+def forest(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
+    folder = tmp_path_factory.mktemp("trees")
+    return {
+        t: collect(pair, prompts, folder / str(t), tree=TREE, temperature=t, max_new_tokens=NEW) for t in (0.0, 0.7)
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(
+    forest: dict[float, Trace], profile: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> dict[float, Trained]:
+    folder = tmp_path_factory.mktemp("trained")
+    costs = profile.with_decisions({"tree": 1e-5})
+    return {t: train(trace, costs, rule="gain", out=folder / str(t), passes=2) for t, trace in forest.items()}
+
+
+def all_visits(trace: Trace) -> Visits:
+    arrays = trace_arrays(trace)
+    row = (~arrays.cut).nonzero()[:, 0]
+    return Visits(row, torch.zeros(len(row), 4))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_live_loop_plays_what_replay_says(
+    pair: Pair,
+    prompts: list[Prompt],
+    prompt_ids: list[list[int]],
+    forest: dict[float, Trace],
+    trained: dict[float, Trained],
+    profile: Profile,
+    temperature: float,
+) -> None:
+    policy = trained[temperature].policy
+    assert isinstance(policy, TreeGain)
+    policy = policy.with_rule(policy.rule.changed(rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
+    played = replay(trace_arrays(forest[temperature]), policy, profile)
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE), profile)
+    sizes = set()
+    for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
+        rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
+        live = [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]
+        assert played.log[played.log[:, 0] == s, 1:].tolist() == live
+        sizes |= {(r.drafted, r.verified) for r in rounds}
+    assert len({drafted for drafted, _ in sizes}) > 2 and any(drafted > verified > 0 for drafted, verified in sizes)
+
+
+def test_training_leaves_a_folder_that_plays_the_same(
+    forest: dict[float, Trace], trained: dict[float, Trained], profile: Profile
+) -> None:
+    made = trained[0.7]
+    assert made.path is not None
+    loaded = load_policy_folder(made.path)
+    arrays = trace_arrays(forest[0.7])
+    assert torch.equal(replay(arrays, loaded, profile).log, replay(arrays, made.policy, profile).log)
+    assert loaded.facts.provenance["tree"] == TREE and loaded.facts.rho > 0.0
+    assert {row["depth"] for row in made.metrics["reliability"]} >= {2, 3}
+
+
+def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
+    forest: dict[float, Trace], trained: dict[float, Trained], full_profile: Profile, tmp_path: Path
+) -> None:
+    made = trained[0.7]
+    dear = replace(
+        full_profile, low=replace(full_profile.low, verify_s=tuple(30 * s for s in full_profile.low.verify_s))
+    )
+    report = evaluate(forest[0.7], dear, [made.policy])
+    assert "rho as saved" in report.line("tree").note
+    assert made.path is not None
+    rho = load_policy_folder(made.path).facts.rho
+    settled = settle(made.path, forest[0.7], dear)
+    assert isinstance(settled, TreeGain) and settled.facts.rho != rho
+    assert load_policy_folder(made.path).facts.rho == settled.facts.rho
+
+
+def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> None:
+    """Counted out one by one."""
+    arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
+    rows = tree_rows(arrays, ("top1", "branch_rank", "depth"), visited)
+    tree, at = arrays.tree, 0
+    for row in visited.row.tolist():
+        accepted = [True, *arrays.path[row].tolist()]  # type: ignore[index]
+        ended = [False, *arrays.ends[row].tolist()]
+        for node in range(len(tree)):
+            above = tree.parent[node]
+            if node and (not accepted[above] or ended[node] or ended[above]):
+                continue
+            below = tree.children[node]
+            assert rows.rows.depth[at] == tree.depth[node]
+            assert bool(rows.rows.accepted[at]) == accepted[node]
+            assert bool(rows.known[at]) == (accepted[node] and bool(below))
+            if below:
+                assert rows.children[at].tolist()[: len(below)] == [accepted[child] for child in below]
+                assert bool(rows.rows.followed[at]) == accepted[below[0]]
+            if node:
+                assert rows.rows.features[at, 1:].tolist() == [rows.rank[at], tree.depth[node]]
+            at += 1
+    assert at == len(rows.rows)
+
+
+def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:
+    """A head that knows nothing: the shifts by depth and rank are the log-odds of the mean."""
+    arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
+    blank = {"mean": torch.zeros(1), "scale": torch.ones(1), "weight": torch.zeros(3, 1), "bias": torch.zeros(3)}
+    head = LinearHead(("depth",), blank)
+    accept, following = fit_paths([(head, visited)], arrays, ("depth",))
+    accepted = accepted_nodes(arrays, visited.row)[:, 1:]
+    there = ~arrays.ends[visited.row]
+    ranks = np.array([0, 1, 2])
+    chance = accept.of(np.ones(3), np.zeros(3), 1, ranks)
+    for rank in range(3):
+        assert chance[rank] == pytest.approx(float(accepted[:, rank][there[:, rank]].double().mean()), abs=0.05)
+    first = following.of(np.ones(1), np.zeros(1), 0, np.zeros(1, dtype=int))[0]
+    assert first == pytest.approx(float(accepted[:, 0].double().mean()), abs=0.02)
+
+
+def test_shares_follow_the_chance_of_the_best_child() -> None:
+    generator = torch.Generator().manual_seed(2)
+    chance = torch.rand(4000, generator=generator).clamp(0.05, 0.95)
+    second = torch.sigmoid(-1.0 - 0.8 * torch.logit(chance))
+    children = torch.stack([chance > 0.5, torch.rand(4000, generator=generator) < second, torch.zeros(4000) > 0], 1)
+    (u, v), (rare, _) = fit_shares(chance, children, torch.full((4000,), 3))
+    assert u == pytest.approx(-1.0, abs=0.15) and v == pytest.approx(-0.8, abs=0.15)
+    assert rare < -2.0
+
+
+def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Profile) -> None:
+    arrays = trace_arrays(forest[0.0])
+    seconds = tree_seconds(arrays, profile, 5e-5)
+    context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
+    one = torch.ones(1, dtype=torch.int64)
+
+    def round_s(fed: list[int], drafted: int, verified: int) -> float:
+        rows = torch.tensor([fed])
+        return float(profile.round_seconds(one * context, one * drafted, one * verified, one, one * 0, 0.0, rows))
+
+    assert seconds["verify_s"][6] - seconds["verify_s"][2] == pytest.approx(round_s([1], 3, 6) - round_s([1], 3, 2))
+    later = round_s([1, 2, 0], 9, 4) - round_s([1, 0, 0], 3, 4)
+    assert seconds["draft_s"][1] == pytest.approx(later + 5e-5, rel=0.05)  # children a branch are a mean
+
+
+def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
+    pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
+) -> None:
+    for temperature, trace in forest.items():
+        part = on_subtree(trace_arrays(trace), SMALL)
+        name = subtree(trace.header.tree, SMALL).name
+        folder = tmp_path / str(temperature)
+        whole = trace_arrays(collect(pair, prompts, folder, tree=name, temperature=temperature, max_new_tokens=NEW))
+        assert part.tree.parent == whole.tree.parent
+        assert part.path is not None and whole.path is not None
+        same = ~whole.cut & ~part.cut  # how near the end a round is cut depends on the depth
+        assert torch.equal(part.path[same], whole.path[same]) and torch.equal(part.accepted[same], whole.accepted[same])
+        for feature in TREE_FEATURES:
+            torch.testing.assert_close(part.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
+
+
+@pytest.mark.parametrize("nodes", [[1], [0, 2], [0, 9]])
+def test_what_is_no_smaller_tree_is_refused(forest: dict[float, Trace], nodes: list[int]) -> None:
+    with pytest.raises(TraceError, match="a smaller tree"):
+        on_subtree(trace_arrays(forest[0.0]), nodes)
+
+
+def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(
+    forest: dict[float, Trace], trained: dict[float, Trained], profile: Profile
+) -> None:
+    arrays = trace_arrays(forest[0.7])
+    static, played = best_static_tree(arrays, profile)
+    assert isinstance(static, StaticTree)
+    costs = profile.with_decisions({"tree": 1e-5})
+    assert replay(arrays, trained[0.7].policy, costs).rate > 0.97 * played.rate
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "nothing"}, "unknown head"),
+        ({"head": "dynasd-soft"}, "hidden states"),
+        ({"passes": 0}, "--passes"),
+        ({"threshold": 0.5}, "no threshold"),
+        ({"features": ["top0"]}, "unknown feature"),
+    ],
+)
+def test_what_it_cannot_be_asked_for(
+    forest: dict[float, Trace], profile: Profile, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises((InputError, ValueError), match=message):
+        train(forest[0.0], profile, rule="gain", **options)  # type: ignore[arg-type]
+
+
+def test_traces_that_cannot_be_replayed_are_refused(
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
+) -> None:
+    from specstop.policies.baselines import FixedLength
+
+    live = collect(pair, prompts, tmp_path, tree=TREE, max_new_tokens=NEW, collector="live", policy=FixedLength(2))
+    with pytest.raises(TraceError, match="--rule gain"):
+        train(live, profile, rule="gain")
