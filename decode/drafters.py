@@ -60,7 +60,7 @@ class ModelDrafter:
         pair: whose draft it is.
 
     Attributes:
-        width, states: see `hidden.KeepsStates`.
+        states: see `hidden.KeepsStates`.
     """
 
     partial = reads_hidden = False
@@ -70,14 +70,14 @@ class ModelDrafter:
         self._hidden = False
         self._model = open_cache(pair.draft, 0, pair.vocabulary)
         self._fed: list[int] = []  # places in the cache, in the order of its slots behind the text
-        self.width = hidden_width(pair.draft)
         self.states: Tensor | None = None
 
-    def keep_states(self) -> None:
+    def keep_states(self) -> int:
         """See `hidden.KeepsStates`."""
         if not self._hidden:
             self._hidden = True
             self._model = open_cache(self._pair.draft, 0, self._pair.vocabulary, True)
+        return hidden_width(self._pair.draft)
 
     def reserve(self, tokens: int) -> None:
         """See `Drafter`."""

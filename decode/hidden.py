@@ -18,15 +18,13 @@ class KeepsStates(Protocol):
     """A drafter that scores by hidden states and can hand them over.
 
     Attributes:
-        width: H.
         states: [R, H] of the last call of `feed`, a row for each row of logits; None where they are not kept.
     """
 
-    width: int
     states: Tensor | None
 
-    def keep_states(self) -> None:
-        """Keep the states of every call from now on."""
+    def keep_states(self) -> int:
+        """Keep the states of every call from now on and return their width H."""
 
 
 def hidden_width(model: PreTrainedModel) -> int:
@@ -51,5 +49,4 @@ def ask_for_states(drafter: object, who: str) -> int:
         raise PolicyError(
             f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, or use another policy"
         )
-    drafter.keep_states()
-    return drafter.width
+    return drafter.keep_states()

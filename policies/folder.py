@@ -19,12 +19,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .calibration import Calibrator
+from .continuation import ContinuationPolicy, head_names
 from .errors import PolicyError
 from .features import feature
 from .files import staged_folder, write_atomic, write_json
 from .heads import build_head
 from .learned import Facts, LearnedPolicy
-from .rules import build_rule
+from .rules import Continuation, build_rule
 from .strict import (
     MOST_DATA,
     MOST_TEXT,
@@ -222,8 +223,11 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
     features = tuple(feature(name).name for name in names)
     if set(_KNOTS) - set(tensors):
         raise PolicyError(f"weights: the tensors {', '.join(_KNOTS)} are missing")
+    rule = build_rule(raw["rule"])
     head = build_head(
-        raw["head"], features, {n.removeprefix("head."): t for n, t in tensors.items() if n not in (*_KNOTS, _SURVIVAL)}
+        raw["head"],
+        head_names(features, rule),
+        {n.removeprefix("head."): t for n, t in tensors.items() if n not in (*_KNOTS, _SURVIVAL)},
     )
     accept, following = (
         _calibrator(entry["kind"], float(entry["temperature"]), tensors[name])
@@ -243,7 +247,8 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
     survival = SurvivalMaps(tensors[_SURVIVAL]) if _SURVIVAL in tensors else None
     if survival is not None and survival.depth != depth:
         raise PolicyError(f"calibration: expected survival tables for {depth} depths, got {survival.depth}")
-    rule = build_rule(raw["rule"])
+    if isinstance(rule, Continuation):
+        return ContinuationPolicy(raw["name"], features, head, rule, depth, facts)
     if isinstance(rule, TreeRule):
         if not (isinstance(accept, PathCalibrator) and isinstance(following, PathCalibrator)):
             raise PolicyError("calibration: the rule gain needs calibrations of paths")

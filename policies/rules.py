@@ -105,16 +105,19 @@ class Continuation:
     Args:
         margin: tokens that must be expected to be saved.
         first: depth of the first decision.
+        remembers: the head reads the features of the depth above too (`continuation.ContinuationPolicy`).
     """
 
     kind = "continuation"
 
-    def __init__(self, margin: float = 0.0, first: int = 0) -> None:
+    def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise PolicyError(f"rule continuation: expected first to be a depth, not {first!r}")
         if not -math.inf < margin < math.inf:
             raise PolicyError(f"rule continuation: expected a number as margin, not {margin}")
-        self.margin, self.first = float(margin), first
+        if not isinstance(remembers, bool):
+            raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
+        self.margin, self.first, self.remembers = float(margin), first, remembers
         self._threshold = 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))  # outputs come through a sigmoid
 
     def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
@@ -123,7 +126,7 @@ class Continuation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
-        return {"kind": self.kind, "margin": self.margin, "first": self.first}
+        return {"kind": self.kind, "margin": self.margin, "first": self.first, "remembers": self.remembers}
 
 
 def derived_thresholds(rho: float, costs: Tensor, acceptance: Sequence[float]) -> list[float]:
@@ -153,7 +156,7 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
         if raw["kind"] == "derived":
             return Derived([float(t) for t in raw["thresholds"]], raw["first"])
         if raw["kind"] == "continuation":
-            return Continuation(float(raw["margin"]), raw["first"])
+            return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "gain":
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:

@@ -42,20 +42,20 @@ def commands(block: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("page", RUN)
 @pytest.mark.usefixtures("place")
-def test_every_block_of_the_page_runs(page: str) -> None:
-    blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
-    assert any(kind == "console" for kind, _ in blocks)
-    names: dict[str, object] = {}
-    for kind, text in blocks:
-        if kind == "python":
-            exec(compile(text, page, "exec"), names)
-            continue
-        for words in commands(text):
-            if words[0] == "specstop":
-                answer = cli(*words[1:])
-                assert answer.code == 0, (words, answer.err)
+def test_every_block_of_the_pages_runs() -> None:
+    for page in RUN:
+        blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
+        assert any(kind == "console" for kind, _ in blocks)
+        names: dict[str, object] = {}
+        for kind, text in blocks:
+            if kind == "python":
+                exec(compile(text, page, "exec"), names)
+                continue
+            for words in commands(text):
+                if words[0] == "specstop":
+                    answer = cli(*words[1:])
+                    assert answer.code == 0, (page, words, answer.err)
 
 
 def documents() -> list[Path]:

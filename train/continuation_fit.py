@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..policies.calibration import Calibrator
+from ..policies.continuation import ContinuationPolicy, head_names, remembered
 from ..policies.costs import Profile
 from ..policies.errors import InputError
 from ..policies.heads import Head
-from ..policies.learned import LearnedPolicy
 from ..policies.progress import Progress, silent
 from ..policies.rules import Continuation
 from .continuation import FOLDS, LATEST, UNVISITED, backward, value_rows
@@ -52,8 +51,9 @@ def fit_continuation(
     seed: int = 0,
     rounds: int = MOST_ROUNDS,
     margins: Sequence[float] = MARGINS,
+    remembers: bool = True,
     progress: Progress = silent,
-) -> Settled[LearnedPolicy]:
+) -> Settled[ContinuationPolicy]:
     """Fit a continuation policy, replay it, and fit it again on what it visits.
 
     Args:
@@ -66,6 +66,7 @@ def fit_continuation(
         seed: of folds and fits.
         rounds: most fits.
         margins: tokens that must be expected to be saved; the fastest is taken.
+        remembers: the head reads the features of the depth above too.
         progress: see `Progress`.
 
     Raises:
@@ -79,17 +80,22 @@ def fit_continuation(
     every = torch.arange(len(togo.bound))
     inner = folds.of[togo.sequence]
 
-    def fit(state: _State, number: int) -> Turn[_State, LearnedPolicy]:
+    columns = head_names(names, Continuation(remembers=remembers))
+    places = remembered(names) if remembers else []
+
+    def fit(state: _State, number: int) -> Turn[_State, ContinuationPolicy]:
         progress("fit, replay, refit", number, rounds)
         value, played = state
         seen = seen_features(arrays, names, every, played.history)
         weight = played.visits.float().clamp_min(UNVISITED)
-        stages = backward(togo, seen, folds, weight, value, decision_s, seed)
+        stages = backward(togo, with_memory(seen, places, 0), folds, weight, value, decision_s, seed)
+        seen = with_memory(seen, places, stages.first)
         rows = value_rows(stages, togo, seen, played.visits)
-        head = _fitted(kind, rows, inner[rows_of(togo, stages.first)], names, seed)
-        chosen = choose(togo, values(head, seen), decision_s, margins)
-        rule = Continuation(chosen.margin, chosen.first)
-        policy = LearnedPolicy(name, names, head, Calibrator(), Calibrator(), rule, chosen.deepest)
+        head = _fitted(kind, rows, inner[rows_of(togo, stages.first)], columns, seed)
+        firsts = (stages.first,) if places else range(LATEST + 1)
+        chosen = choose(togo, values(head, seen), decision_s, margins, firsts)
+        rule = Continuation(chosen.margin, chosen.first, remembers)
+        policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
         after = togo.play(chosen.lengths, decision_s * chosen.asked)
         onward = togo.value(chosen.lengths, decision_s * chosen.asked)
         return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
@@ -99,6 +105,15 @@ def fit_continuation(
     settled = refit(fit, (value, start), start.visits, rounds)
     progress("fit, replay, refit", rounds, rounds)
     return settled
+
+
+def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
+    """Return [N, K + 1, F + M], `seen` and behind it the columns at `places` of the depth above; 0 up to depth `first`."""
+    if not places:
+        return seen
+    before = torch.nn.functional.pad(seen[:, :-1, list(places)], (0, 0, 1, 0))
+    before[:, : first + 1] = 0.0
+    return torch.cat([seen, before], -1)
 
 
 def rows_of(togo: ToGo, first: int) -> Tensor:
@@ -116,14 +131,14 @@ def values(head: Head, seen: Tensor) -> Tensor:
     return torch.stack([head.logits(seen[:, j], j)[..., 1] for j in range(seen.shape[1] - 1)], 1)
 
 
-def choose(togo: ToGo, value: Tensor, decision_s: float, margins: Sequence[float] = MARGINS) -> Chosen:
+def choose(togo: ToGo, value: Tensor, decision_s: float, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
     """Return the settings of the rule that decode the traces fastest.
 
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
     """
     depths = sorted({*range(4, togo.depth, 2), togo.depth})
     best: tuple[float, Chosen] | None = None
-    for first, deepest, margin in itertools.product(range(LATEST + 1), depths, margins):
+    for first, deepest, margin in itertools.product(firsts, depths, margins):
         if first >= deepest:
             continue
         lengths, asked = rounds_of(togo, value, first, deepest, margin)

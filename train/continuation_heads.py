@@ -23,7 +23,8 @@ from .rows import FitRows
 TREES = {"max_depth": 4, "eta": 0.1, "min_child_weight": 40.0, "subsample": 0.8, "lambda": 5.0}
 MOST_TREES = 150
 HIDDEN = (32, 32)
-EPOCHS, BATCH, RATE = 12, 1024, 4e-3
+EPOCHS, BATCH, RATE = 12, 512, 4e-3
+LEAST_STEPS = 600
 CLIP = 6.0
 """Tokens beyond which a label counts as much as at it: a text that runs on for long says little about the next one."""
 
@@ -116,12 +117,13 @@ def _descend(
         return (weight * (x[:, 1] - y) ** 2).sum() / weight.sum().clamp_min(1e-9)
 
     fit, held = sides
-    steps = EPOCHS * -(-len(fit[1]) // BATCH)
+    each = -(-len(fit[1]) // BATCH)
+    epochs = max(EPOCHS, -(-LEAST_STEPS // each))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=RATE, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, max(steps, 2))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, epochs * each)
     best: dict[str, Tensor] = {}
     least = float("inf")
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for at in torch.randperm(len(fit[1]), generator=generator).split(BATCH):
             optimizer.zero_grad()
             error((fit[0][at], fit[1][at], fit[2][at])).backward()

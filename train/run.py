@@ -39,6 +39,9 @@ from .tune import PRICED, best_of, fixed_grid, solve_rate
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 """What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
 
+PATH_FEATURES = ("path_logprob",)
+"""What a continuation policy reads besides: it keeps no product of probabilities that would tell of the path."""
+
 REFERENCES = 5
 FEW = 5000
 """Rounds of the policy's own below which those of fixed lengths count too."""
@@ -148,6 +151,8 @@ def train(
         )  # fmt: skip
     wanted = form(head)
     names = tuple(features) if features else default_features(several) if wanted.features is None else wanted.features
+    if not features and rule == "continuation":
+        names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
         head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
         fit or FitOptions(), read_vectors(head, several, vectors),

@@ -58,8 +58,9 @@ def find_logger(name: str | None, folder: Path | None) -> Any:
         )
     if folder is None:
         raise InputError(f"--logger {name}: give a work folder with --checkpoints for it to write into")
+    make: Any = kind
     try:
-        return kind(save_dir=str(folder), name="logs")
+        return make(save_dir=str(folder), name="logs")
     except ModuleNotFoundError as error:
         raise InputError(f"--logger {name}: {' '.join(str(error).split())}") from None
     except Exception as error:  # services raise errors of their own where there is no account or no connection

@@ -22,7 +22,7 @@ from trees import BELOW, FREE, make_tree_policy
 
 PARENT = torch.tensor([-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 9])
 DEEP = torch.tensor([1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 5])
-LEVELS = [(DEEP == d).nonzero()[:, 0] for d in range(1, 6)]
+LEVELS = [(d == DEEP).nonzero()[:, 0] for d in range(1, 6)]
 
 
 def rule(rate: float = 100.0, verify_s: float = 1e-3, step_s: float = 1e-3, **more: object) -> TreeRule:

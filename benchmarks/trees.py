@@ -1,0 +1,249 @@
+"""The learned tree policy beside the best static tree and the best chain policy, replayed on held-out prompts.
+
+    python benchmarks/trees.py --check
+    python benchmarks/trees.py --quick --pair path/to/pair
+
+Without `--pair` the embedded pair is used. Traces of a large tree and of chains are collected at temperatures 0 and 0.7. For two
+profiles, that of this machine, trees included, and one of a GPU (verification of 20 ms whatever it reads up to 32 tokens, and
+half as much again beyond; a draft step is 3% of it), on training prompts: the best static tree inside the large one; a
+learned chain policy (logistic, derived rule); and the learned tree policy, its tree chosen by prompts held out from training.
+Decisions are priced as the live loop measures them here, under both profiles. Then all are replayed on test prompts: ratios
+with 95% intervals over prompts, paired. The best chain policy is the faster of the learned one and the best fixed
+length, which is picked again in each resample. The last line printed is one JSON object; with `--check` the exit code is
+1 where the tree policy is not above both with the interval clear of 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from specstop.cli.console import progress_bars
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import collect, facts, reading_room
+from specstop.collect.store import Trace
+from specstop.decode import Pair, Settings, load_pair
+from specstop.decode.profile import loop_decisions, measure_profile
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.learned import LearnedPolicy
+from specstop.train.crossfit import prompt_folds
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.intervals import Resamples
+from specstop.train.pair import demo_pair
+from specstop.train.records import Ratio
+from specstop.train.replay import Replayed, replay
+from specstop.train.run import train
+from specstop.train.static_tree import best_static_tree
+from specstop.train.subtrees import likely_tree, on_subtree, subtree
+from specstop.train.tree_choice import TreeChoice, choose_tree
+from specstop.train.tree_fit import TreePlan
+from specstop.train.tree_solve import solve_tree
+from specstop.train.tune import fixed_grid, solve_rate
+
+TEMPERATURES = (0.0, 0.7)
+DEPTH = 10
+SEED = 0
+VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
+DECISION_S = 1e-4
+"""Of the tree policy until it was measured."""
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--out", type=Path, help="folder for traces, profiles and figures; default: a temporary one")
+    parser.add_argument("--reuse", action="store_true", help="take the traces and profiles that --out has already")
+    parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    counts = {"train": 24, "test": 12} if options.quick else {"train": 120, "test": 80}
+    tokens, nodes = (48, 40) if options.quick else (128, 160)
+    folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
+    where = options.pair or demo_pair()
+    pair = load_pair(where / "target", where / "draft")
+    found: dict[str, Any] = {}
+    missed: list[str] = []
+    for temperature in options.temperature or TEMPERATURES:
+        run = Run(pair, where, folder / f"T={temperature:g}", temperature, counts, tokens, nodes, options.reuse)
+        profile = run.profile()
+        for kind, costs in (("cpu", profile), ("gpu", gpu_profile(profile))):
+            name = f"T={temperature:g}, {kind}"
+            found[name] = run.compare(name, costs, missed)
+    if options.out is None:
+        shutil.rmtree(folder)
+    else:
+        (folder / "trees.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    checked = not options.quick and counts["test"] >= 40
+    print(f"compared: {counts['test']} prompts of {tokens} tokens")
+    print(json.dumps({"checked": checked, "missed": missed, **found}))
+    return int(options.check and (bool(missed) or not checked))
+
+
+def gpu_profile(profile: Profile) -> Profile:
+    """Return the costs of a GPU; decisions, and what the loop does outside the models, as on this machine's processor."""
+    verify = tuple([VERIFY_S] * (DEPTH + 1))
+    draft = DRAFT_SHARE * VERIFY_S
+    rows = ((1, draft), (FLAT, draft), (FLAT + 1, 1.5 * draft))
+    nodes = ((0, VERIFY_S), (FLAT, VERIFY_S), (FLAT + 1, 1.5 * VERIFY_S), (2 * FLAT, 2.0 * VERIFY_S))
+    sides = [
+        CostTable(side.context, (draft, draft), 0.0, verify, draft, rows, nodes) for side in (profile.low, profile.high)
+    ]
+    return replace(profile, low=sides[0], high=sides[1], prefill_s=(VERIFY_S, 0.0))
+
+
+class Run:
+    """One pair at one temperature.
+
+    Args:
+        pair, where: the pair and its folder.
+        folder: for traces and the profile.
+        temperature: of the sampling.
+        counts: prompts by side.
+        tokens: new ones of each text.
+        nodes: of the large tree.
+        reuse: what the folder has already.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        where: Path,
+        folder: Path,
+        temperature: float,
+        counts: dict[str, int],
+        tokens: int,
+        nodes: int,
+        reuse: bool,
+    ) -> None:
+        self.pair, self.where, self.folder, self.temperature, self.tokens = pair, where, folder, temperature, tokens
+        self.tree, self.reuse = likely_tree(nodes, DEPTH), reuse
+        self.chains, self.trees = (
+            {s: self._traces(s, n, tree) for s, n in counts.items()} for tree in (None, self.tree)
+        )
+        self.ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
+
+    def _traces(self, side: str, count: int, tree: str | None) -> Trace:
+        with progress_bars() as progress:
+            return collect(
+                self.pair,
+                read_prompts(self.where / f"prompts-{side}.jsonl", count),
+                self.folder / f"{side}-{'tree' if tree else 'chain'}",
+                target=str(self.where / "target"),
+                draft=str(self.where / "draft"),
+                depth=DEPTH,
+                tree=tree,
+                temperature=self.temperature,
+                max_new_tokens=self.tokens,
+                seed=SEED,
+                resume=self.reuse,
+                overwrite=not self.reuse,
+                progress=progress,
+            )
+
+    def profile(self) -> Profile:
+        """Return the latency of this machine on training prompts."""
+        path = self.folder / "profile.json"
+        if self.reuse and path.exists():
+            return Profile.load(path)
+        with progress_bars() as progress:
+            profile = measure_profile(
+                self.pair,
+                self.ids,
+                depth=DEPTH,
+                temperature=self.temperature,
+                facts=facts(self.pair),
+                progress=progress,
+                tree=self.tree,
+            )
+        profile.save(path)
+        return profile
+
+    def decision(self, policy: LearnedPolicy, tree: str | None) -> dict[str, float]:
+        """Return the seconds of a decision in the loop, by `cost_name`."""
+        return loop_decisions(self.pair, [policy], self.ids, Settings(self.temperature, self.tokens, DEPTH, tree=tree))
+
+    def chain(self, profile: Profile) -> tuple[LearnedPolicy, Profile]:
+        """Return the learned chain policy, settled for what its decisions cost in the loop."""
+        policy = train(self.chains["train"], profile, name="chain", passes=2).policy
+        profile = profile.with_decisions(self.decision(policy, None))
+        arrays = trace_arrays(self.chains["train"], policy.features)
+        return solve_rate(policy, arrays, profile, policy.facts.acceptance)[0], profile
+
+    def learned_tree(self, arrays: TraceArrays, profile: Profile) -> tuple[TreeChoice, Profile]:
+        """Return the learned tree policy, likewise."""
+        sizes = sorted({min(n, arrays.tree.nodes) for n in (DEPTH // 2, 12, 28, 72, 160)})
+        folds = prompt_folds(arrays, 4, SEED)
+        choice = choose_tree(TreePlan(), arrays, folds, profile.with_decisions({"tree": DECISION_S}), sizes)
+        shape = subtree(arrays.tree, choice.nodes)
+        profile = profile.with_decisions(self.decision(choice.policy, shape.name))
+        settled, _ = solve_tree(choice.policy, choice.arrays, profile)
+        return replace(choice, policy=settled), profile
+
+    def compare(self, name: str, profile: Profile, missed: list[str]) -> dict[str, Any]:
+        """Print and return what the policies make of the test prompts."""
+        chain, profile = self.chain(profile)
+        arrays, test, lines = (trace_arrays(t) for t in (self.trees["train"], self.trees["test"], self.chains["test"]))
+        static, _ = best_static_tree(arrays, profile)
+        choice, profile = self.learned_tree(arrays, profile)
+        part = on_subtree(test, choice.nodes)
+        played = {
+            "tree": replay(part, choice.policy, profile),
+            "static": replay(test, static, profile),
+            "chain": replay(lines, chain, profile),
+        }
+        fixed = fixed_grid(lines, profile)
+        free = replay(part, choice.policy, profile.with_decisions({"tree": 0.0}))
+        samples = Resamples(test.prompt_ids, SEED)
+        tokens = samples.total(test.text_tokens.double().numpy())
+        rates = {key: tokens / samples.total(r.seconds.numpy()) for key, r in {**played, "free": free}.items()}
+        best_fixed = np.stack([tokens / samples.total(r.seconds.numpy()) for r in fixed], 1).max(1)
+        ratios = {
+            "static tree": samples.interval(rates["tree"] / rates["static"]),
+            "best fixed chain": samples.interval(rates["tree"] / best_fixed),
+            "learned chain": samples.interval(rates["tree"] / rates["chain"]),
+            "best chain": samples.interval(rates["tree"] / np.maximum(rates["chain"], best_fixed)),
+            "static tree, decisions free": samples.interval(rates["free"] / rates["static"]),
+        }
+        shape = subtree(arrays.tree, choice.nodes)
+        decision_us = 1e6 * profile.decision("tree")
+        print(
+            f"{name}: {len(choice.nodes)} nodes, a decision {decision_us:.0f} us, rule from depth {choice.policy.first}"
+        )
+        for key, r in played.items():
+            print(f"  {key:<8}{r.rate:8.1f} tokens/s  {_shape(r)}")
+        for key, ratio in ratios.items():
+            print(f"  tree to {key:<28}{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", flush=True)
+        missed += [
+            f"{name}: {key} {ratios[key].low:.3f}" for key in ("static tree", "best chain") if ratios[key].low <= 1.0
+        ]
+        return {
+            "ratios": {key: _numbers(ratio) for key, ratio in ratios.items()},
+            "tree": shape.name,
+            "static": static.shape.name,
+            "decision_us": decision_us,
+            "rate": {key: r.rate for key, r in played.items()},
+            "reliability": choice.metrics["reliability"],
+        }
+
+
+def _shape(played: Replayed) -> str:
+    rounds = float(played.rounds.sum())
+    drafted, verified = (float(count.sum()) / rounds for count in (played.drafted, played.verified))
+    return f"block efficiency {played.block_efficiency:.2f}, drafted {drafted:.1f}, verified {verified:.1f}"
+
+
+def _numbers(ratio: Ratio) -> list[float]:
+    return [ratio.value, ratio.low, ratio.high]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

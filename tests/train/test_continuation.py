@@ -1,0 +1,191 @@
+"""Continuation values: seconds to go as replay has them, backward regression against brute force, policies that are saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from made import made_trace
+from specstop.collect.store import Trace
+from specstop.policies.baselines import FixedLength
+from specstop.policies.continuation import remembered
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.folder import load_policy_folder
+from specstop.policies.rules import Continuation, build_rule
+from specstop.train.continuation import backward, informed_estimate
+from specstop.train.continuation_fit import fit_continuation, rounds_of, with_memory
+from specstop.train.continuation_heads import VALUE_FITTERS, ValueRows
+from specstop.train.crossfit import prompt_folds
+from specstop.train.data import TraceArrays, seen_features, trace_arrays
+from specstop.train.refit import Turn, distance, refit
+from specstop.train.replay import replay
+from specstop.train.run import train
+from specstop.train.togo import ToGo
+
+EXACT = 1e-12
+TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))
+FLAT = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0), {})
+"""A draft step takes 1 s, a verification 4 s, nothing else any time."""
+
+
+def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceArrays:
+    """Return a trace whose feature `entropy` says at each node how much longer the draft is right, or 0 behind its end."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
+    arrays = made_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
+    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
+    return told(arrays, left, arrays.accepted.float())
+
+
+def told(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> TraceArrays:
+    depth = torch.arange(1.0, nodes.shape[1] + 1).expand(nodes.shape)
+    return dataclasses.replace(arrays, columns={"entropy": nodes, "anchor_entropy": anchor, "depth": depth})
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_texts_take_the_seconds_that_replay_says(sides: tuple[Trace, Trace], profile: Profile, length: int) -> None:
+    arrays = trace_arrays(sides[0])
+    togo = ToGo(arrays, profile)
+    played = togo.play(torch.full_like(togo.bound, length))
+    replayed = replay(arrays, FixedLength(length), profile)
+    assert float((played.seconds - replayed.seconds).abs().max()) < EXACT
+    row = arrays.offset[replayed.log[:, 0]] + replayed.log[:, 1] - arrays.first_anchor[replayed.log[:, 0]]
+    assert torch.equal(played.visits.nonzero()[:, 0], row.sort().values)
+
+
+def test_seconds_to_go_add_up_to_those_of_the_text() -> None:
+    arrays = telling_trace()
+    togo = ToGo(arrays, FLAT)
+    lengths = torch.randint(0, 5, togo.bound.shape, generator=torch.Generator().manual_seed(0))
+    value = togo.value(lengths)
+    assert torch.allclose(value[arrays.offset], togo.play(lengths).seconds)
+    assert float(value[-1]) == 0.0
+    every = togo.outcomes(value)
+    chosen = every.gather(1, torch.minimum(lengths, togo.bound)[:, None])[:, 0]
+    assert torch.allclose(chosen, value[:-1])
+
+
+def test_backward_regression_stops_where_brute_force_does() -> None:
+    arrays = telling_trace()
+    togo = ToGo(arrays, FLAT)
+    value = togo.value(torch.full_like(togo.bound, 2))
+    seen = seen_features(
+        arrays, ("entropy", "anchor_entropy"), torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4)
+    )
+    stages = backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(togo.bound)), value, 0.0, firsts=(0,))
+    outcome = togo.outcomes(value)
+    taken = outcome.gather(1, stages.lengths[:, None])[:, 0]
+    use = ~arrays.cut
+    for right in range(5):
+        group = use & (arrays.accepted == right)
+        best = float(outcome[group].mean(0).min())  # the best length for all that are told as much
+        assert float(taken[group].mean()) < best + 0.15, right
+    assert stages.rate > 1.15 * float(arrays.text_tokens.sum() / togo.fixed()[1].seconds.sum())
+
+
+def test_decisions_that_cost_more_are_taken_less_often() -> None:
+    arrays = telling_trace()
+    togo = ToGo(arrays, FLAT)
+    seen = seen_features(arrays, ("entropy",), torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
+    value = togo.value(torch.full_like(togo.bound, 2))
+    asked = [
+        float(backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, price).asked.mean())
+        for price in (0.0, 1.0)
+    ]
+    assert asked[1] < asked[0]
+
+
+def test_noise_is_worth_nothing() -> None:
+    arrays = telling_trace()
+    noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
+    arrays = told(arrays, noise, noise[:, 0])
+    fixed = float(arrays.text_tokens.sum() / ToGo(arrays, FLAT).fixed()[1].seconds.sum())
+    assert informed_estimate(arrays, FLAT, ("entropy", "depth")).rate < 1.03 * fixed
+
+
+@pytest.mark.parametrize("kind", list(VALUE_FITTERS))
+def test_every_kind_of_head_learns_a_value(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(6000, 2, generator=generator)
+    depth = torch.randint(1, 4, (6000,), generator=generator)
+    rows = ValueRows(x, depth, 2.0 * x[:, 0] - 1.0 + 0.1 * torch.randn(6000, generator=generator), torch.ones(6000))
+    names = ("entropy", "noisy_score")
+    head = VALUE_FITTERS[kind](rows.part(depth < 3), rows.part(depth == 3), names, 0)
+    found = head.logits(x[:200], 2)
+    assert not found[:, 0].any()
+    assert float((found[:, 1] - (2.0 * x[:200, 0] - 1.0)).abs().mean()) < 0.12
+    one = [head.logits_one(row, 2)[1] for row in x[:20].tolist()]
+    assert one == pytest.approx(found[:20, 1].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", list(VALUE_FITTERS))
+def test_a_policy_that_is_told_beats_every_fixed_length_and_replays_as_it_was_planned(kind: str) -> None:
+    arrays = telling_trace()
+    fit, held = arrays.subset(range(16)), arrays.subset(range(16, 24))
+    settled = fit_continuation(fit, held, FLAT, ("entropy", "anchor_entropy", "depth"), kind, name="told", rounds=2)
+    best = float(held.text_tokens.sum() / ToGo(held, FLAT).fixed()[1].seconds.sum())
+    assert settled.rates[settled.best] == max(settled.rates) > 1.1 * best
+
+
+def test_rounds_of_a_policy_are_those_of_its_replay() -> None:
+    arrays = telling_trace()
+    settled = fit_continuation(
+        arrays, arrays, FLAT, ("entropy", "anchor_entropy", "depth"), "xgboost", name="told", rounds=1
+    )
+    policy, togo = settled.made, ToGo(arrays, FLAT)
+    seen = seen_features(arrays, policy.features, torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
+    seen = with_memory(seen, remembered(policy.features), policy.first)
+    value = torch.stack([policy.head.logits(seen[:, j], j)[..., 1] for j in range(togo.depth)], 1)
+    lengths, _ = rounds_of(togo, value, policy.first, policy.max_depth, policy.rule.to_dict()["margin"])
+    assert torch.allclose(togo.play(lengths).seconds, replay(arrays, policy, FLAT).seconds)
+
+
+def test_training_saves_a_policy_that_loads_as_it_was(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    made = train(sides[0], full_profile, rule="continuation", head="xgboost", out=tmp_path / "p", passes=2)
+    loaded = load_policy_folder(tmp_path / "p")
+    assert loaded.rule.to_dict() == made.policy.rule.to_dict()
+    assert loaded.features[-1] == "path_logprob"
+    arrays = trace_arrays(sides[1])
+    assert replay(arrays, loaded, full_profile).log.equal(replay(arrays, made.policy, full_profile).log)
+    assert made.metrics["refits"] in (1, 2)
+
+
+def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    with pytest.raises(InputError, match="rule continuation has heads logistic, mlp, xgboost, not tokens"):
+        train(sides[0], full_profile, rule="continuation", head="tokens", features=("drawn_token",))
+
+
+def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:
+    for margin, value in itertools.product((-0.3, 0.0, 0.2), (-0.31, -0.29, -0.01, 0.01, 0.19, 0.21)):
+        output = float(torch.sigmoid(torch.tensor(value)))
+        assert Continuation(margin).keep(1, 0.0, 1.0, output) is (value > margin)
+    assert build_rule(Continuation(0.1, 2).to_dict()).to_dict() == {
+        "kind": "continuation",
+        "margin": 0.1,
+        "first": 2,
+        "remembers": False,
+    }
+    for raw in ({"margin": float("nan"), "first": 0}, {"margin": 0.0, "first": -1}, {"margin": 0.0, "first": True}):
+        with pytest.raises(PolicyError, match="rule continuation"):
+            build_rule({"kind": "continuation", "remembers": False, **raw})
+
+
+def test_refitting_ends_where_visits_settle_and_keeps_the_best_round() -> None:
+    still = torch.tensor([1.0, 2.0, 0.0])
+    rates = iter([3.0, 5.0, 4.0])
+
+    def fit(state: int, number: int) -> Turn[int, str]:
+        moved = still if number else torch.tensor([0.0, 2.0, 1.0])
+        return Turn(f"round {number}", next(rates), moved, state + 1)
+
+    settled = refit(fit, 0, still, rounds=9)
+    assert (settled.made, settled.best, settled.rates) == ("round 1", 1, (3.0, 5.0, 4.0))
+    assert settled.moved == pytest.approx((1 / 3, 1 / 3, 0.0))
+    assert distance(still, 3 * still) == 0.0
+    assert distance(torch.tensor([1, 0]), torch.tensor([0, 2])) == 1.0
