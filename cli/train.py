@@ -16,7 +16,7 @@ from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, S
 
 if TYPE_CHECKING:
     from ..policies.progress import Progress
-    from ..train.run import Trained
+    from ..train.trained import Trained
 
 HEADS = "logistic,mlp,xgboost"
 
@@ -30,7 +30,10 @@ def train(
     out: Out,
     head: Annotated[str, typer.Option(help="logistic, mlp, xgboost, ...; with --tune several, by commas.")] = "",
     rule: Annotated[
-        str, typer.Option(help="derived (from costs, no threshold), survival, step, any, or gain for trees; default: the head's own.")
+        str,
+        typer.Option(
+            help="derived (from costs, no threshold), survival, step, any, or gain for trees; default: the head's own."
+        ),
     ] = "",
     threshold: Annotated[
         float | None, typer.Option(help="Of the rules survival, step and any; default: what replays fastest.")

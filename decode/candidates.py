@@ -92,6 +92,15 @@ class Candidates:
         """Return the tokens from a root down to `place`."""
         return [self.tokens[above] for above in self.path(place)]
 
+    def nodes(self) -> tuple[list[int], list[int], list[bool]]:
+        """Return parent, depth and whether it is kept, of all nodes in the order of the topology; see `tree`."""
+        topology, first = self.topology, self.topology.roots
+        drawn = [False] * len(topology)
+        for place in self.sent():
+            drawn[self.rows[place]] = True
+        parent = [above - first if above >= first else -1 for above in topology.parent[first:]]
+        return parent, topology.depth[first:], drawn[first:]
+
     def tree(self, device: torch.device, hide_tokens: bool = False) -> DraftTree:
         """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.
 

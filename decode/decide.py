@@ -14,6 +14,7 @@ from ..policies.baselines import FixedLength
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from ..policies.errors import SpecstopWarning
 from ..policies.features import Layout, Rows, compute
+from ..policies.few import FewReader, FewRows, reads_few
 from ..policies.history import HistoryOne
 from ..policies.single import Reader, Row
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, seen
@@ -36,7 +37,7 @@ class Level:
     """The tokens of one depth as features are computed from them: the places, a row for each, and [R, H] `states`."""
 
     places: Sequence[int]
-    rows: Rows | Row
+    rows: Rows | Row | FewRows
     states: Tensor | None = None
 
 
@@ -81,6 +82,10 @@ class Decider:
         self._one = policy.keep_one if alone and _up_to_date(type(policy)) else None
         self._chain, self._widths = chain, dict(widths or {})
         self._follows_path = "path_logprob" in self.layout.node
+        plain = device.type == "cpu" and not policy.vectors and reads_few(self.layout.node)
+        self._keep_few = policy.keep_few if plain and _up_to_date(type(policy), "keep", "keep_few") else None
+        few = plain and self._one is None and (self._keep_few is not None or not chain)
+        self._read_few = FewReader(self.layout.node) if few else None
         self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
 
     def level(
@@ -102,6 +107,8 @@ class Decider:
             last = found.tokens[found.parent[places[0]]]
             row = Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled, last)
             return Level(places, row)
+        if self._read_few is not None:
+            return Level(places, self._few_rows(found, places, logits, temperature, above))
         device = logits.raw.device
         owner = torch.tensor(logits.owner, device=device)
         tokens = torch.tensor([found.tokens[place] for place in places], device=device)
@@ -122,6 +129,32 @@ class Decider:
         behind = torch.tensor([found.tokens[found.parent[place]] for place in places], device=device)
         rows = Rows(raw, temperature, scores, tokens, logprob, depth, sampled, rank, width, behind)
         return Level(places, rows, states)
+
+    def _few_rows(
+        self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
+    ) -> FewRows:
+        parents = [found.parent[place] for place in places]
+        siblings = [found.children[parent] for parent in parents]
+        rank = [all_.index(place) for place, all_ in zip(places, siblings, strict=True)]
+        rows, parent = None, []
+        if above is not None:
+            assert isinstance(above.rows, FewRows)
+            at = {place: row for row, place in enumerate(above.places)}
+            rows, parent = above.rows, [at[place] for place in parents]
+        return FewRows(
+            logits.raw,
+            temperature,
+            logits.scores,
+            logits.owner,
+            [found.tokens[place] for place in places],
+            rank,
+            [len(all_) for all_ in siblings],
+            [found.tokens[place] for place in parents],
+            rows,
+            parent,
+            found.depth[places[0]],
+            logits.sampled,
+        )
 
     def _inherited(self, found: Candidates, places: Sequence[int], above: Level) -> Tensor:
         at = {place: row for row, place in enumerate(above.places)}
@@ -147,7 +180,7 @@ class Decider:
             hidden: [1, H], the target's last hidden state of that row, if the policy reads it.
         """
         past = history.values(self.layout.history)
-        if self._one is not None:
+        if self._one is not None or self._read_few is not None:
             if self.layout.anchor:
                 past = self._read_anchor(Row(anchor_row, temperature, None, anchor)) + past
             return Base(row=past)
@@ -171,6 +204,24 @@ class Decider:
                 out[name] = seen(level.states)
         return out
 
+    def _few_numbers(
+        self, depth: int, base: list[float], level: Level | None, found: Candidates, alive: Sequence[int]
+    ) -> tuple[list[bool], list[int], list[list[float]]]:
+        """Return which branches of a depth are alive, their parents, and their features; see `_tree_step`."""
+        if level is None:
+            return [True], [0], [self.layout.step_one(base)]
+        assert self._read_few is not None and isinstance(level.rows, FewRows)
+        topology = found.topology
+        rows = topology.levels[depth]
+        first, going = rows[0], set(alive)
+        features, mask = [[0.0] * len(self.layout.names) for _ in rows], [False] * len(rows)
+        for place, nodes in zip(level.places, self._read_few(level.rows), strict=True):
+            if place in going:
+                at = found.rows[place] - first
+                features[at], mask[at] = self.layout.step_one(base, nodes), True
+        above = topology.levels[depth - 1][0] if depth > 1 else None
+        return mask, [0 if above is None else topology.parent[row] - above for row in rows], features
+
     def __call__(
         self, depth: int, base: Base, level: Level | None, state: State, found: Candidates, alive: Sequence[int]
     ) -> tuple[list[int], State]:
@@ -192,6 +243,17 @@ class Decider:
                 nodes = self._read(level.rows)
             go_on, state = self._one(depth, self.layout.step_one(base.row, nodes), state)
             return list(alive) if go_on else [], state
+        if self._read_few is not None:
+            assert base.row is not None
+            mask, parent, rows = self._few_numbers(depth, base.row, level, found, alive)
+            if self._keep_few is not None:
+                kept, state = self._keep_few(depth, mask, parent, rows, state)
+            else:
+                tensors = (torch.tensor([values]) for values in (mask, parent, rows))
+                keep, state = checked_keep(self.policy, DraftStep(depth, *tensors), state)
+                kept = keep[0].tolist()
+            left = 0 if level is None else found.topology.levels[depth][0]
+            return [place for place in alive if kept[found.rows[place] - left]], state
         assert base.columns is not None
         if level is None:
             first = draft_step(0, self.layout.step(base.columns), self._vectors(base, level))
@@ -246,10 +308,10 @@ def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | Non
     return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
 
 
-def _up_to_date(kind: type[StopPolicy]) -> bool:
+def _up_to_date(kind: type[StopPolicy], full: str = "keep", short: str = "keep_one") -> bool:
     """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
-    nearest = next(base for base in kind.__mro__ if "keep" in vars(base) or "keep_one" in vars(base))
-    return "keep_one" in vars(nearest)
+    nearest = next(base for base in kind.__mro__ if full in vars(base) or short in vars(base))
+    return short in vars(nearest)
 
 
 class Guard:
@@ -318,6 +380,10 @@ class Guard:
         if type(self.policy).select is StopPolicy.select or not found.drafted:
             return None
         try:
+            if self._device.type == "cpu" and _up_to_date(type(self.policy), "select", "select_few"):
+                assert self.policy.select_few is not None
+                chosen = self.policy.select_few(*found.nodes(), text.policy_state)
+                return [True] * found.topology.roots + chosen
             mask = checked_select(self.policy, found.tree(self._device, hide_tokens), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)

@@ -95,7 +95,9 @@ def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | 
         raise InputError(f"--guard: expected one of {', '.join(MODES)}, not {mode!r}")
     learned = isinstance(policy, LearnedPolicy) and policy.first <= 1  # else it does not know S_1
     learned = learned and not isinstance(policy, TreeGain)  # its state is that of a tree
-    learned = learned and not (isinstance(policy, LearnedPolicy) and policy.rule.kind == "continuation")  # predicts no S
+    learned = learned and not (
+        isinstance(policy, LearnedPolicy) and policy.rule.kind == "continuation"
+    )  # predicts no S
     return AcceptanceWatch() if mode != "off" and chain and learned else None
 
 

@@ -21,7 +21,7 @@ def remembered(features: Sequence[str]) -> list[int]:
     return [at for at, name in enumerate(features) if feature(name).kind in (Kind.PRE, Kind.POST) and name != "depth"]
 
 
-def head_names(features: Sequence[str], rule: Rule) -> tuple[str, ...]:
+def head_names(features: Sequence[str], rule: object) -> tuple[str, ...]:
     """Return the columns of the head: the features, and behind them those of the depth above if the rule remembers them."""
     if not (isinstance(rule, Continuation) and rule.remembers):
         return tuple(features)

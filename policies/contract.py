@@ -110,6 +110,15 @@ class StopPolicy:
     """`keep` for one stream with one branch on the CPU, without tensors: (depth, F features as plain float32 numbers, state)
     -> (draft on, state). Optional; it must decide as `keep` does. Its state is its own."""
 
+    keep_few: ClassVar[Callable[..., tuple[list[bool], State]] | None] = None
+    """`keep` for one stream with few branches on the CPU, without tensors: (depth, alive, parent, rows of F features, state),
+    the first three by branch, -> (branches to extend, state). Optional; it must decide as `keep` does for one stream, and
+    keep its state in the same form."""
+
+    select_few: ClassVar[Callable[..., list[bool]] | None] = None
+    """`select` for one stream on the CPU, without tensors: (parent, depth, drawn, state), the first three by node, -> the
+    nodes to verify. Optional; it must select as `select` does."""
+
     def select(self, tree: DraftTree, state: State) -> Tensor | None:
         """Return [S, N] bool, the nodes to verify (closed under parents), once after drafting; None = all."""
         return None

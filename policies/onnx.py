@@ -89,7 +89,9 @@ def build_onnx(policy: LearnedPolicy) -> Any:
     except ImportError:
         raise PolicyError('deploy: onnx is not installed; pip install "specstop[onnx]"') from None
     if policy.rule.kind == "gain":
-        raise PolicyError("deploy: a tree policy calibrates along paths, which one row does not hold; use `specstop decode`")
+        raise PolicyError(
+            "deploy: a tree policy calibrates along paths, which one row does not hold; use `specstop decode`"
+        )
     graph = _Graph(helper, numpy_helper)
     later, first = _head(graph, policy)
     for name, logits, at, calibrate in zip(

@@ -30,7 +30,8 @@ _OTHERS = (
 )  # fmt: skip
 _PLACE = {name: place for place, name in enumerate((*_OTHERS, *_RANKS))}
 _PLACE.update(
-    {f"anchor_{name}": _PLACE[name] for name in ("entropy", "top1", "margin")}, anchor_prob=_PLACE["drawn_prob"],
+    {f"anchor_{name}": _PLACE[name] for name in ("entropy", "top1", "margin")},
+    anchor_prob=_PLACE["drawn_prob"],
     anchor_token=_PLACE["drawn_token"],
 )
 

@@ -89,15 +89,30 @@ class TreeGain(LearnedPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that are worth another draft step; the state is what is known of each depth."""
-        depth, known = step.depth, state[: max(step.depth - max(self.first, 1), 0)]
         if len(step.alive) == 1 and step.alive.shape[1] <= FEW:
-            kept, *level = self._one.keep(
-                depth, step.alive[0].tolist(), step.parent[0].tolist(), step.features[0].tolist(), known
-            )
-            mask, fresh = torch.tensor([kept]), tuple(level)
-        else:
-            mask, fresh = self._keep_many(step, _arrays(known))
-        return step.alive & mask.to(step.alive.device), (*known, fresh) if depth else known
+            numbers = (values[0].tolist() for values in (step.alive, step.parent, step.features))
+            kept, state = self.keep_few(step.depth, *numbers, state)
+            return step.alive & torch.tensor([kept], device=step.alive.device), state
+        known = self._known(step.depth, state)
+        mask, fresh = self._keep_many(step, _arrays(known))
+        return step.alive & mask.to(step.alive.device), (*known, fresh) if step.depth else known
+
+    def keep_few(
+        self, depth: int, alive: list[bool], parent: list[int], rows: list[list[float]], state: State
+    ) -> tuple[list[bool], State]:
+        """Decide for one stream; see `StopPolicy.keep_few`."""
+        if len(alive) > FEW:
+            flags, above, features = torch.tensor([alive]), torch.tensor([parent]), torch.tensor([rows])
+            mask, state = self.keep(DraftStep(depth, flags, above, features), state)
+            kept: list[bool] = mask[0].tolist()
+            return kept, state
+        known = self._known(depth, state)
+        kept, survival, following = self._one.keep(depth, alive, parent, rows, known)
+        return kept, (*known, (survival, following)) if depth else known
+
+    def _known(self, depth: int, state: State) -> tuple[Any, ...]:
+        levels: tuple[Any, ...] = state[: max(depth - max(self.first, 1), 0)]
+        return levels
 
     def _keep_many(self, step: DraftStep, known: Levels) -> tuple[Tensor, Any]:
         depth, alive = step.depth, step.alive.cpu().numpy()
@@ -128,11 +143,15 @@ class TreeGain(LearnedPolicy):
         """Return the nodes that are worth their verification."""
         if len(tree.drawn) == 1:
             parts = (values[0].tolist() for values in (tree.parent, tree.depth, tree.drawn))
-            return torch.tensor([self._one.select(*parts, state)], device=tree.drawn.device)
+            return torch.tensor([self.select_few(*parts, state)], device=tree.drawn.device)
         drawn, parent, depth = (values.cpu().numpy() for values in (tree.drawn, tree.parent[0], tree.depth[0]))
         survival = self.node_survival(parent, depth, state, len(drawn))
         mask = self.rule.choose(np.where(drawn, survival, -1.0))
         return torch.from_numpy(mask & drawn).to(tree.drawn.device)
+
+    def select_few(self, parent: list[int], depth: list[int], drawn: list[bool], state: State) -> list[bool]:
+        """Select for one stream; see `StopPolicy.select_few`."""
+        return self._one.select(parent, depth, drawn, state)
 
     def node_survival(self, parent: Array, depth: Array, state: State, streams: int) -> Array:
         """Return [S, N], the survival of all nodes; of those never asked about what is expected, given the node above.

@@ -142,7 +142,9 @@ def sides(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, 
 @pytest.fixture(scope="session")
 def full_profile(profile: Profile) -> Profile:
     """The profile with the decisions of every head: nothing is measured, so that results are exact."""
-    return profile.with_decisions({"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "resnet": 1.0e-4, "mine": 7.0e-5})
+    return profile.with_decisions(
+        {"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "resnet": 1.0e-4, "mine": 7.0e-5}
+    )
 
 
 @pytest.fixture(scope="session")

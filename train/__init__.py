@@ -10,7 +10,8 @@ from .evaluate import evaluate
 from .fitting import FitOptions
 from .records import Line, Ratio, Report
 from .replay import Replayed, replay
-from .run import Trained, train
+from .run import train
+from .trained import Trained
 from .transfer import transfer
 from .whatif import sweep
 

@@ -52,6 +52,7 @@ def fit_continuation(
     rounds: int = MOST_ROUNDS,
     margins: Sequence[float] = MARGINS,
     remembers: bool = True,
+    starts: bool = True,
     progress: Progress = silent,
 ) -> Settled[ContinuationPolicy]:
     """Fit a continuation policy, replay it, and fit it again on what it visits.
@@ -67,6 +68,8 @@ def fit_continuation(
         rounds: most fits.
         margins: tokens that must be expected to be saved; the fastest is taken.
         remembers: the head reads the features of the depth above too.
+        starts: where a round ends counts as the text has it, the start of the next one included; else each token still to
+            come counts the same, which says less and wavers less.
         progress: see `Progress`.
 
     Raises:
@@ -97,11 +100,12 @@ def fit_continuation(
         rule = Continuation(chosen.margin, chosen.first, remembers)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
         after = togo.play(chosen.lengths, decision_s * chosen.asked)
-        onward = togo.value(chosen.lengths, decision_s * chosen.asked)
+        onward = going(chosen.lengths, decision_s * chosen.asked)
         return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
 
+    going = togo.value if starts else togo.level
     length, start = togo.fixed()
-    value = togo.value(torch.full_like(togo.bound, length))
+    value = going(torch.full_like(togo.bound, length))
     settled = refit(fit, (value, start), start.visits, rounds)
     progress("fit, replay, refit", rounds, rounds)
     return settled

@@ -263,6 +263,11 @@ def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:
     return values if kind is None else values.astype(kind, copy=False)
 
 
+def typical_context(arrays: TraceArrays) -> float:
+    """Return the middle of the contexts that rounds of these texts see."""
+    return float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
+
+
 def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
     """Return [R, K + 1, F], what a policy with these features sees before drafting and at the K nodes of R rounds.
 

@@ -166,7 +166,9 @@ def states(rows: FitRows, name: str, who: str) -> Tensor:
     """Return the hidden states [M, H] of the rows; `TraceError` where there are none."""
     if name not in rows.vectors:
         model = name.removesuffix("_hidden")
-        raise TraceError(f"--head {who}: it reads {name}, which the trace does not hold; collect it with --hidden {model}")
+        raise TraceError(
+            f"--head {who}: it reads {name}, which the trace does not hold; collect it with --hidden {model}"
+        )
     return rows.vectors[name]
 
 

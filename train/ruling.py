@@ -8,9 +8,9 @@ from ..policies.costs import Profile
 from ..policies.errors import InputError, close_match
 from ..policies.learned import LearnedPolicy
 from ..policies.rules import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
-from .data import TraceArrays
+from .data import TraceArrays, typical_context
 from .replay import replay_many
-from .tune import THRESHOLDS, solve_rate, typical_context
+from .tune import THRESHOLDS, solve_rate
 
 FINER = (-0.025, -0.0125, 0.0125, 0.025)
 """Tried around the best of `THRESHOLDS`."""

@@ -34,6 +34,7 @@ from .rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
 from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
 from .scores import survival_scores
 from .several import joined_arrays, temperatures
+from .trained import Trained
 from .tune import PRICED, best_of, fixed_grid, solve_rate
 
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
@@ -45,22 +46,6 @@ PATH_FEATURES = ("path_logprob",)
 REFERENCES = 5
 FEW = 5000
 """Rounds of the policy's own below which those of fixed lengths count too."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trained policy and how its head does on held-out prompts.
-
-    Attributes:
-        policy: ready to use.
-        path: its folder, or None.
-        metrics: rows, log loss and AUC of both outputs, calibration kinds, replayed rate and best fixed rate, and
-            `reliability`, a row for each depth and temperature (`scores.survival_scores`).
-    """
-
-    policy: LearnedPolicy
-    path: Path | None
-    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from .forms import form, read_vectors
 from .replay import replay
 from .rows import SOFT_COLUMNS
 from .ruling import check_rule
-from .run import FEATURES, Plan, Trained, check_plan, default_features, train_arrays
+from .run import FEATURES, Plan, check_plan, default_features, train_arrays
 from .several import joined_arrays, temperatures
+from .trained import Trained
 from .tune import fixed_grid
 
 SPACES: dict[str, dict[str, Any]] = {

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..decode.topology import Topology
 from ..policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ..policies.costs import Profile
-from .data import TraceArrays
+from .data import TraceArrays, typical_context
 from .replay import Replayed, replay
-from .tune import typical_context
 
 SHORTLIST = 12
 _LARGEST = 96

@@ -106,6 +106,12 @@ class ToGo:
             value[at] = seconds[at] + value[row[at]]  # the entry behind the last, at -1, is 0
         return value
 
+    def level(self, lengths: Tensor, decided_s: Tensor | float = 0.0) -> Tensor:
+        """Return [N + 1] what `value` does if each token still to come takes as long as any other (METHODS D3, no h)."""
+        seconds = self.play(lengths, decided_s).seconds - self.profile.prefill_seconds(self.arrays.prompt_tokens)
+        each = float(seconds.sum() / (self.arrays.text_tokens - self.arrays.first_anchor).sum().clamp_min(1))
+        return torch.cat([each * self.left.double(), torch.zeros(1, dtype=torch.float64)])
+
     def outcomes(self, value: Tensor) -> Tensor:
         """Return [N, K + 1] seconds to go if this round is of k tokens and the ones behind it are worth `value`."""
         every = torch.arange(self.depth + 1).expand(len(self.left), -1)

@@ -30,17 +30,21 @@ from .fitting import HEAD_KINDS, FitOptions, FitTask, fitter
 from .forms import form
 from .replay import replay
 from .rows import Visits, visits
-from .run import Trained
 from .static_tree import best_static_tree
+from .trained import Trained
 from .tree_calibrate import fit_paths, fit_shares
 from .tree_rows import TreeRows, rank_acceptance, tree_rows
 from .tree_scores import tree_scores
 from .tree_solve import solve_tree, tree_seconds
 
-TREE_FEATURES = (
-    "mean_accepted", "top1", "drawn_prob", "noisy_margin", "noisy_behind", "entropy", "depth", "branch_rank",
+TREE_FEATURES = ("mean_accepted", "noisy_margin", "noisy_behind", "depth", "branch_rank")
+"""What heads of trees read unless told otherwise: few, since decisions take time, and these come of one pass over scores."""
+
+RICH_FEATURES = (
+    "mean_accepted", "last_accepted", "anchor_top1", "anchor_entropy", "top1", "top2", "drawn_prob", "noisy_margin",
+    "noisy_behind", "noisy_score", "entropy", "path_logprob", "depth", "branch_rank",
 )  # fmt: skip
-"""What heads of trees read unless told otherwise."""
+"""Worth their time where the models take much longer than a decision."""
 
 PASSES = 3
 

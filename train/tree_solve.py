@@ -7,9 +7,8 @@ from typing import Any
 
 from ..policies.costs import CostTable, Profile
 from ..policies.tree_gain import TreeGain
-from .data import TraceArrays
+from .data import TraceArrays, typical_context
 from .replay import replay
-from .tune import typical_context
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 FIRST = (0, 1, 2, 3)

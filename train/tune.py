@@ -12,8 +12,9 @@ from ..policies.costs import Profile
 from ..policies.learned import LearnedPolicy
 from ..policies.rules import Derived, derived_thresholds
 from ..policies.tree_gain import TreeGain
-from .data import TraceArrays
+from .data import TraceArrays, typical_context
 from .replay import Replayed, replay
+from .tree_solve import solve_tree
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOOK_AHEAD = (0.0, 0.5, 1.0)
@@ -44,7 +45,7 @@ def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[
 def solve_rate(
     policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float]
 ) -> tuple[LearnedPolicy, float]:
-    """Solve rho of the derived rule, or of a tree policy's, by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
+    """Solve rho of the derived rule, or of a tree policy's, by Dinkelbach's iteration: assume a rate, replay, assume it anew.
 
     Two things that the traces alone can say are settled on the way, by replayed rate: at which depth decisions begin to pay
     for themselves, and how far to look ahead, as a share of the mean acceptance (a doubtful token is followed by less of it
@@ -60,8 +61,6 @@ def solve_rate(
         The policy under the fastest rule met, and its rate in tokens per second.
     """
     if isinstance(policy, TreeGain):
-        from .tree_solve import solve_tree
-
         return solve_tree(policy, arrays, profile)
     context, decision_s = typical_context(arrays), profile.decision(policy.cost_name)
     rho = max(r.rate for r in fixed_grid(arrays, profile))
@@ -81,11 +80,6 @@ def solve_rate(
                     break
                 rho = rate
     return best, best_rate
-
-
-def typical_context(arrays: TraceArrays) -> float:
-    """Return the middle of the contexts that rounds of these texts see."""
-    return float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
 
 
 def best_of(replays: Sequence[Replayed]) -> Replayed:

@@ -23,9 +23,9 @@ from ..policies.baselines_trees import C2T, DDD, Eagle, OptTree
 from ..policies.contract import StopPolicy
 from ..policies.costs import CostTable, Profile
 from ..policies.errors import InputError, close_match
-from .data import TraceArrays
+from .data import TraceArrays, typical_context
 from .replay import Replayed, replay_many
-from .tune import fixed_grid, typical_context
+from .tune import fixed_grid
 
 BUDGET = 24
 """Settings tried for each rule besides the published one."""

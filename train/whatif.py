@@ -16,12 +16,12 @@ from ..policies.costs import Profile
 from ..policies.errors import InputError, TraceError
 from ..policies.learned import LearnedPolicy
 from ..policies.progress import Progress, silent
-from .data import TraceArrays, trace_arrays
+from .data import TraceArrays, trace_arrays, typical_context
 from .intervals import LEVEL, REPLICATES, Resamples, Values
 from .metered import play, scaled
 from .records import Ratio
 from .replay import replay
-from .tune import solve_rate, typical_context
+from .tune import solve_rate
 from .whatif_records import Sweep, SweepLine, unique_names
 
 RATIOS = tuple(float(f"{r:.3g}") for r in np.geomspace(0.01, 0.5, 9))

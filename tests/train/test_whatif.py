@@ -13,12 +13,12 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.learned import LearnedPolicy
-from specstop.train.data import trace_arrays
+from specstop.train.data import trace_arrays, typical_context
 from specstop.train.records import Ratio
 from specstop.train.replay import replay
 from specstop.train.run import train
 from specstop.train.transfer import FEWEST, transfer, verdict
-from specstop.train.tune import fixed_grid, typical_context
+from specstop.train.tune import fixed_grid
 from specstop.train.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
 from zoo import DEPTH, ZOO
