@@ -3,14 +3,15 @@
     python benchmarks/trees.py --check
     python benchmarks/trees.py --quick --pair path/to/pair
 
-Without `--pair` the embedded pair is used. Traces of a large tree and of chains are collected at temperatures 0 and 0.7.
-There are two profiles: of this machine, trees included, and of a GPU, where a verification takes 20 ms whatever it reads up to 32
-tokens and half as much again beyond, and a draft step 3% of that. On training prompts are found, for each: the best static
-tree inside the large one; a learned chain policy (logistic, derived rule); and the learned tree policy, whose features and
-tree are chosen on prompts held out from its training. Decisions are priced as the live loop measures them here, under both
-profiles. Then all are replayed on test prompts: ratios with 95% intervals over prompts, paired. The best chain policy is the
-faster of the learned one and the best fixed length, which is picked again in each resample. The last line printed is one JSON
-object; with `--check` the exit code is 1 where the tree policy is not above both with the interval clear of 1.
+Without `--pair` the embedded pair is used. Traces of a large tree and of chains are collected at temperatures 0 and
+0.7. There are two profiles: of this machine, trees included, and of a GPU, where a verification takes 20 ms whatever it
+reads up to 32 tokens and half as much again beyond, and a draft step 3% of that. On training prompts are found, for
+each: the best static tree inside the large one; a learned chain policy (logistic, derived rule); and the learned tree
+policy, whose features and tree are chosen on prompts held out from its training. Decisions are priced as the live loop
+measures them here, under both profiles. Then all are replayed on test prompts: ratios with 95% intervals over prompts,
+paired. The best chain policy is the faster of the learned one and the best fixed length, which is picked again in each
+resample. The last line printed is one JSON object; with `--check` the exit code is 1 where the tree policy is not above
+both with the interval clear of 1.
 """
 
 from __future__ import annotations

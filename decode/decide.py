@@ -249,8 +249,8 @@ class Decider:
             if self._keep_few is not None:
                 kept, state = self._keep_few(depth, mask, parent, rows, state)
             else:
-                tensors = (torch.tensor([values]) for values in (mask, parent, rows))
-                keep, state = checked_keep(self.policy, DraftStep(depth, *tensors), state)
+                step = DraftStep(depth, torch.tensor([mask]), torch.tensor([parent]), torch.tensor([rows]))
+                keep, state = checked_keep(self.policy, step, state)
                 kept = keep[0].tolist()
             left = 0 if level is None else found.topology.levels[depth][0]
             return [place for place in alive if kept[found.rows[place] - left]], state

@@ -44,7 +44,7 @@ class TreeGain(LearnedPolicy):
 
     accept: PathCalibrator
     following: PathCalibrator
-    rule: TreeRule
+    rule: TreeRule  # type: ignore[assignment]  # asked of whole levels, not of single branches
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class TreeGain(LearnedPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that are worth another draft step; the state is what is known of each depth."""
         if len(step.alive) == 1 and step.alive.shape[1] <= FEW:
-            numbers = (values[0].tolist() for values in (step.alive, step.parent, step.features))
-            kept, state = self.keep_few(step.depth, *numbers, state)
+            alive, parent, rows = (values[0].tolist() for values in (step.alive, step.parent, step.features))
+            kept, state = self.keep_few(step.depth, alive, parent, rows, state)
             return step.alive & torch.tensor([kept], device=step.alive.device), state
         known = self._known(step.depth, state)
         mask, fresh = self._keep_many(step, _arrays(known))
@@ -136,14 +136,16 @@ class TreeGain(LearnedPolicy):
         if step.depth == 1:
             return np.ones(parent.shape)
         if not known:
-            return self.rule.mean_survival(step.depth - 1, int(parent.max()) + 1)[parent]
-        return np.maximum(np.take_along_axis(known[-1][0], parent, 1), 0.0)
+            mean: Array = self.rule.mean_survival(step.depth - 1, int(parent.max()) + 1)[parent]
+            return mean
+        above: Array = np.maximum(np.take_along_axis(known[-1][0], parent, 1), 0.0)
+        return above
 
     def select(self, tree: DraftTree, state: State) -> Tensor:
         """Return the nodes that are worth their verification."""
         if len(tree.drawn) == 1:
-            parts = (values[0].tolist() for values in (tree.parent, tree.depth, tree.drawn))
-            return torch.tensor([self.select_few(*parts, state)], device=tree.drawn.device)
+            above, depths, there = (values[0].tolist() for values in (tree.parent, tree.depth, tree.drawn))
+            return torch.tensor([self.select_few(above, depths, there, state)], device=tree.drawn.device)
         drawn, parent, depth = (values.cpu().numpy() for values in (tree.drawn, tree.parent[0], tree.depth[0]))
         survival = self.node_survival(parent, depth, state, len(drawn))
         mask = self.rule.choose(np.where(drawn, survival, -1.0))

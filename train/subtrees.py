@@ -54,11 +54,11 @@ def on_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArrays:
         columns[_MARGIN] = _margins(arrays, kept, chosen)
     shape = subtree(tree, kept)
     path = arrays.path if arrays.path is not None else torch.arange(arrays.depth) < arrays.accepted[:, None]
-    below = torch.tensor(tree.depth[1:])[at]
+    deep = torch.tensor(tree.depth[1:])[at]
     return dataclasses.replace(
         arrays,
         header=dataclasses.replace(arrays.header, topology=parents(shape)),
-        accepted=(path[:, at] * below).amax(1) if kept else torch.zeros_like(arrays.accepted),
+        accepted=(path[:, at] * deep).amax(1) if kept else torch.zeros_like(arrays.accepted),
         tokens=arrays.tokens[:, at],
         ends=arrays.ends[:, at],
         columns=columns,
@@ -88,7 +88,7 @@ def likely_tree(nodes: int, depth: int, rates: Sequence[float] = RATES) -> str:
         depth: K.
         rates: chance of the child of each rank.
     """
-    front = [(-rate, (rank,)) for rank, rate in enumerate(rates)]
+    front: list[tuple[float, tuple[int, ...]]] = [(-rate, (rank,)) for rank, rate in enumerate(rates)]
     chosen = {(0,) * d for d in range(1, depth + 1)}
     while front and len(chosen) < nodes:
         chance, path = heapq.heappop(front)

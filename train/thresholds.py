@@ -19,6 +19,7 @@ from ..policies.learned import LearnedPolicy
 from ..policies.rules import Derived
 from .continuation import LATEST, UNVISITED
 from .data import TraceArrays, seen_features
+from .replay import replay
 from .togo import Played, ToGo
 
 ROUNDS = 3
@@ -62,7 +63,7 @@ def settle_thresholds(
             best = turn[0], turn[1]
         value, played = togo.value(turn[2], price * turn[3]), turn[4]
     assert best is not None
-    return best[1], float(arrays.text_tokens.sum()) / best[0]
+    return best[1], replay(arrays, best[1], profile).rate
 
 
 def _outputs(policy: LearnedPolicy, arrays: TraceArrays, played: Played, deepest: int) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,8 @@ class Design:
         self.names = tuple(names)
         self.scalars = [at for at in range(len(names)) if at not in self.ids]
         bare = [names[at] for at in self.scalars]
-        self.mean, self.scale = fit_basis(_only(rows, self.scalars), bare)
+        # The spread of no column is not defined, and a head may well read tokens alone.
+        self.mean, self.scale = fit_basis(_only(rows, self.scalars), bare) if bare else (torch.zeros(0), torch.zeros(0))
         self.basis = Basis(bare, self.mean, self.scale)
         self.depths = int(rows.depth.max()) + 1
         self.vocabulary = int(rows.features[:, self.ids].max()) + 1

@@ -118,7 +118,7 @@ def minimise(parameters: list[Tensor], loss: Callable[[], Tensor]) -> None:
     def closure() -> Tensor:
         search.zero_grad()
         value = loss()
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
-    search.step(closure)  # type: ignore[no-untyped-call]
+    search.step(closure)

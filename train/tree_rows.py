@@ -86,8 +86,8 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     width = there.sum(1).expand(len(seen), -1)
     depth, rank = (torch.tensor(v).expand(len(seen), -1) for v in (tree.depth, node_ranks(tree)))
     group = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[visited.row]
-    rows = FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
-    return TreeRows(rows, rank[use], children[use], width[use], group[:, None].expand_as(use)[use])
+    fitted = FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
+    return TreeRows(fitted, rank[use], children[use], width[use], group[:, None].expand_as(use)[use])
 
 
 def rank_acceptance(rows: TreeRows) -> tuple[float, ...]:

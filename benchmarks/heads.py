@@ -1,0 +1,306 @@
+"""Learned stop policies beside best fixed, every tuned rule, published heads, the informed estimate and the clairvoyant.
+
+    python benchmarks/heads.py --pair path/to/one --pair path/to/other --work traces --check
+    python benchmarks/heads.py --quick
+
+Without `--pair` the embedded pair is used. For temperatures 0 and 0.7 dense traces of training and test prompts are collected
+and the latency of this machine is measured through the loop, decisions included; what lies in `--work` already is taken from
+there. On training prompts every rule is tuned over as many settings, and every head is fitted; the learned policy that is
+fastest on training prompts left out of its fit is named before a test prompt is read. Then all are replayed on test prompts:
+ratios to the best fixed length with 95% intervals over prompts, and the share of the gap to the clairvoyant that is closed.
+The named policy is solved for other machines as well: the plain engine, and a GPU (verifying takes 20 ms whatever it reads,
+a draft step 3% of that). The last line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from baselines import measured
+from specstop.cli.console import progress_bars
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import collect, reading_room
+from specstop.collect.store import Trace, open_trace
+from specstop.decode import Pair, Settings, load_pair
+from specstop.decode.profile import loop_decisions
+from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.features import TOKEN_FEATURES
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.vectors import DRAFT_HIDDEN
+from specstop.train.bounds import clairvoyant_seconds
+from specstop.train.continuation import informed_estimate
+from specstop.train.crossfit import FOLDS, prompt_folds
+from specstop.train.data import TraceArrays, trace_arrays
+from specstop.train.intervals import Resamples
+from specstop.train.pair import demo_pair
+from specstop.train.replay import Replayed, replay
+from specstop.train.rows import visits
+from specstop.train.run import FEATURES, train
+from specstop.train.scores import policy_survival, survival_scores
+from specstop.train.thresholds import settle_thresholds
+from specstop.train.tune import PRICED, fixed_grid, solve_rate
+from specstop.train.tune_rules import tuned_rules
+
+TEMPERATURES = (0.0, 0.7)
+DEPTH = 10
+SEED = 0
+RULES = ("confidence", "entropy", "product", "maxprob", "online")
+PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
+WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
+        "noisy_score", "path_logprob", "drawn_prob", "depth")  # fmt: skip
+LEAST_GAP, WORST, NEAR, MOST_ECE = 0.15, 0.99, 0.01, 0.02
+VERIFY_S, DRAFT_S = 20e-3, 0.6e-3
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One of our heads: its kind, its rule, what it reads."""
+
+    head: str
+    rule: str = "derived"
+    features: tuple[str, ...] = FEATURES
+
+
+OURS = {
+    "logistic": Ours("logistic"),
+    "mlp": Ours("mlp"),
+    "xgboost": Ours("xgboost"),
+    "xgboost-wide": Ours("xgboost", features=WIDE),
+    "tokens": Ours("tokens", features=(*WIDE, *TOKEN_FEATURES)),
+    "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A pair at a temperature: models, prompts to measure on, traces, costs."""
+
+    name: str
+    pair: Pair
+    ids: list[list[int]]
+    train: Trace
+    test: Trace
+    profile: Profile
+    settings: Settings
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, action="append", help="folder of a pair made by make_pair.py; repeatable")
+    parser.add_argument(
+        "--work", type=Path, help="folder for traces and profiles, taken from there when they are there"
+    )
+    parser.add_argument("--out", type=Path, help="file for the results")
+    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    counts = {"train": 24, "test": 12} if options.quick else {"train": 240, "test": 120}
+    tokens = 48 if options.quick else 128
+    work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
+    found: dict[str, Any] = {}
+    missed: list[str] = []
+    pairs = options.pair or [demo_pair()]
+    for where in pairs:
+        for temperature in TEMPERATURES:
+            place = prepare(where, temperature, work, counts, tokens)
+            found[place.name] = compare(place, load_pair(where / "target", where / "draft", engine="plain"), missed)
+    if options.work is None:
+        shutil.rmtree(work)
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if len(pairs) < 2:
+        missed.append("two pairs are to be compared")
+    checked = not options.quick and counts["test"] >= 40
+    print(f"compared: {len(pairs)} pairs, {counts['test']} held-out prompts of {tokens} tokens each")
+    print(json.dumps({"checked": checked, "missed": missed, **found}))
+    return int(options.check and (bool(missed) or not checked))
+
+
+def prepare(where: Path, temperature: float, work: Path, counts: dict[str, int], tokens: int) -> Place:
+    """Return traces of training and test prompts, and the machine's latency."""
+    pair = load_pair(where / "target", where / "draft")
+    name = f"{where.name} T={temperature:g}"
+    folder = work / name.replace(" ", "-")
+    sides = {}
+    for side, count in counts.items():
+        at = folder / side
+        if not (at / "header.json").exists():
+            with progress_bars() as progress:
+                collect(
+                    pair, read_prompts(where / f"prompts-{side}.jsonl", count), at, target=str(where / "target"),
+                    draft=str(where / "draft"), depth=DEPTH, temperature=temperature, max_new_tokens=tokens, seed=SEED,
+                    vectors=(DRAFT_HIDDEN,), progress=progress,
+                )  # fmt: skip
+        sides[side] = open_trace(at)
+    if not (folder / "profile.json").exists():
+        measured(pair, where, sides["train"], temperature, tokens).save(folder / "profile.json")
+    ids = encode(read_prompts(where / "prompts-train.jsonl", 8), pair.tokenizer, reading_room(pair, tokens))
+    profile = Profile.load(folder / "profile.json")
+    return Place(name, pair, ids, sides["train"], sides["test"], profile, Settings(temperature, tokens, DEPTH))
+
+
+def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[LearnedPolicy, Profile]:
+    """Return a head of ours, its rule settled for what decisions cost in the loop, and the profile with that cost."""
+    how: dict[str, Any] = {"head": ours.head, "features": ours.features, "name": name, "seed": SEED}
+    policy = train(place.train, place.profile, rule=ours.rule, **how).policy
+    profile = place.profile.with_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
+    if policy.rule.kind in PRICED:
+        return solve_rate(policy, fitting, profile, policy.facts.acceptance)[0], profile
+    return train(place.train, profile, rule=ours.rule, **how).policy, profile
+
+
+def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
+    """Name a policy on training prompts, replay everything on test prompts, and print one table."""
+    training = trace_arrays(place.train)
+    folds = prompt_folds(training, FOLDS, SEED)
+    fitting, left_out = (training.subset(folds.sequences(0, inside)) for inside in (False, True))
+    profile, learned, validated = place.profile, {}, {}
+    for name, ours in OURS.items():
+        learned[name], priced = learn(place, name, ours, fitting)
+        profile = profile.with_decisions(priced.decision_s)
+        validated[name] = replay(left_out, learned[name], profile).rate
+    named = max(validated, key=validated.__getitem__)
+    published = {}
+    for name in PUBLISHED:
+        published[name] = train(place.train, profile, head=name, name=name, seed=SEED).policy
+    profile = profile.with_decisions(loop_decisions(place.pair, list(published.values()), place.ids, place.settings))
+    rules = tuned_rules(RULES, training, profile)
+    print(f"{place.name}: named by validation: {named}")
+
+    arrays = trace_arrays(place.test)
+    table = Table(arrays, profile)
+    policies: dict[str, tuple[str, StopPolicy]] = {
+        **{f"{rule}, tuned": ("rule", policy) for rule, policy in rules.items()},
+        **{name: ("published", policy) for name, policy in published.items()},
+        **{name: ("ours", policy) for name, policy in learned.items()},
+    }
+    lines = {name: table.line(name, replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name))
+             for name, (_, policy) in policies.items()}  # fmt: skip
+    lines["informed estimate"] = table.line("informed estimate", informed_estimate(arrays, profile).seconds, 0.0)
+    lines["clairvoyant bound"] = table.line("clairvoyant bound", table.bound, 0.0)
+    mine = replay(arrays, learned[named], profile)
+    _bars(place.name, lines[named], table, mine, {n: replay(arrays, p, profile) for n, p in rules.items()}, missed)
+    return {
+        "named": named,
+        "lines": lines,
+        "machines": _machines(place, plain, learned[named], fitting, arrays, missed),
+        "tuned on test": _untuned(place.name, learned, validated, arrays, profile, missed),
+        "ece": _reliable(place.name, learned, validated, arrays, profile, missed),
+    }
+
+
+class Table:
+    """Ratios to the best fixed length, which is picked again in each resample of the prompts."""
+
+    def __init__(self, arrays: TraceArrays, profile: Profile) -> None:
+        self.boot = Resamples(arrays.prompt_ids, SEED)
+        grid = fixed_grid(arrays, profile)
+        self.fixed = np.stack([self.boot.total(r.seconds) for r in grid], 1).min(1)
+        self.bound = clairvoyant_seconds(arrays, profile)
+        self._least = self.boot.total(self.bound)
+        length = int(np.argmin([float(r.seconds.sum()) for r in grid]))
+        print(f"  best fixed: {length}\n  {'':<24}{'of best fixed':<26}{'gap':>6}{'us':>7}")
+
+    def line(self, name: str, seconds: torch.Tensor, decision_s: float) -> dict[str, float]:
+        """Print and return ratio, interval, gap closed, and what a decision costs."""
+        mine = self.boot.total(seconds)
+        ratio = self.boot.interval(self.fixed / mine)
+        gap = float((self.fixed[0] / mine[0] - 1.0) / max(self.fixed[0] / self._least[0] - 1.0, 1e-9))
+        interval = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        print(f"  {name:<24}{interval:<26}{gap:>6.2f}{1e6 * decision_s:>7.0f}", flush=True)
+        return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "gap": gap, "decision_us": 1e6 * decision_s}
+
+
+def _bars(
+    place: str, line: dict[str, float], table: Table, mine: Replayed, rules: dict[str, Replayed], missed: list[str]
+) -> None:
+    if line["low"] <= 1.0:
+        missed.append(f"{place}: {line['ratio']:.3f} of best fixed, from {line['low']:.3f}")
+    if line["gap"] < LEAST_GAP:
+        missed.append(f"{place}: {line['gap']:.2f} of the gap closed, of {LEAST_GAP}")
+    for name, played in rules.items():
+        ratio = table.boot.interval(table.boot.total(played.seconds) / table.boot.total(mine.seconds))
+        if ratio.low <= 1.0:
+            missed.append(f"{place}: {ratio.value:.3f} of tuned {name}, from {ratio.low:.3f}")
+
+
+def _machines(
+    place: Place, plain: Pair, policy: LearnedPolicy, fitting: TraceArrays, arrays: TraceArrays, missed: list[str]
+) -> dict[str, float]:
+    """Return the ratio to the best fixed length under other profiles, the rule solved for each on training prompts."""
+    from specstop.decode.profile import measure_profile
+
+    with progress_bars() as progress:
+        slow = measure_profile(
+            plain, place.ids, depth=DEPTH, temperature=place.settings.temperature, facts={}, progress=progress
+        )
+    table = CostTable(1.0, (DRAFT_S, DRAFT_S), 0.0, (VERIFY_S,) * (DEPTH + 1))
+    flat = replace(slow, low=table, high=table, step_s=0.0, round_s=0.0, prefill_s=(0.0, 0.0), tree_outside_s=None)
+    spent = loop_decisions(place.pair, [policy], place.ids, place.settings)
+    found = {}
+    for name, profile in (("plain engine", slow), ("GPU-like", flat)):
+        profile = profile.with_decisions(spent)
+        solved = policy
+        if policy.rule.kind in PRICED:
+            solved = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
+        else:
+            ours = OURS[policy.name]
+            solved = train(place.train, profile, head=ours.head, rule=ours.rule, features=ours.features,
+                           name=policy.name, seed=SEED).policy  # fmt: skip
+        best = max(r.rate for r in fixed_grid(arrays, profile))
+        found[name] = replay(arrays, solved, profile).rate / best
+        print(f"  {policy.name} on the {name}: {found[name]:.3f} of best fixed there")
+        if found[name] < WORST:
+            missed.append(f"{place.name}: {found[name]:.3f} of best fixed on the {name}")
+    return found
+
+
+def _derived(learned: dict[str, LearnedPolicy], validated: dict[str, float]) -> LearnedPolicy:
+    """Return the policy of the derived rule that is best by validation."""
+    return learned[max((n for n in learned if learned[n].rule.kind == "derived"), key=validated.__getitem__)]
+
+
+def _untuned(
+    place: str, learned: dict[str, LearnedPolicy], validated: dict[str, float], arrays: TraceArrays, profile: Profile,
+    missed: list[str],
+) -> float:  # fmt: skip
+    """Return the derived rule's speed against the same head with its thresholds settled on the test traces themselves."""
+    policy = _derived(learned, validated)
+    _, rate = settle_thresholds(policy, arrays, profile)
+    share = replay(arrays, policy, profile).rate / rate
+    print(f"  {policy.name}, derived, against thresholds settled on the test prompts: {share:.4f}")
+    if share < 1.0 - NEAR:
+        missed.append(f"{place}: derived {share:.4f} of thresholds settled on the test prompts")
+    return share
+
+
+def _reliable(
+    place: str, learned: dict[str, LearnedPolicy], validated: dict[str, float], arrays: TraceArrays, profile: Profile,
+    missed: list[str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Print and return the calibration error of survival by depth, beside that of a perfectly calibrated predictor."""
+    policy = _derived(learned, validated)
+    rows = survival_scores(
+        policy_survival(policy, arrays, visits(arrays, [replay(arrays, policy, profile)])), seed=SEED
+    )
+    errors = " ".join(f"{row['depth']}: {row['ece']:.3f} ({row['ece_perfect']:.3f})" for row in rows)
+    print(f"  ECE of {policy.name}'s survival by depth (of a perfect one): {errors}")
+    worst = max(rows, key=lambda row: row["ece"])
+    if worst["ece"] > MOST_ECE:
+        missed.append(f"{place}: ECE {worst['ece']:.3f} at depth {worst['depth']}, perfect {worst['ece_perfect']:.3f}")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The token head: a table looked up as a sum would have it, at each depth what is known there, one row as many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from specstop.policies.errors import PolicyError
+from specstop.policies.heads import TokenHead, build_head
+
+NAMES = ("anchor_token", "entropy", "drawn_token", "above_token")
+WIDTH = 9
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "mean": torch.tensor([0.5]),
+        "scale": torch.tensor([2.0]),
+        "weight": torch.randn(3, 1, generator=generator),
+        "bias": torch.randn(2, 4, generator=generator),
+        "table": torch.randn(2, 3, WIDTH, generator=generator),
+    }
+
+
+def rows(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WIDTH + 3, (count, 3), generator=generator).float()  # some beyond the table
+    return torch.stack([ids[:, 0], torch.rand(count, generator=generator), ids[:, 1], ids[:, 2]], 1)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 7])
+def test_scores_are_the_sums_that_they_are_said_to_be(depth: int) -> None:
+    t, x = tensors(), rows(30)
+    found = TokenHead(NAMES, t).logits(x, depth)
+    for row, scores in zip(x.tolist(), found.tolist(), strict=True):
+        for output, weight in ((0, 0), (1, 1 if depth else 2)):
+            # At depth 0 a PRE scalar is not known: it counts as its mean.
+            value = 0.0 if depth == 0 else (row[1] - 0.5) / 2.0
+            wanted = float(t["bias"][output, min(depth, 3)]) + value * float(t["weight"][weight, 0])
+            for feature, place in ((0, 0), (1, 2), (2, 3)):
+                if (feature == 0) == (depth == 0) and row[place] < WIDTH:
+                    wanted += float(t["table"][output, feature, int(row[place])])
+            assert scores[output] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_one_row_is_scored_as_many(depth: int) -> None:
+    head = TokenHead(NAMES, tensors())
+    x = rows(40)
+    for one, many in zip(x.tolist(), head.logits(x, depth).tolist(), strict=True):
+        assert head.logits_one(one, depth) == pytest.approx(many, abs=1e-5)
+
+
+def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
+    with pytest.raises(PolicyError, match="tokens head: expected one of the features anchor_token"):
+        build_head("tokens", ("entropy",), tensors())
+    for name, shape in (("table", (2, 2, WIDTH)), ("bias", (3, 4)), ("weight", (2, 1))):
+        with pytest.raises(PolicyError, match=f"expected {name} of shape"):
+            build_head("tokens", NAMES, {**tensors(), name: torch.zeros(shape)})
