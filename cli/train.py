@@ -32,7 +32,7 @@ def train(
     rule: Annotated[
         str,
         typer.Option(
-            help="derived (from costs, no threshold), survival, step, any, or gain for trees; default: the head's own."
+            help="derived (from costs), survival, step, any, continuation, or gain for trees; default: the head's own."
         ),
     ] = "",
     threshold: Annotated[

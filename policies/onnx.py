@@ -92,6 +92,10 @@ def build_onnx(policy: LearnedPolicy) -> Any:
         raise PolicyError(
             "deploy: a tree policy calibrates along paths, which one row does not hold; use `specstop decode`"
         )
+    if policy.rule.kind == "continuation":
+        raise PolicyError(
+            "deploy: a continuation policy has a value in the place of two chances; use `specstop decode`"
+        )
     graph = _Graph(helper, numpy_helper)
     later, first = _head(graph, policy)
     for name, logits, at, calibrate in zip(
