@@ -63,7 +63,7 @@ class TreeGain(LearnedPolicy):
         if self.vectors:
             raise PolicyError(f"{name}: a tree policy reads scalars only, not {', '.join(self.vectors)}")
         vars(self)["keep_one"] = None  # several branches
-        self._one = OneTree(self)
+        self._one = OneTree(head, accept, following, rule, self.first)
 
     def with_rule(self, rule: Rule | TreeRule) -> TreeGain:
         """Return this policy under other prices."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .tree_gain import TreeGain
+from .heads import Head
+from .tree_calibration import PathCalibrator
+from .tree_rule import TreeRule
 
 FEW = 8
 """Branches of a depth up to which plain numbers are faster."""
@@ -39,12 +39,14 @@ class OneTree:
     """Decides for one stream.
 
     Args:
-        policy: whose decisions these are.
+        head, accept, following, rule, first: of the policy whose decisions these are.
     """
 
-    def __init__(self, policy: TreeGain) -> None:
-        self._head, self._rule, self._first = policy.head, policy.rule, policy.first
-        self._accept, self._next = (c.knots.double().tolist() for c in (policy.accept, policy.following))
+    def __init__(
+        self, head: Head, accept: PathCalibrator, following: PathCalibrator, rule: TreeRule, first: int
+    ) -> None:
+        self._head, self._rule, self._first = head, rule, first
+        self._accept, self._next = (c.knots.double().tolist() for c in (accept, following))
         self._ranks: dict[tuple[int, ...], list[int]] = {}
         self._steps: dict[tuple[int, int], tuple[list[int], list[int], list[list[float]], list[float]]] = {}
 

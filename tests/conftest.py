@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import transformers.dynamic_module_utils as dynamic
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
@@ -121,6 +124,18 @@ def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
         t: collect(pair, prompts, folder / str(t), depth=DEPTH, temperature=t, max_new_tokens=NEW, shards=2)
         for t in (0.0, 0.7)
     }
+
+
+@pytest.fixture
+def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cache that transformers copies code into, for this test alone."""
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("transformers_modules")}
+    yield
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:

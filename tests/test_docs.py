@@ -42,7 +42,7 @@ def commands(block: str) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith("#")]
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "module_cache")
 def test_every_block_of_the_pages_runs() -> None:
     for page in RUN:
         blocks = BLOCK.findall((ROOT / "docs" / page).read_text())

@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers.dynamic_module_utils as dynamic
 from specstop.decode import hub
 from specstop.decode.hf import specstop_generate
 from specstop.decode.hub import carried_policy, deploy_hf, generate_carried
@@ -26,20 +24,9 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 sys.path.append(str(Path(__file__).parents[1] / "policies"))
 from test_learned import learned
 
+pytestmark = pytest.mark.usefixtures("module_cache")
 RULE = Threshold("step", 0.5)
 OPTIONS = {"max_new_tokens": 20, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The cache that transformers copies code into, for this test alone."""
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("transformers_modules")}
-    yield
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        del sys.modules[name]
-    sys.modules.update(before)
 
 
 @pytest.fixture
