@@ -101,6 +101,7 @@ def show(result: Demo) -> None:
     table(f"Live on {texts} held-out prompts, as ratio to plain decoding", columns, rows)
     folder = result.folder
     output().print(
-        f"In {folder}: traces-train, traces-test, profile.json, policies/, report/ (report.md, report.png, report.json).\n"
+        f"In {folder}: traces-train, traces-test, profile.json, policies/, report/ (open report.html; also .md, .json, "
+        ".csv and .png).\n"
         f"Try: specstop decode --policy {folder}/policies/mlp   or   specstop info {folder}/traces-test"
     )
