@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from specstop.collect.store import Trace
+from specstop.collect.store import Trace, open_trace
 from specstop.policies import specs
 from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
@@ -115,6 +115,25 @@ def test_it_is_seen_in_policies_decode_and_evaluate(
     costs = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "report"]
     report = answered(cli("evaluate", *costs, "--policy", "patience?chances=3&max_depth=4", "--json"))
     assert "patience:3" in [line["name"] for line in report["lines"]]
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_recorded_by_collect_and_tuned_by_train(
+    pair_folder: Path, traces: dict[float, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w7 w8"}\n{"prompt": "w9 w20 w8"}\n')
+    pair = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    where = ["--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "live", "--depth", 4, "--max-new-tokens", 20]
+    live = ["--collector", "live", "--policy", "patience?chances=1&max_depth=4"]
+    assert cli("collect", *pair, *where, *live, "--quiet").code == 0
+    header = open_trace(tmp_path / "live").header
+    assert (header.collector, header.policy) == ("live", "patience:1")
+
+    profile.with_decisions({"patience": 1e-5}).save(tmp_path / "profile.json")
+    costs = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "tuned"]
+    tuned = cli("train", *costs, "--tune", 2, "--head", "logistic", "--policy", "patience?chances=1|2", "--quiet")
+    assert tuned.code == 0, tuned.err
+    assert "patience" in tuned.out
 
 
 @pytest.mark.usefixtures("installed")
