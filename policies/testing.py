@@ -134,6 +134,21 @@ class PolicyTests:
                 assert isinstance(one, bool), "keep_one() must return a plain bool"
                 assert one == bool(answer), f"stream {stream}, depth {depth}: keep_one() and keep() differ"
 
+    def test_deciding_in_plain_numbers_is_deciding_in_tensors(self) -> None:
+        """`keep_few`, where there is one, is what the live loop asks on trees; replay asks `keep`."""
+        policy = self.make()
+        decide = policy.keep_few
+        if decide is None:
+            return
+        for stream in range(STREAMS):
+            tensors, plain = (policy.start(2, keys([stream, stream])), policy.start(1, keys([stream])))
+            for depth in depths(policy):
+                step = make_step(policy, depth, [stream, stream], 0, self.branches)
+                answer, tensors = checked_keep(policy, step, tensors)
+                numbers = (values[0].tolist() for values in (step.alive, step.parent, step.features))
+                kept, plain = decide(depth, *numbers, plain)
+                assert kept == answer[0].tolist(), f"stream {stream}, depth {depth}: keep_few() and keep() differ"
+
     def test_what_it_selects_is_closed_under_parents(self) -> None:
         """A node that is verified has its parent verified."""
         policy = self.make()

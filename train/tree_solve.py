@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..policies.costs import CostTable, Profile
 from ..policies.tree_gain import TreeGain
+from ..policies.tree_rule import MOST_NODES
 from .data import TraceArrays, typical_context
 from .replay import replay
 
@@ -20,29 +21,36 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, decision_s: float) -> di
     """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
 
     Args:
-        arrays: a trace of trees.
+        arrays: a trace of trees, or of chains, whose rounds cost less.
         profile: what rounds cost.
         decision_s: of one decision.
     """
     tree, low, high = arrays.tree, profile.low, profile.high
     span = high.context - low.context
     share = min(max((typical_context(arrays) - low.context) / span, 0.0), 1.0) if span else 0.0
-    _, per_step, per_token = profile.tree_outside_s or (profile.round_s, profile.step_s, 0.0)
+    outside = None if tree.is_chain else profile.tree_outside_s
+    _, per_step, per_token = outside or (profile.round_s, profile.step_s, 0.0)
     branches = sum(bool(below) for below in tree.children)
     below = tree.nodes / max(branches, 1)
 
     def between(low_s: Sequence[float], high_s: Sequence[float]) -> list[float]:
         return [(1.0 - share) * a + share * b for a, b in zip(low_s, high_s, strict=True)]
 
-    def both(of: str, most: int) -> list[float]:
-        return between(*(getattr(CostTable, of)(table, most) for table in (low, high)))
+    def both(of: Callable[[CostTable], Sequence[float]]) -> list[float]:
+        return between(of(low), of(high))
 
     opening = between(low.draft_s[:1], high.draft_s[:1])[0]
-    drafts = both("tree_draft", max(tree.width, 1))[1:]
+    if tree.is_chain:
+        padded = profile.padded()[: tree.nodes + 1]
+        drafts = both(lambda table: [table.draft_s[0] if table.later_draft_s is None else table.later_draft_s])
+        verify = both(lambda table: [table.verify_s[n] for n in padded])
+    else:
+        drafts = both(lambda table: table.tree_draft(max(tree.width, 1))[1:])
+        verify = both(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
     return {
         "opening_s": opening + per_step + per_token * len(tree.children[0]) + decision_s,
         "draft_s": [s + per_step + per_token * below * rows + decision_s for rows, s in enumerate(drafts, 1)],
-        "verify_s": both("tree_verify", min(tree.nodes, 64)),
+        "verify_s": verify,
     }
 
 

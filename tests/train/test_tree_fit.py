@@ -21,7 +21,7 @@ from specstop.policies.features import TREE_FEATURES
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.heads import LinearHead
 from specstop.policies.tree_gain import TreeGain
-from specstop.train.data import trace_arrays
+from specstop.train.data import trace_arrays, typical_context
 from specstop.train.evaluate import evaluate
 from specstop.train.replay import replay
 from specstop.train.rows import Visits
@@ -176,6 +176,16 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
     assert seconds["verify_s"][6] - seconds["verify_s"][2] == pytest.approx(round_s([1], 3, 6) - round_s([1], 3, 2))
     later = round_s([1, 2, 0], 9, 4) - round_s([1, 0, 0], 3, 4)
     assert seconds["draft_s"][1] == pytest.approx(later + 5e-5, rel=0.05)  # children a branch are a mean
+
+
+def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
+    arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
+    assert arrays.tree.is_chain
+    seconds = tree_seconds(arrays, profile, 0.0)
+    costs = profile.chain_costs(typical_context(arrays), 0.0, depth=3).diff().tolist()
+    for length in (2, 3):  # padded to the cheaper size
+        more = seconds["verify_s"][length] - seconds["verify_s"][length - 1]
+        assert costs[length - 1] == pytest.approx(seconds["draft_s"][0] + more)
 
 
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
