@@ -5,7 +5,8 @@
 
 The embedded pair always runs; `--pair` adds others. For each pair, greedy and at T = 0.7, alternating per prompt: our best
 fixed length over the library's best assisted setting; the share of a round outside model calls and policy; the floor (the
-same forwards with nothing between them) over the loop; trees; memory over a long run. The last line is one JSON object.
+same forwards with nothing between them) over the loop; trees; memory over a long run. A way whose interval lies below the
+best of its kind after the first 8 prompts is not run on the others. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ from specstop.train.pair import demo_pair
 LENGTHS = (2, 3, 4, 6, 8)
 TREES = ("2,1", "2,2,1,1", "4,2,1", "fork:2x4")
 FLOOR_TREE = "2,2,1,1"
+KINDS = (tuple(f"fixed:{k}" for k in LENGTHS), TREES, tuple(s.name for s in SETTINGS))
 LONG = 2048
+SCREEN = 8
+"""Prompts on which every way runs."""
+
 Prompts = list[tuple[str, list[int]]]
 
 
@@ -86,14 +91,15 @@ def measure(
         depth = parse_tree(tree).deepest
         runs.append(Speculator(pair, FixedLength(depth), Settings(temperature, tokens, tree=tree)))
     runs += [Assisted(stock, setting, temperature, tokens) for setting in (PLAIN, *SETTINGS)]
-    texts = dict(zip(names, run_alternating(runs, prompts, progress=progress), strict=True))
-    lines = {name: bench_line(name, row, texts["plain"]) for name, row in texts.items()}
+    texts = contest(dict(zip(names, runs, strict=True)), prompts, progress)
+    lines = {name: bench_line(name, row, texts["plain"][: len(row)]) for name, row in texts.items()}
     print(f" T = {temperature:g}")
-    for line in lines.values():
+    for name, line in lines.items():
         interval = f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}] of plain"
-        print(f"  {line.name:<26}{line.tokens_per_s:>8.1f} tokens/s  {interval}")
-    ours = max((f"fixed:{k}" for k in LENGTHS), key=lambda name: lines[name].tokens_per_s)
-    theirs = max((s.name for s in SETTINGS), key=lambda name: lines[name].tokens_per_s)
+        left = "" if len(texts[name]) == len(prompts) else f", on {len(texts[name])} prompts"
+        print(f"  {name:<26}{line.tokens_per_s:>8.1f} tokens/s  {interval}{left}")
+    whole = {name: line.tokens_per_s for name, line in lines.items() if len(texts[name]) == len(prompts)}
+    ours, tree, theirs = (max(whole.keys() & set(kind), key=whole.__getitem__) for kind in KINDS)
     figures: dict[str, Any] = {"tokens_per_s": {name: line.tokens_per_s for name, line in lines.items()}}
 
     def bar(name: str, value: Any, text: str, met: bool) -> None:
@@ -105,7 +111,6 @@ def measure(
     ratio = speed_ratio(texts[ours], texts[theirs])
     text = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] ({ours} over {theirs}); at least 2.3"
     bar("best fixed over best assisted", ratio, text, ratio[0] >= 2.3)
-    tree = max(TREES, key=lambda name: lines[name].tokens_per_s)
     print(f"  best tree {tree}: {speed_ratio(texts[tree], texts[ours])[0]:.2f} of {ours}")
     for name in (ours, FLOOR_TREE):
         rounds = [r for g in texts[name] for r in g.rounds]
@@ -115,6 +120,20 @@ def measure(
         share = floor(pair, prompts, temperature, tokens, shape, ours if name == ours else name)
         bar(f"floor over loop, {name}", share, f"{share:.3f}; at least 0.85", share >= 0.85)
     return figures
+
+
+def contest(runs: dict[str, Any], prompts: Prompts, progress: Any) -> dict[str, list[Generation]]:
+    """Return the texts of all ways on the first prompts, and on the others of those that may be the best of their kind."""
+    texts = dict(zip(runs, run_alternating(list(runs.values()), prompts[:SCREEN], progress=progress), strict=True))
+    stay = set(runs) - set().union(*KINDS) | {FLOOR_TREE}
+    for kind in KINDS:
+        best = max(kind, key=lambda name: speed_ratio(texts[name], texts["plain"])[0])
+        stay |= {name for name in kind if speed_ratio(texts[name], texts[best])[2] >= 1.0}
+    rest = {name: run for name, run in runs.items() if name in stay}
+    if prompts[SCREEN:]:
+        for name, row in zip(rest, run_alternating(list(rest.values()), prompts[SCREEN:], progress=progress), strict=True):
+            texts[name] += row
+    return texts
 
 
 def floor(pair: Pair, prompts: Prompts, temperature: float, tokens: int, shape: Topology, name: str) -> float:

@@ -1,9 +1,10 @@
 """Learned stop policies beside best fixed, every tuned rule, published heads, the informed estimate and the clairvoyant.
 
-    python benchmarks/heads.py --pair path/to/one --pair path/to/other --work traces --check
+    python benchmarks/heads.py --pair path/to/one --text records.jsonl --work traces --check
     python benchmarks/heads.py --quick
 
-Without `--pair` the embedded pair is used. For temperatures 0 and 0.7 dense traces of training and test prompts are collected
+The embedded pair, and the pairs of `--pair`, each with the `--text` that it was made of: prompts are cut from what neither
+of its models has seen. For temperatures 0 and 0.7 dense traces of training and test prompts are collected
 and the latency of this machine is measured through the loop, decisions included; what lies in `--work` already is taken from
 there. On training prompts every rule is tuned over as many settings, and every head is fitted; the learned policy that is
 fastest on training prompts left out of its fit is named before a test prompt is read. Then all are replayed on test prompts:
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 from baselines import measured
 from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.collect.store import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
@@ -42,7 +43,8 @@ from specstop.train.continuation import informed_estimate
 from specstop.train.crossfit import FOLDS, prompt_folds
 from specstop.train.data import TraceArrays, trace_arrays
 from specstop.train.intervals import Resamples
-from specstop.train.pair import demo_pair
+from specstop.train.pair import demo_pair, stdlib_documents, unseen_prompts
+from specstop.train.pair_text import read_documents
 from specstop.train.replay import Replayed, replay
 from specstop.train.rows import visits
 from specstop.train.run import FEATURES, train
@@ -54,6 +56,7 @@ from specstop.train.tune_rules import tuned_rules
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10
 SEED = 0
+TRAIN, TEST = 600, 400
 RULES = ("confidence", "entropy", "product", "maxprob", "online")
 PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
 WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
@@ -81,6 +84,9 @@ OURS = {
 }
 
 
+Prompts = tuple[list[dict[str, str]], list[dict[str, str]]]
+
+
 @dataclass(frozen=True)
 class Place:
     """A pair at a temperature: models, prompts to measure on, traces, costs."""
@@ -97,7 +103,11 @@ class Place:
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, action="append", help="folder of a pair made by make_pair.py; repeatable")
+    parser.add_argument(
+        "--pair", type=Path, action="append", default=[], help="folder of a pair made by make_pair.py; repeatable"
+    )
+    parser.add_argument("--text", type=Path, action="append", default=[], help="what the --pair in its place was made of")
+    parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
     parser.add_argument(
         "--work", type=Path, help="folder for traces and profiles, taken from there when they are there"
     )
@@ -105,15 +115,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
-    counts = {"train": 24, "test": 12} if options.quick else {"train": 240, "test": 120}
+    counts = (24, 12) if options.quick else (TRAIN, TEST)
     tokens = 48 if options.quick else 128
     work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
     found: dict[str, Any] = {}
     missed: list[str] = []
-    pairs = options.pair or [demo_pair()]
-    for where in pairs:
+    pairs = [] if options.only_pairs else [(demo_pair(), stdlib_documents())]
+    pairs += [(pair, read_documents(text)) for pair, text in zip(options.pair, options.text, strict=True)]
+    for where, documents in pairs:
+        prompts = unseen_prompts(where, documents, *counts)
         for temperature in TEMPERATURES:
-            place = prepare(where, temperature, work, counts, tokens)
+            place = prepare(where, prompts, temperature, work, tokens)
             found[place.name] = compare(place, load_pair(where / "target", where / "draft", engine="plain"), missed)
     if options.work is None:
         shutil.rmtree(work)
@@ -121,24 +133,25 @@ def main() -> int:
         options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if len(pairs) < 2:
         missed.append("two pairs are to be compared")
-    checked = not options.quick and counts["test"] >= 40
-    print(f"compared: {len(pairs)} pairs, {counts['test']} held-out prompts of {tokens} tokens each")
+    checked = not options.quick and bool(found)
+    print(f"compared: {len(pairs)} pairs, {counts[1]} held-out prompts of {tokens} tokens each")
     print(json.dumps({"checked": checked, "missed": missed, **found}))
     return int(options.check and (bool(missed) or not checked))
 
 
-def prepare(where: Path, temperature: float, work: Path, counts: dict[str, int], tokens: int) -> Place:
+def prepare(where: Path, prompts: Prompts, temperature: float, work: Path, tokens: int) -> Place:
     """Return traces of training and test prompts, and the machine's latency."""
     pair = load_pair(where / "target", where / "draft")
     name = f"{where.name} T={temperature:g}"
     folder = work / name.replace(" ", "-")
     sides = {}
-    for side, count in counts.items():
+    for side, records in zip(("train", "test"), prompts, strict=True):
         at = folder / side
         if not (at / "header.json").exists():
+            asked = [Prompt(r["id"], r["prompt"], r["group"]) for r in records]
             with progress_bars() as progress:
                 collect(
-                    pair, read_prompts(where / f"prompts-{side}.jsonl", count), at, target=str(where / "target"),
+                    pair, asked, at, target=str(where / "target"),
                     draft=str(where / "draft"), depth=DEPTH, temperature=temperature, max_new_tokens=tokens, seed=SEED,
                     vectors=(DRAFT_HIDDEN,), progress=progress,
                 )  # fmt: skip

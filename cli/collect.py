@@ -88,6 +88,9 @@ Hidden = Annotated[
         "target; --dry-run says how much it comes to."
     ),
 ]
+Memory = Annotated[
+    int, typer.Option(help="Dense: MiB for the scores of the positions that are unrolled together.")
+]
 FromVLLM = Annotated[
     Path | None,
     typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; nothing is run."),
@@ -120,6 +123,7 @@ def collect(
     mix: Mix = 0.0,
     completions: Completions = None,
     hidden: Hidden = None,
+    memory: Memory = 256,
     from_vllm: FromVLLM = None,
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
@@ -193,6 +197,7 @@ def collect(
             shards=shards,
             source=asked.described(),
             vectors=_vectors(hidden),
+            memory=memory,
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)

@@ -28,6 +28,9 @@ def evaluate(
         bool | None,
         typer.Option(help="Show from which cost of a draft step each policy pays. Default: where it takes seconds."),
     ] = None,
+    informed: Annotated[
+        bool, typer.Option("--informed", help="Add what a policy could reach that knows all features. Takes minutes.")
+    ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -51,6 +54,7 @@ def evaluate(
             train_traces=load_traces(train_traces) if train_traces else None,
             out=out,
             sweep=sweep,
+            informed=informed,
             seed=seed,
             overwrite=overwrite,
             progress=progress,

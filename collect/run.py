@@ -27,7 +27,7 @@ from .prompts import Prompt, encode
 from .schema import Header, parents
 from .shards import Plan, Work, record
 from .store import Trace
-from .ways import choose_way
+from .ways import MEMORY_MIB, choose_way
 
 PROMPTS_PER_SHARD = 32
 SHARD_BYTES = 1 << 29
@@ -58,6 +58,7 @@ def collect(
     mix: float = 0.0,
     completions: Mapping[str, str] | None = None,
     vectors: Sequence[str] = (),
+    memory: int = MEMORY_MIB,
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -75,7 +76,7 @@ def collect(
         overwrite: delete what is there.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions, vectors: see `plan_run`.
+        collector, policy, verification, explore, mix, completions, vectors, memory: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, or the folder not empty.
@@ -99,6 +100,7 @@ def collect(
         mix=mix,
         completions=completions,
         vectors=vectors,
+        memory=memory,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -123,6 +125,7 @@ def plan_run(
     mix: float = 0.0,
     completions: Mapping[str, str] | None = None,
     vectors: Sequence[str] = (),
+    memory: int = MEMORY_MIB,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -147,6 +150,7 @@ def plan_run(
         completions: text behind each prompt, by prompt id, to label in the place of the target's own.
         vectors: hidden states to record (`policies.vectors`), in float16: 2 bytes x width for the target's, and 2 bytes x
             width x nodes for the draft's, at each anchor.
+        memory: MiB for the scores of the positions that the dense collector unrolls together.
 
     Raises:
         InputError: an option is out of range, or a prompt is too long.
@@ -166,7 +170,7 @@ def plan_run(
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
     settings = Settings(temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree)
     widths = vector_widths(pair, check_vectors(vectors, "--hidden"))
-    way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths))
+    way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory)
     carries = policy is not None and policy.carries
     count = shards or (1 if carries else _shard_count(len(prompts), max_new_tokens, widths, topology.nodes))
     header = Header(

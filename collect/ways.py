@@ -19,6 +19,9 @@ from .mixed import mixed_rows
 from .shards import nothing
 from .unroll import Unroller, node_features
 
+MEMORY_MIB = 256
+"""For the scores of the positions that are unrolled together, unless a run says otherwise."""
+
 Batch = Sequence[tuple[int, str, str, list[int], int]]
 """(sequence, prompt id, group, token ids, stream key) of each prompt."""
 
@@ -50,6 +53,7 @@ def choose_way(
     mix: float,
     completions: Mapping[str, str] | None,
     vectors: Sequence[str] = (),
+    memory: int = MEMORY_MIB,
 ) -> Way:
     """Return the way that the options ask for; arguments as of `run.plan_run`.
 
@@ -73,7 +77,9 @@ def choose_way(
         return Way(
             features, lambda batch: mixed_rows(pair, batch, limit, settings.temperature, mix, vectors), {"mix": mix}
         )
-    unroller = Unroller(pair, tree, settings.temperature, vectors=vectors)
+    if memory < 1:
+        raise InputError(f"--memory: expected 1 MiB or more, not {memory}")
+    unroller = Unroller(pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors)
     if completions is not None:
         given = dict(completions)
         return Way(

@@ -79,6 +79,14 @@ def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> No
             assert option in helps[name], f"{page}: specstop {name} {option}"
 
 
+def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
+    names = re.findall(r"^  ([a-z]+) ", cli("--help").out, re.MULTILINE)
+    known = set(re.findall(r"--[a-z][a-z-]+", " ".join(cli(name, "--help").out for name in names)))
+    for page in documents():
+        for option in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", page.read_text()):
+            assert option in known, f"{page.name}: {option}"
+
+
 @pytest.mark.parametrize("page", documents(), ids=lambda p: p.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ from .whatif import RATIOS
 from .whatif import sweep as run_sweep
 from .whatif_records import Transfer
 
+if TYPE_CHECKING:
+    from .continuation import Informed
+
 HUGGING_FACE = 0.4
 FAST_SWEEP_S = 15.0
 """Seconds of a sweep that is made by default, by the rough costs below of a replay and of an anchor in it."""
@@ -56,7 +59,7 @@ def evaluate(
     train_traces: Trace | None = None,
     out: str | Path | None = None,
     seed: int = 0,
-    informed: Replayed | None = None,
+    informed: bool = False,
     detailed: bool | None = None,
     sweep: bool | None = None,
     transfer: Transfer | None = None,
@@ -78,7 +81,8 @@ def evaluate(
             saved rates serve and the tuned confidence threshold is left out.
         out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
         seed: of the bootstrap.
-        informed: replay of the informed estimate on these traces; a policy above it is a finding.
+        informed: add the informed estimate (`continuation.informed_estimate`; it takes minutes); a policy above it beyond its
+            interval is a finding.
         detailed: compute the sections behind the table of speeds; by default where there is an `out`.
         sweep: also say from which cost of a draft step each of `policies` pays (`whatif.sweep`); by default where there is
             an `out` and it takes seconds.
@@ -87,7 +91,8 @@ def evaluate(
         progress: see `Progress`.
 
     Raises:
-        TraceError: a policy does not fit the trace, or both traces share prompts.
+        TraceError: a policy does not fit the trace, both traces share prompts, or an informed estimate is asked of traces
+            that are not dense chains.
         InputError: `out` is not empty.
     """
     if out is not None:
@@ -103,11 +108,18 @@ def evaluate(
     profile = add_decisions(profile, [Confidence(HUGGING_FACE), *policies], header.vocabulary, header.vectors)
     jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth))
     facts = _facts(traces, arrays, profile)
+    limit = None
+    if informed:
+        progress("informed estimate", 0, 1)
+        from .continuation import informed_estimate  # brings xgboost, which nothing else here needs
+
+        limit = informed_estimate(arrays, profile, seed=seed)
+        progress("informed estimate", 1, 1)
     if live:
         report = round_report(arrays, jobs, profile, facts, seed, progress)
     else:
         wants = out is not None if detailed is None else detailed
-        report = _replayed(arrays, jobs, profile, facts, informed, wants, seed, progress)
+        report = _replayed(arrays, jobs, profile, facts, limit, wants, seed, progress)
         if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
             swept = run_sweep(traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress)
             report.details["sweep"] = swept.to_dict()
@@ -188,7 +200,7 @@ def _replayed(
     jobs: Sequence[Job],
     profile: Profile,
     facts: dict[str, Any],
-    informed: Replayed | None,
+    informed: Informed | None,
     detailed: bool,
     seed: int,
     progress: Progress,
@@ -252,7 +264,7 @@ class _Table:
         self.best, self.plain = grid.max(1), grid[:, 0]
         self.ceiling: Values = self.tokens / boot.total(bound)
 
-    def total(self, result: Replayed) -> Values:
+    def total(self, result: Replayed | Informed) -> Values:
         """Return [R + 1] seconds."""
         return self.boot.total(result.seconds)
 
@@ -276,7 +288,7 @@ class _Table:
         )
         return Line(name, kind, float(rate[0]), *ratios, played.block_efficiency, drafted, verified, accepted, note)
 
-    def lines(self, entries: Sequence[Entry], informed: Replayed | None) -> list[Line]:
+    def lines(self, entries: Sequence[Entry], informed: Informed | None) -> list[Line]:
         """Return all lines."""
         winner = self.winner.result
         out = [self.line("plain decoding", "fixed", self.plain, self.fixed[0].result, "fixed:0")]
@@ -289,9 +301,8 @@ class _Table:
                 made = dataclasses.replace(made, verdict=verdict(rival.low, rival.high))
             out.append(made)
         if informed is not None:
-            note = "the best cross-fitted policy on all features"
-            rate = self.tokens / self.total(informed)
-            out.append(self.line("informed estimate", "informed", rate, informed, note))
+            note = "best cross-fitted continuation value on all scalars, decisions for nothing"
+            out.append(self.line("informed estimate", "informed", self.tokens / self.total(informed), None, note))
         out.append(self.line("clairvoyant bound", "bound", self.ceiling, None, "knows every accepted length"))
         return out
 

@@ -31,7 +31,7 @@ from .pair_fit import fit_pair
 from .pair_recipe import RECIPES, ModelShape, PairRecipe
 from .pair_text import Document, cut_prompts, encode, split_documents, stdlib_documents, train_tokenizer
 
-__all__ = ["RECIPES", "Document", "ModelShape", "PairRecipe", "demo_pair", "make_pair", "stdlib_documents"]
+__all__ = ["RECIPES", "Document", "ModelShape", "PairRecipe", "demo_pair", "make_pair", "stdlib_documents", "unseen_prompts"]
 
 # To be raised when the same recipe gives other files: cached pairs are found by it.
 SCHEMA_VERSION = 1
@@ -80,6 +80,41 @@ def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, prog
         }
         write_json(stage / "pair.json", described)
     return out
+
+
+def unseen_prompts(
+    pair: Path, documents: Sequence[Document], train: int, test: int
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Cut more prompts than a pair came with, from text that neither of its models has seen.
+
+    Args:
+        pair: Folder of `make_pair`.
+        documents: What it was made of.
+        train: Prompts for collecting traces.
+        test: Prompts for tests, from other documents.
+
+    Returns:
+        Training and test prompts, as many as the text has, with `id`, `prompt` and `group`.
+
+    Raises:
+        InputError: The pair was not made of these documents.
+    """
+    described: Any = read_json(pair / "pair.json", "the pair")
+    recipe = described["recipe"]
+    split = split_documents(documents, recipe["held_out"], recipe["seed"], recipe["text_bytes"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(pair / "target")
+    most = len(split.left) * 3 // 5
+    found = []
+    for side, own, more, count in (
+        ("train", split.prompts_train, split.left[:most], train),
+        ("test", split.prompts_test, split.left[most:], test),
+    ):
+        cut = cut_prompts(tokenizer, [*own, *more], count, tuple(recipe["prompt_tokens"]), recipe["seed"])
+        first = (pair / f"prompts-{side}.jsonl").read_text(encoding="utf-8").partition("\n")[0]
+        if cut[0] != json.loads(first):
+            raise InputError(f"expected the text that {pair} was made of: its first {side} prompt is not in this one")
+        found.append(cut)
+    return found[0], found[1]
 
 
 def demo_pair(seed: int = 0, progress: Progress = silent) -> Path:

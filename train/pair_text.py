@@ -37,12 +37,13 @@ class Document(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Documents by use, none in two lists; but `spare` is `learn` where nothing is left to spare."""
+    """Documents by use, none in two lists; but `spare` is `learn` where nothing is left to spare. `left` are of no use."""
 
     learn: list[Document]
     spare: list[Document]
     prompts_train: list[Document]
     prompts_test: list[Document]
+    left: list[Document]
 
 
 def stdlib_documents() -> list[Document]:
@@ -94,7 +95,8 @@ def split_documents(documents: Sequence[Document], held_out: float, seed: int, t
     rest = order[count:]
     learn = _first(rest, text_bytes) if text_bytes else rest
     spare = _first(rest[len(learn) :], text_bytes)
-    return Split(learn, spare or learn, order[:train_count], order[train_count:count])
+    left = rest[len(learn) + len(spare) :]
+    return Split(learn, spare or learn, order[:train_count], order[train_count:count], left)
 
 
 def _first(documents: Sequence[Document], text_bytes: int) -> list[Document]:

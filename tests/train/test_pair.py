@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from specstop.policies.errors import InputError
 from specstop.train import pair as module
-from specstop.train.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents
+from specstop.train.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts
 from specstop.train.pair_text import read_documents, split_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,6 +95,23 @@ def test_prompts_come_from_held_out_documents(built: Path) -> None:
         seen[name] = {record["id"].rpartition("#")[0] for record in found}
     assert not seen["train"] & seen["test"]
     assert not (seen["train"] | seen["test"]) & {document.name for document in split.learn}
+
+
+def test_unseen_prompts_are_of_text_that_was_never_learnt(tmp_path: Path) -> None:
+    found, recipe = documents(24), dataclasses.replace(TINY, text_bytes=4000)
+    pair = make_pair(found, recipe, tmp_path / "pair")
+    split = split_documents(found, recipe.held_out, recipe.seed, recipe.text_bytes)
+    assert split.left
+    seen = {document.name for document in (*split.learn, *split.spare)}
+    sides = unseen_prompts(pair, found, 1000, 1000)
+    names = [{prompt["id"].rpartition("#")[0] for prompt in side} for side in sides]
+    assert not names[0] & names[1] and not seen & (names[0] | names[1])
+    assert seen | names[0] | names[1] == {document.name for document in found}
+    for side, more in zip(("train", "test"), sides, strict=True):
+        own = records(pair / f"prompts-{side}.jsonl")
+        assert len(more) > len(own) and all(prompt in more for prompt in own)
+    with pytest.raises(InputError, match="expected the text that .* was made of"):
+        unseen_prompts(pair, documents(23)[::-1], 10, 10)
 
 
 def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:

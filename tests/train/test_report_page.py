@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
@@ -21,6 +22,7 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
 from specstop.train.answer import answer, findings, why
+from specstop.train.continuation import Informed, informed_estimate
 from specstop.train.data import trace_arrays
 from specstop.train.evaluate import evaluate
 from specstop.train.insight import StopCost
@@ -326,12 +328,22 @@ def test_findings_name_what_cannot_or_should_not_be() -> None:
     assert found[2].startswith("y is slower than the best static tree")
 
 
-def test_an_informed_estimate_is_a_line_and_a_policy_above_it_a_finding(
-    sides: tuple[Trace, Trace], full_profile: Profile
+def test_an_informed_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=True)
+    line = report.line("informed estimate")
+    expected = informed_estimate(trace_arrays(sides[1]), full_profile)
+    assert line.kind == "informed" and line.tokens_per_s == pytest.approx(expected.rate)
+    assert line.tokens_per_s <= report.line("clairvoyant bound").tokens_per_s
+    Page(to_html(plain(report)))
+
+
+def test_a_policy_above_the_informed_estimate_is_a_finding(
+    sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    informed = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=informed)
-    assert report.line("informed estimate").kind == "informed"
+    poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
+    known = Informed(poor.seconds, poor.rate, torch.zeros(0))
+    monkeypatch.setattr("specstop.train.continuation.informed_estimate", lambda *_, **__: known)
+    report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=True)
     assert report.line("informed estimate").to_plain == Ratio(1.0, 1.0, 1.0)
     assert any(text.startswith("fixed:2 is above the informed estimate") for text in report.findings)
     Page(to_html(plain(report)))
