@@ -30,12 +30,12 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies import StopPolicy
 from specstop.policies.costs import Profile
-from specstop.train.data import trace_arrays
-from specstop.train.evaluate import evaluate
-from specstop.train.pair import demo_pair
-from specstop.train.records import Line
-from specstop.train.replay import replay
-from specstop.train.tune_rules import BUDGET, rule_defaults, tuned_rules
+from specstop.train.demo.pair import demo_pair
+from specstop.train.fit.tune_rules import BUDGET, rule_defaults, tuned_rules
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.records import Line
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

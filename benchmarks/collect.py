@@ -28,7 +28,7 @@ from specstop.collect.unroll import Unroller
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies import FixedLength
-from specstop.train.pair import demo_pair
+from specstop.train.demo.pair import demo_pair
 
 DEPTH, TREE = 12, "4,2,2,1"
 TIE = 1e-4

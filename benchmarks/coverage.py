@@ -36,9 +36,9 @@ from specstop.collect.store import Trace, shard_table
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable, Profile
-from specstop.train.evaluate import evaluate
-from specstop.train.offpolicy import estimate_offline
-from specstop.train.records import Ratio
+from specstop.train.logged.offpolicy import estimate_offline
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.records import Ratio
 
 LEAST, MOST = 0.90, 0.98
 MOST_Z = 4.0

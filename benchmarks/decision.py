@@ -36,8 +36,8 @@ from specstop.policies.heads import build_head
 from specstop.policies.history import HistoryOne
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived
-from specstop.train.boosted import flatten
-from specstop.train.run import FEATURES
+from specstop.train.fit.run import FEATURES
+from specstop.train.heads.boosted import flatten
 
 WIDE = (
     "mean_accepted", "mean_full", "top1", "top2", "margin", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "depth",

@@ -30,7 +30,7 @@ from specstop.decode.bench import bench_line, speed_ratio
 from specstop.decode.cache import CachedModel
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
-from specstop.train.pair import demo_pair
+from specstop.train.demo.pair import demo_pair
 
 LENGTHS = (2, 3, 4, 6, 8)
 TREES = ("2,1", "2,2,1,1", "4,2,1", "fork:2x4")
@@ -131,7 +131,9 @@ def contest(runs: dict[str, Any], prompts: Prompts, progress: Any) -> dict[str, 
         stay |= {name for name in kind if speed_ratio(texts[name], texts[best])[2] >= 1.0}
     rest = {name: run for name, run in runs.items() if name in stay}
     if prompts[SCREEN:]:
-        for name, row in zip(rest, run_alternating(list(rest.values()), prompts[SCREEN:], progress=progress), strict=True):
+        for name, row in zip(
+            rest, run_alternating(list(rest.values()), prompts[SCREEN:], progress=progress), strict=True
+        ):
             texts[name] += row
     return texts
 

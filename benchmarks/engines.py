@@ -36,10 +36,10 @@ from specstop.collect import collect, read_prompts
 from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.policies.costs import CostTable, Profile
-from specstop.train import deploy_sglang as sglang
-from specstop.train import deploy_vllm as vllm
-from specstop.train.lockstep import Steps
-from specstop.train.pair import demo_pair
+from specstop.train.demo.pair import demo_pair
+from specstop.train.serve import deploy_sglang as sglang
+from specstop.train.serve import deploy_vllm as vllm
+from specstop.train.serve.lockstep import Steps
 
 GROWTH = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)
 """What each row more costs, as a share of a verification of one row."""

@@ -30,7 +30,7 @@ from specstop.decode import Settings, plain_texts, stream_key
 from specstop.decode.loop import Speculator
 from specstop.decode.pair import Pair, load_pair
 from specstop.policies import Confidence
-from specstop.train.pair import demo_pair
+from specstop.train.demo.pair import demo_pair
 
 _TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]

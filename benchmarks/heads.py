@@ -38,20 +38,20 @@ from specstop.policies.costs import CostTable, Profile
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.vectors import DRAFT_HIDDEN
-from specstop.train.bounds import clairvoyant_seconds
-from specstop.train.continuation import informed_estimate
-from specstop.train.crossfit import FOLDS, prompt_folds
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.intervals import Resamples
-from specstop.train.pair import demo_pair, stdlib_documents, unseen_prompts
-from specstop.train.pair_text import read_documents
-from specstop.train.replay import Replayed, replay
-from specstop.train.rows import visits
-from specstop.train.run import FEATURES, train
-from specstop.train.scores import policy_survival, survival_scores
-from specstop.train.thresholds import settle_thresholds
-from specstop.train.tune import PRICED, fixed_grid, solve_rate
-from specstop.train.tune_rules import tuned_rules
+from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
+from specstop.train.demo.pair_text import read_documents
+from specstop.train.fit.continuation import informed_estimate
+from specstop.train.fit.run import FEATURES, train
+from specstop.train.fit.thresholds import settle_thresholds
+from specstop.train.fit.tune import PRICED, fixed_grid, solve_rate
+from specstop.train.fit.tune_rules import tuned_rules
+from specstop.train.heads.crossfit import FOLDS, prompt_folds
+from specstop.train.heads.rows import visits
+from specstop.train.heads.scores import policy_survival, survival_scores
+from specstop.train.report.intervals import Resamples
+from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import Replayed, replay
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10
@@ -106,7 +106,9 @@ def main() -> int:
     parser.add_argument(
         "--pair", type=Path, action="append", default=[], help="folder of a pair made by make_pair.py; repeatable"
     )
-    parser.add_argument("--text", type=Path, action="append", default=[], help="what the --pair in its place was made of")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="what the --pair in its place was made of"
+    )
     parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
     parser.add_argument(
         "--work", type=Path, help="folder for traces and profiles, taken from there when they are there"

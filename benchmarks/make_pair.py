@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from specstop.policies.errors import SpecstopError
-from specstop.train.pair import RECIPES, make_pair, stdlib_documents
-from specstop.train.pair_text import read_documents
+from specstop.train.demo.pair import RECIPES, make_pair, stdlib_documents
+from specstop.train.demo.pair_text import read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEPTHS = 8

@@ -35,10 +35,10 @@ from specstop.policies.costs import CostTable, Profile
 from specstop.policies.heads import LinearHead
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Threshold
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.pair import demo_pair
-from specstop.train.replay import replay, replay_many
-from specstop.train.static_tree import best_static_tree
+from specstop.train.demo.pair import demo_pair
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay, replay_many
+from specstop.train.traces.static_tree import best_static_tree
 
 TREE, DEPTH = "3,2,1,1", 8
 TIE = 1e-4
@@ -51,8 +51,8 @@ import torch
 torch.set_num_threads(1)
 from replay import learned, made_profile
 from specstop.collect.store import open_trace
-from specstop.train.data import trace_arrays
-from specstop.train.replay import replay
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 policy = learned(0.4)
 arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
 played = replay(arrays, policy, made_profile())

@@ -30,11 +30,11 @@ from specstop.decode.cache import CachedModel
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
-from specstop.train.data import seen_features
-from specstop.train.demo import Offline, Sizes, run_offline
-from specstop.train.live import compare_live
-from specstop.train.replay import Replayed, replay
-from specstop.train.tune import fixed_grid
+from specstop.train.demo.demo import Offline, Sizes, run_offline
+from specstop.train.demo.live import compare_live
+from specstop.train.fit.tune import fixed_grid
+from specstop.train.traces.data import seen_features
+from specstop.train.traces.replay import Replayed, replay
 
 TIE = 1e-4
 SEED = 0

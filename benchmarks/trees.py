@@ -34,19 +34,19 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.train.crossfit import prompt_folds
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.intervals import Resamples
-from specstop.train.pair import demo_pair
-from specstop.train.records import Ratio
-from specstop.train.replay import Replayed, replay
-from specstop.train.run import train
-from specstop.train.static_tree import best_static_tree
-from specstop.train.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
-from specstop.train.tree_choice import TreeChoice, choose_tree
-from specstop.train.tree_fit import RICH_FEATURES, TreePlan, fit_tree
-from specstop.train.tree_solve import solve_tree
-from specstop.train.tune import fixed_grid, solve_rate
+from specstop.train.demo.pair import demo_pair
+from specstop.train.fit.run import train
+from specstop.train.fit.tree_choice import TreeChoice, choose_tree
+from specstop.train.fit.tree_fit import RICH_FEATURES, TreePlan, fit_tree
+from specstop.train.fit.tree_solve import solve_tree
+from specstop.train.fit.tune import fixed_grid, solve_rate
+from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.report.intervals import Resamples
+from specstop.train.report.records import Ratio
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import Replayed, replay
+from specstop.train.traces.static_tree import best_static_tree
+from specstop.train.traces.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

@@ -26,7 +26,7 @@ from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.alternate import run_alternating
 from specstop.decode.cache import CachedModel
 from specstop.policies import FixedLength
-from specstop.train.pair import demo_pair
+from specstop.train.demo.pair import demo_pair
 
 DEPTH = 4
 WIDTHS = (1, 2, 4, 8)

@@ -88,9 +88,7 @@ Hidden = Annotated[
         "target; --dry-run says how much it comes to."
     ),
 ]
-Memory = Annotated[
-    int, typer.Option(help="Dense: MiB for the scores of the positions that are unrolled together.")
-]
+Memory = Annotated[int, typer.Option(help="Dense: MiB for the scores of the positions that are unrolled together.")]
 FromVLLM = Annotated[
     Path | None,
     typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; nothing is run."),

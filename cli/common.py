@@ -27,7 +27,7 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
         raise InputError("expected both --target and --draft, or neither for the demo pair")
     if target is not None and draft is not None:
         return target, draft, None
-    from ..train.pair import demo_pair
+    from ..train.demo.pair import demo_pair
 
     folder = demo_pair(progress=progress)
     return str(folder / "target"), str(folder / "draft"), folder

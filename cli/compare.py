@@ -11,7 +11,7 @@ from .console import output, print_json, table
 from .options import Json, Seed
 
 if TYPE_CHECKING:
-    from ..train.compare import Comparison, Difference
+    from ..train.report.compare import Comparison, Difference
 
 COLUMNS = ("policy", "tokens/s, A", "tokens/s, B", "vs best fixed, A", "vs best fixed, B", "overlap", "B / A")
 
@@ -23,7 +23,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Set two reports side by side: what changed by policy, how sure that is, and what else differs."""
-    from ..train.compare import compare as run
+    from ..train.report.compare import compare as run
 
     found = run(a, b, seed=seed)
     if json:
@@ -34,7 +34,7 @@ def compare(
 
 def _show(found: Comparison) -> None:
     """Print the lines, what B / A is, and what else differs."""
-    from ..train.compare import PAIRED
+    from ..train.report.compare import PAIRED
 
     table(f"A: {found.a}   B: {found.b}", COLUMNS, [_cells(line) for line in found.lines])
     if found.way == PAIRED:
@@ -48,7 +48,7 @@ def _show(found: Comparison) -> None:
 
 
 def _cells(line: Difference) -> tuple[str, ...]:
-    from ..train.report import interval
+    from ..train.report.files import interval
 
     rates = ("-" if rate is None else f"{rate:.1f}" for rate in (line.rate_a, line.rate_b))
     ratios = ("-" if ratio is None else interval(ratio) for ratio in (line.to_best_a, line.to_best_b))

@@ -13,7 +13,7 @@ from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Overwrite, Quiet, Seed, Set, Temperature
 
 if TYPE_CHECKING:
-    from ..train.demo import Demo
+    from ..train.demo.demo import Demo
 
 
 def demo(
@@ -32,7 +32,7 @@ def demo(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Run the whole pipeline on the embedded pair: collect, train, evaluate, decode live."""
-    from ..train.demo import demo as run
+    from ..train.demo.demo import demo as run
 
     quiet_libraries()
     folder = out or _free(Path("specstop-demo"))
@@ -58,7 +58,7 @@ def _free(base: Path) -> Path:
 
 
 def _record(line: object) -> dict[str, object]:
-    from ..train.live import LiveLine
+    from ..train.demo.live import LiveLine
 
     assert isinstance(line, LiveLine)
     return {

@@ -100,28 +100,28 @@ def _deploy(
 
         return deploy_hf(_named(policy, to), out, overwrite=overwrite)
     from ..policies.costs import Profile
-    from ..train.evaluate import load_traces
+    from ..train.report.evaluate import load_traces
 
     assert traces is not None and profile is not None
     costs, opened = Profile.load(profile), load_traces(traces)
     held = load_traces(held_out) if held_out is not None else None
     shared: dict[str, Any] = {"held_out": held, "seed": seed, "overwrite": overwrite, "progress": progress}
     if to == "hf":
-        from ..train.exported import deploy_hf_replayed
+        from ..train.serve.exported import deploy_hf_replayed
 
         return deploy_hf_replayed(_named(policy, to), opened, costs, out, **shared)
     stated = load_policy(policy) if policy is not None else None
     if max_batch is not None:
         shared["max_batch"] = max_batch
     if to == "vllm":
-        from ..train.deploy_vllm import deploy_vllm
+        from ..train.serve.deploy_vllm import deploy_vllm
 
         return deploy_vllm(opened, costs, out, stated, **shared)
     if to == "sglang":
-        from ..train.deploy_sglang import deploy_sglang
+        from ..train.serve.deploy_sglang import deploy_sglang
 
         return deploy_sglang(opened, costs, out, stated, **shared)
-    from ..train.deploy_llama import deploy_llama
+    from ..train.serve.deploy_llama import deploy_llama
 
     return deploy_llama(opened, costs, out, stated, **shared)
 

@@ -10,7 +10,7 @@ from .console import output, print_json, table
 from .options import Json, ProfileFile, Seed, Traces
 
 if TYPE_CHECKING:
-    from ..train.offpolicy import Offline
+    from ..train.logged.offpolicy import Offline
 
 NAMES = {"ipw": "inverse propensity", "snipw": "self-normalised", "dm": "direct method", "dr": "doubly robust"}
 COLUMNS = ("estimator", "tokens a round", "ms a round", "tokens/s", "net tokens", "vs logging policy")
@@ -36,8 +36,8 @@ def estimate(
 
     costs = Profile.load(profile)
     from ..policies.specs import load_policy
-    from ..train.evaluate import load_traces
-    from ..train.offpolicy import estimate_offline
+    from ..train.logged.offpolicy import estimate_offline
+    from ..train.report.evaluate import load_traces
 
     found = estimate_offline(
         load_traces(traces),
@@ -55,8 +55,8 @@ def estimate(
 
 def _show(found: Offline) -> None:
     """Print the table, what it rests on, and the caveats."""
-    from ..train.records import Ratio
-    from ..train.report import interval
+    from ..train.report.files import interval
+    from ..train.report.records import Ratio
 
     rows = []
     for line in found.lines:

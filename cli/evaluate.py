@@ -12,7 +12,7 @@ from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Set, Traces
 
 if TYPE_CHECKING:
-    from ..train.records import Report
+    from ..train.report.records import Report
 
 
 def evaluate(
@@ -43,8 +43,8 @@ def evaluate(
 
     costs = Profile.load(profile)
     from ..policies.specs import load_policy
-    from ..train.evaluate import evaluate as run
-    from ..train.evaluate import load_traces
+    from ..train.report.evaluate import evaluate as run
+    from ..train.report.evaluate import load_traces
 
     with progress_bars(quiet or json) as progress:
         report = run(
@@ -70,7 +70,7 @@ def evaluate(
 
 def show_report(report: Report) -> None:
     """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
-    from ..train.report import headline, policy_rows
+    from ..train.report.files import headline, policy_rows
 
     facts = report.facts
     title = f"{facts['prompts']} held-out prompts, temperature {facts['temperature']:g}, {facts['intervals']}"

@@ -83,7 +83,7 @@ class Asked:
         if self.source is not None:
             raise InputError("--preset demo: brings its own prompts; leave --prompts out, or name another preset")
         if demo is None:
-            from ..train.pair import demo_pair
+            from ..train.demo.pair import demo_pair
 
             if self.preset is None:
                 raise InputError(

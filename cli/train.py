@@ -16,7 +16,7 @@ from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, S
 
 if TYPE_CHECKING:
     from ..policies.progress import Progress
-    from ..train.trained import Trained
+    from ..train.fit.trained import Trained
 
 HEADS = "logistic,mlp,xgboost"
 
@@ -89,8 +89,8 @@ def train(
         raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
     if tune is None and policy:
         raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
-    from ..train.evaluate import load_traces
-    from ..train.fitting import FitOptions
+    from ..train.heads.fitting import FitOptions
+    from ..train.report.evaluate import load_traces
 
     fit = FitOptions(
         accelerator, devices, precision, _positive("--epochs", epochs), _positive("--batch-size", batch_size),
@@ -107,7 +107,7 @@ def train(
                 raise InputError("--tune: leave out --threshold, --vector and --mixed; it finds thresholds by itself")
             trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
         else:
-            from ..train.run import train as run
+            from ..train.fit.run import train as run
 
             trained = run(
                 opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, vectors=vector or None,
@@ -125,7 +125,7 @@ def _tuned(
     traces: Sequence[Any], costs: Any, asked: tuple[int, str, str, list[str], int], common: dict[str, Any],
     progress: Progress,
 ) -> Trained:  # fmt: skip
-    from ..train.search import RULE_CHOICES, SearchOptions, spec_of, train_best
+    from ..train.fit.search import RULE_CHOICES, SearchOptions, spec_of, train_best
 
     trials, heads, rules, specs, folds = asked
     options = SearchOptions(

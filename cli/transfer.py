@@ -38,9 +38,9 @@ def transfer(
     costs = [Profile.load(path) for path in profile]
     from ..policies.files import claim_folder, refuse_full
     from ..policies.specs import load_policy
-    from ..train.evaluate import load_traces
-    from ..train.transfer import transfer as run
-    from ..train.whatif_records import write_whatif
+    from ..train.report.evaluate import load_traces
+    from ..train.report.transfer import transfer as run
+    from ..train.report.whatif_records import write_whatif
 
     refuse_full(out, overwrite=overwrite)
     policies = [load_policy(spec) for spec in policy]

@@ -21,6 +21,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("policies", "decode", "collect", "train", "cli")  # each imports from those before it only
+TRAIN = ("traces", "heads", "fit", "report", "logged", "serve", "demo")  # the same inside `train`
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 
@@ -70,6 +71,14 @@ def test_imports_run_one_way_and_are_relative(path: Path) -> None:
         if first == "specstop":
             assert is_relative, f"{module}: imports inside the package are relative"
             assert rest[0] in allowed, f"{room} may not import {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.parent.name == "train"], ids=relative)
+def test_imports_inside_train_run_one_way(path: Path) -> None:
+    allowed = TRAIN[: TRAIN.index(path.parent.name) + 1]
+    for module, _ in imports(path):
+        if module.startswith("specstop.train."):
+            assert module.split(".")[2] in allowed, f"{path.parent.name} may not import {module}"
 
 
 def test_no_two_modules_import_each_other() -> None:

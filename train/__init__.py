@@ -3,28 +3,28 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .bounds import clairvoyant_seconds
-from .compare import compare
-from .data import TraceArrays, trace_arrays
-from .evaluate import evaluate
-from .fitting import FitOptions
-from .records import Line, Ratio, Report
-from .replay import Replayed, replay
-from .run import train
-from .trained import Trained
-from .transfer import transfer
-from .whatif import sweep
+from .fit.run import train
+from .fit.trained import Trained
+from .heads.fitting import FitOptions
+from .report.compare import compare
+from .report.evaluate import evaluate
+from .report.records import Line, Ratio, Report
+from .report.transfer import transfer
+from .report.whatif import sweep
+from .traces.bounds import clairvoyant_seconds
+from .traces.data import TraceArrays, trace_arrays
+from .traces.replay import Replayed, replay
 
 if TYPE_CHECKING:
-    from .classifiers import StopClassifier
-    from .mlp import StopHeadModule, TraceDataModule
-    from .offpolicy import estimate_offline
+    from .heads.classifiers import StopClassifier
+    from .heads.mlp import StopHeadModule, TraceDataModule
+    from .logged.offpolicy import estimate_offline
 
 _LAZY = {
-    "StopClassifier": "classifiers",
-    "estimate_offline": "offpolicy",
-    "StopHeadModule": "mlp",
-    "TraceDataModule": "mlp",
+    "StopClassifier": "heads.classifiers",
+    "estimate_offline": "logged.offpolicy",
+    "StopHeadModule": "heads.mlp",
+    "TraceDataModule": "heads.mlp",
 }
 """Names whose libraries take seconds to import: they come when they are first asked for."""
 

@@ -12,7 +12,7 @@ import pytest
 from commands import cli, files
 from specstop.collect.store import Trace
 from specstop.policies.costs import Profile
-from specstop.train.run import train
+from specstop.train.fit.run import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 TARGETS = ("onnx", "hf", "vllm", "sglang", "llama.cpp")

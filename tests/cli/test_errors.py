@@ -15,7 +15,7 @@ from specstop.collect.store import Trace, open_trace
 from specstop.policies.costs import Profile
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.strict import digest
-from specstop.train.run import train
+from specstop.train.fit.run import train
 from transformers import PreTrainedTokenizerFast
 
 

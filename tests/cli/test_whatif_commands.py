@@ -16,8 +16,8 @@ from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
 from specstop.policies.baselines import Confidence
 from specstop.policies.costs import Profile
-from specstop.train.evaluate import evaluate
-from specstop.train.run import train
+from specstop.train.fit.run import train
+from specstop.train.report.evaluate import evaluate
 from zoo import DEPTH
 
 

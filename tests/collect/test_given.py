@@ -18,8 +18,8 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES, Rows, compute
-from specstop.train.data import trace_arrays
-from specstop.train.replay import replay
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 
 FLOAT32 = 2e-6
 DEPTH, NEW = 3, 20

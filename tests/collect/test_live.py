@@ -20,8 +20,8 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
-from specstop.train.data import trace_arrays
-from specstop.train.replay import replay
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import DEPTH, ZOO
 
 FLOAT32 = 2e-6

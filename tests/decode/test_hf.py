@@ -26,7 +26,7 @@ from specstop.policies.contract import RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.specs import load_policy
-from specstop.train.run import train
+from specstop.train.fit.run import train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from zoo import ZOO, SelectingByToken

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from specstop.collect.schema import Header, chain
-from specstop.train.data import TraceArrays
-from specstop.train.rows import FitRows
+from specstop.train.heads.rows import FitRows
+from specstop.train.traces.data import TraceArrays
 from torch import Tensor
 
 PROMPT_TOKENS = 7

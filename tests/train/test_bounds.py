@@ -10,9 +10,9 @@ from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import CostTable, Profile
-from specstop.train.bounds import clairvoyant_seconds
-from specstop.train.data import trace_arrays
-from specstop.train.replay import replay
+from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import ZOO
 
 

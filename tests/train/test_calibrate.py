@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import log_loss as sklearn_loss
 from sklearn.metrics import roc_auc_score
 from specstop.policies.calibration import Calibrator
-from specstop.train.calibrate import auc, fit_calibrator, log_loss
+from specstop.train.heads.calibrate import auc, fit_calibrator, log_loss
 
 COUNT = 6000
 BAND = 0.05  # of probability; three binomial standard errors of the 100 rows around one knot's block are smaller

@@ -16,15 +16,15 @@ from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.rules import Continuation, build_rule
-from specstop.train.continuation import backward, informed_estimate
-from specstop.train.continuation_fit import fit_continuation, rounds_of, with_memory
-from specstop.train.continuation_heads import VALUE_FITTERS, ValueRows
-from specstop.train.crossfit import prompt_folds
-from specstop.train.data import TraceArrays, seen_features, trace_arrays
-from specstop.train.refit import Turn, distance, refit
-from specstop.train.replay import replay
-from specstop.train.run import train
-from specstop.train.togo import ToGo
+from specstop.train.fit.continuation import backward, informed_estimate
+from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, with_memory
+from specstop.train.fit.refit import Turn, distance, refit
+from specstop.train.fit.run import train
+from specstop.train.heads.continuation_heads import VALUE_FITTERS, ValueRows
+from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.traces.data import TraceArrays, seen_features, trace_arrays
+from specstop.train.traces.replay import replay
+from specstop.train.traces.togo import ToGo
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))

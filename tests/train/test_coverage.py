@@ -11,9 +11,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.train.data import trace_arrays
-from specstop.train.logged import COLUMNS, shown_rounds
-from specstop.train.replay import replay
+from specstop.train.logged.logged import COLUMNS, shown_rounds
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 
 ROOT = Path(__file__).parents[2]
 STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in two million

@@ -16,7 +16,7 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
 from specstop.policies.folder import load_policy_folder
-from specstop.train.demo import DEMO_HEADS, Demo, Sizes, demo
+from specstop.train.demo.demo import DEMO_HEADS, Demo, Sizes, demo
 
 SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3)
 

@@ -17,14 +17,14 @@ from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Threshold
-from specstop.train.bounds import clairvoyant_seconds
-from specstop.train.data import trace_arrays
-from specstop.train.evaluate import evaluate, load_traces
-from specstop.train.live import compare_live
-from specstop.train.records import Line, Ratio, Report
-from specstop.train.replay import replay
-from specstop.train.report import FILES, to_markdown, write_report
-from specstop.train.run import train
+from specstop.train.demo.live import compare_live
+from specstop.train.fit.run import train
+from specstop.train.report.evaluate import evaluate, load_traces
+from specstop.train.report.files import FILES, to_markdown, write_report
+from specstop.train.report.records import Line, Ratio, Report
+from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import DEPTH
 
 EXACT = 1e-12  # the same sums, in another order

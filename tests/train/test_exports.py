@@ -20,12 +20,12 @@ from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, TraceError
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.deploy_llama import Share, deploy_llama, shares, walk_shares
-from specstop.train.deploy_sglang import deploy_sglang, rules_around
-from specstop.train.deploy_vllm import deploy_vllm, length_at
-from specstop.train.exported import deploy_hf_replayed, find_sizes
-from specstop.train.replay import replay
+from specstop.train.serve.deploy_llama import Share, deploy_llama, shares, walk_shares
+from specstop.train.serve.deploy_sglang import deploy_sglang, rules_around
+from specstop.train.serve.deploy_vllm import deploy_vllm, length_at
+from specstop.train.serve.exported import deploy_hf_replayed, find_sizes
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay
 
 ENGINES: dict[str, Any] = {"vllm": deploy_vllm, "sglang": deploy_sglang, "llama.cpp": deploy_llama}
 PARTS = ("## Use", "## What to expect", "## What is lost", "## What is assumed", "## Where it comes from")

@@ -17,13 +17,13 @@ from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
 from specstop.policies.heads import Basis
 from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
-from specstop.train.boosted import fit_boosted
-from specstop.train.calibrate import log_loss
-from specstop.train.data import TraceArrays
-from specstop.train.linear import fit_basis, fit_linear
-from specstop.train.mlp import StopHeadModule, TraceDataModule, fit_mlp
-from specstop.train.replay import replay
-from specstop.train.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
+from specstop.train.heads.boosted import fit_boosted
+from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.linear import fit_basis, fit_linear
+from specstop.train.heads.mlp import StopHeadModule, TraceDataModule, fit_mlp
+from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
+from specstop.train.traces.data import TraceArrays
+from specstop.train.traces.replay import replay
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order

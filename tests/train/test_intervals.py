@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy import stats
-from specstop.train.intervals import Resamples, expanded_tail
+from specstop.train.report.intervals import Resamples, expanded_tail
 
 NORMAL_TAIL = 0.025
 

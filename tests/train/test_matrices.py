@@ -12,11 +12,11 @@ import torch
 import xgboost as xgb
 from made import NAMES, made_rows
 from specstop.policies.errors import InputError
-from specstop.train.boosted import fit_boosted, flatten
-from specstop.train.calibrate import log_loss
-from specstop.train.fitting import FitOptions
-from specstop.train.matrices import Pieces, matrices
-from specstop.train.rows import FitRows
+from specstop.train.heads.boosted import fit_boosted, flatten
+from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads.matrices import Pieces, matrices
+from specstop.train.heads.rows import FitRows
 
 CLOSE = 0.003  # nats: quantiles of pieces are merged, so a split may lie a rank beside
 
@@ -57,7 +57,7 @@ def test_matrices_outside_have_the_same_rows(parts: tuple[FitRows, FitRows], lab
 
 
 def test_a_head_fitted_outside_is_as_good(parts: tuple[FitRows, FitRows], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specstop.train.matrices.matrices.__defaults__", (900,))
+    monkeypatch.setattr("specstop.train.heads.matrices.matrices.__defaults__", (900,))
     heads = [fit_boosted(*parts, NAMES, options=FitOptions(out_of_core=outside))[0] for outside in (False, True)]
     rows = parts[1]
     losses = [

@@ -11,14 +11,14 @@ from made import NAMES, made_rows, made_trace, true_logits
 from specstop.policies.errors import TraceError
 from specstop.policies.heads_dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
 from specstop.policies.heads_specdec import biased
-from specstop.train.calibrate import log_loss
-from specstop.train.dynasd import Perceptron, balanced, fit_hard, fit_soft
-from specstop.train.fitting import FitOptions, FitTask
-from specstop.train.linear import fit_linear
-from specstop.train.networks import Recipe, RowsDataModule, RowsModule, train_network
-from specstop.train.resnet import ResNet, fit_resnet
-from specstop.train.rows import FitRows, Visits, fit_rows
-from specstop.train.specdec import AcceptanceNetwork, fit_published, fit_specdec
+from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.dynasd import Perceptron, balanced, fit_hard, fit_soft
+from specstop.train.heads.fitting import FitOptions, FitTask
+from specstop.train.heads.linear import fit_linear
+from specstop.train.heads.networks import Recipe, RowsDataModule, RowsModule, train_network
+from specstop.train.heads.resnet import ResNet, fit_resnet
+from specstop.train.heads.rows import FitRows, Visits, fit_rows
+from specstop.train.heads.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from torch import Tensor
 
 DRAFT, TARGET = 8, 6

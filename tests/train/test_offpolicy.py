@@ -19,12 +19,12 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.estimators import ESTIMATORS, InverseProbabilityWeighting
-from specstop.train.feedback import logged_feedback
-from specstop.train.logged import COLUMNS, recorded_rounds, shown_rounds
-from specstop.train.offpolicy import Offline, _named, estimate_offline
-from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.logged.estimators import ESTIMATORS, InverseProbabilityWeighting
+from specstop.train.logged.feedback import logged_feedback
+from specstop.train.logged.logged import COLUMNS, recorded_rounds, shown_rounds
+from specstop.train.logged.offpolicy import Offline, _named, estimate_offline
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
 from torch import Tensor
 from zoo import DEPTH, ZOO
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from specstop.policies.errors import InputError
-from specstop.train import pair as module
-from specstop.train.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts
-from specstop.train.pair_text import read_documents, split_documents
+from specstop.train.demo import pair as module
+from specstop.train.demo.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts
+from specstop.train.demo.pair_text import read_documents, split_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = RECIPES["tiny"]
@@ -110,7 +110,7 @@ def test_unseen_prompts_are_of_text_that_was_never_learnt(tmp_path: Path) -> Non
     for side, more in zip(("train", "test"), sides, strict=True):
         own = records(pair / f"prompts-{side}.jsonl")
         assert len(more) > len(own) and all(prompt in more for prompt in own)
-    with pytest.raises(InputError, match="expected the text that .* was made of"):
+    with pytest.raises(InputError, match="expected the text that"):
         unseen_prompts(pair, documents(23)[::-1], 10, 10)
 
 

@@ -18,14 +18,14 @@ from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.heads_dynasd import HARD_FEATURES
 from specstop.policies.rules import Threshold
-from specstop.train.crossfit import Outputs, calibrate
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.fitting import FitOptions
-from specstop.train.forms import FORMS, form, read_vectors
-from specstop.train.mixing import OWN, mixed_arrays, mixed_rows
-from specstop.train.replay import replay
-from specstop.train.rows import SOFT_COLUMNS, Visits, fit_rows
-from specstop.train.run import Trained, train
+from specstop.train.fit.run import Trained, train
+from specstop.train.heads.crossfit import Outputs, calibrate
+from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads.forms import FORMS, form, read_vectors
+from specstop.train.heads.mixing import OWN, mixed_arrays, mixed_rows
+from specstop.train.heads.rows import SOFT_COLUMNS, Visits, fit_rows
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import DEPTH
 
 NEW = 20

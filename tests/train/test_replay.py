@@ -17,8 +17,8 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
-from specstop.train.data import TraceArrays, seen_features, trace_arrays
-from specstop.train.replay import Replayed, replay
+from specstop.train.traces.data import TraceArrays, seen_features, trace_arrays
+from specstop.train.traces.replay import Replayed, replay
 from torch import Tensor
 from zoo import DEPTH, ZOO, SelectingByToken
 

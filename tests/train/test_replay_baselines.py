@@ -15,8 +15,8 @@ from specstop.decode.records import Round
 from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
 from specstop.policies.specs import load_policy
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.replay import replay
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import DEPTH
 
 SOME = 5  # prompts, in their order

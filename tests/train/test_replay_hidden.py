@@ -26,12 +26,12 @@ from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Threshold
 from specstop.policies.vectors import VECTORS
-from specstop.train import vectors as vectors_module
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.replay import Replayed, replay, replay_many
-from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.rows import fit_rows, visits
-from specstop.train.stacking import stacked
+from specstop.train.heads.rows import fit_rows, visits
+from specstop.train.traces import vectors as vectors_module
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import Replayed, replay, replay_many
+from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.traces.stacking import stacked
 from torch import Tensor
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
 
@@ -175,7 +175,7 @@ def test_a_sweep_goes_side_by_side_in_parts(
     assert expected[0] != expected[1] != expected[2]
     assert stacked(many, arrays.sequences) is not None
     for most in (1 << 26, 16 * 4 * 2 * arrays.sequences, 1):
-        monkeypatch.setattr(sys.modules["specstop.train.replay"], "MOST_VECTOR_BYTES", most)
+        monkeypatch.setattr(sys.modules["specstop.train.traces.replay"], "MOST_VECTOR_BYTES", most)
         assert [logged(r) for r in replay_many(arrays, many, profile)] == expected
 
 

@@ -18,8 +18,8 @@ from specstop.decode.records import Generation
 from specstop.policies.baselines import FixedLength
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.replay import Replayed, replay, replay_orders
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import Replayed, replay, replay_orders
 from torch import Tensor
 from zoo import DEPTH, ZOO, SelectingByToken
 
@@ -190,8 +190,8 @@ def test_a_sequence_is_replayed_alike_in_any_company(forests: dict[object, Trace
 
 def test_a_chain_is_the_tree_of_width_one(traces: dict[float, Trace], profile: Profile) -> None:
     """The general way gives what the one for chains gives."""
-    from specstop.train.drafting import TreeShape, draft_chains, draft_trees
-    from specstop.train.walk import Walk
+    from specstop.train.traces.drafting import TreeShape, draft_chains, draft_trees
+    from specstop.train.traces.walk import Walk
 
     arrays = trace_arrays(traces[0.7])
     for policy in POLICIES.values():

@@ -17,11 +17,9 @@ from specstop.decode.pair import Pair
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.train.bounds import clairvoyant_seconds
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.evaluate import evaluate
-from specstop.train.ideal import clairvoyant_plan, judge
-from specstop.train.insight import (
+from specstop.train.fit.run import train
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.insight import (
     Entry,
     acceptance_bands,
     by_group,
@@ -31,12 +29,14 @@ from specstop.train.insight import (
     stop_cost,
     time_share,
 )
-from specstop.train.intervals import Resamples
-from specstop.train.losses import UNKNOWN, decoder, largest_losses
-from specstop.train.metered import play, scaled
-from specstop.train.replay import replay
-from specstop.train.run import train
-from specstop.train.trust import _at_depth, reliability, survival
+from specstop.train.report.intervals import Resamples
+from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
+from specstop.train.report.trust import _at_depth, reliability, survival
+from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.ideal import clairvoyant_plan, judge
+from specstop.train.traces.metered import play, scaled
+from specstop.train.traces.replay import replay
 from zoo import DEPTH, ZOO
 
 EXACT = 1e-12  # the same sums, in another order

@@ -21,20 +21,20 @@ from specstop.decode.pair import Pair
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
-from specstop.train.answer import answer, findings, why
-from specstop.train.continuation import Informed, informed_estimate
-from specstop.train.data import trace_arrays
-from specstop.train.evaluate import evaluate
-from specstop.train.insight import StopCost
-from specstop.train.intervals import Resamples
-from specstop.train.page import to_html
-from specstop.train.records import Line, Ratio, Report
-from specstop.train.replay import replay
-from specstop.train.report import plain, to_csv, to_markdown, write_report
-from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.run import train
-from specstop.train.sections import sections
-from specstop.train.single_rounds import round_owners
+from specstop.train.fit.continuation import Informed, informed_estimate
+from specstop.train.fit.run import train
+from specstop.train.report.answer import answer, findings, why
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.files import plain, to_csv, to_markdown, write_report
+from specstop.train.report.insight import StopCost
+from specstop.train.report.intervals import Resamples
+from specstop.train.report.page import to_html
+from specstop.train.report.records import Line, Ratio, Report
+from specstop.train.report.sections import sections
+from specstop.train.report.single_rounds import round_owners
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
+from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
 from zoo import DEPTH
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -342,7 +342,7 @@ def test_a_policy_above_the_informed_estimate_is_a_finding(
 ) -> None:
     poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
     known = Informed(poor.seconds, poor.rate, torch.zeros(0))
-    monkeypatch.setattr("specstop.train.continuation.informed_estimate", lambda *_, **__: known)
+    monkeypatch.setattr("specstop.train.fit.continuation.informed_estimate", lambda *_, **__: known)
     report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=True)
     assert report.line("informed estimate").to_plain == Ratio(1.0, 1.0, 1.0)
     assert any(text.startswith("fixed:2 is above the informed estimate") for text in report.findings)

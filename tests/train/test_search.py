@@ -10,10 +10,8 @@ from specstop.policies.baselines import Confidence
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
 from specstop.policies.folder import load_policy_folder
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.replay import replay
-from specstop.train.run import Plan
-from specstop.train.search import (
+from specstop.train.fit.run import Plan
+from specstop.train.fit.search import (
     SearchOptions,
     Trial,
     group_folds,
@@ -23,6 +21,8 @@ from specstop.train.search import (
     spec_trials,
     train_best,
 )
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay
 
 SMALL = SearchOptions(2, ("logistic",), ("survival", "step"), ("confidence?threshold=0.2|0.6",), folds=2)
 

@@ -13,10 +13,10 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, TraceError
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.lengths import walk_fixed, walk_lengths
-from specstop.train.replay import replay
-from specstop.train.serving import batch_profile, batch_seconds, measured_rows, speed_ratio, split_sides
+from specstop.train.serve.lengths import walk_fixed, walk_lengths
+from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, speed_ratio, split_sides
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay
 from torch import Tensor
 
 EXACT = 1e-12

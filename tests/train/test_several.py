@@ -18,12 +18,12 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.folder import load_policy_folder
-from specstop.train.crossfit import prompt_folds
-from specstop.train.data import trace_arrays
-from specstop.train.evaluate import check_fit
-from specstop.train.replay import replay
-from specstop.train.run import FEATURES, Trained, train
-from specstop.train.several import join_arrays, joined_arrays, temperatures
+from specstop.train.fit.run import FEATURES, Trained, train
+from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.report.evaluate import check_fit
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
+from specstop.train.traces.several import join_arrays, joined_arrays, temperatures
 from zoo import DEPTH
 
 HEATS = (0.0, 0.7)

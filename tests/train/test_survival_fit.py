@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specstop.train.calibrate import log_loss
-from specstop.train.scores import Scored, calibration_error, perfect_error, survival_scores
-from specstop.train.survival import KNOTS, Products, fit_survival, fit_tables, survival
+from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.scores import Scored, calibration_error, perfect_error, survival_scores
+from specstop.train.heads.survival import KNOTS, Products, fit_survival, fit_tables, survival
 from torch import Tensor
 
 ROUNDS, DEPTH = 16_000, 4

@@ -10,14 +10,14 @@ from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
-from specstop.train.calibrate import auc
-from specstop.train.data import trace_arrays
-from specstop.train.fitting import FitTask
-from specstop.train.replay import replay
-from specstop.train.rows import FitRows
-from specstop.train.run import train
-from specstop.train.thresholds import NEVER, cut_where_it_pays, settle_thresholds
-from specstop.train.tokens import fit_tokens
+from specstop.train.fit.run import train
+from specstop.train.fit.thresholds import NEVER, cut_where_it_pays, settle_thresholds
+from specstop.train.heads.calibrate import auc
+from specstop.train.heads.fitting import FitTask
+from specstop.train.heads.rows import FitRows
+from specstop.train.heads.tokens import fit_tokens
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 
 
 def made_rows(count: int, seed: int) -> FitRows:

@@ -17,9 +17,9 @@ from specstop.decode.plain import plain_texts
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.folder import load_policy_folder
-from specstop.train.data import trace_arrays
-from specstop.train.replay import replay
-from specstop.train.run import FEATURES, train
+from specstop.train.fit.run import FEATURES, train
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import DEPTH
 
 PLAIN = ("logistic", "mlp", "xgboost")

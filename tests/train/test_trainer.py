@@ -11,11 +11,11 @@ from made import NAMES, made_rows
 from specstop.policies.errors import InputError
 from specstop.policies.heads import Basis, MLPHead
 from specstop.train import StopHeadModule, TraceDataModule
-from specstop.train.fitting import FitOptions
-from specstop.train.linear import fit_basis
-from specstop.train.mlp import fit_mlp
-from specstop.train.rows import FitRows
-from specstop.train.trainer import find_logger, make_trainer
+from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads.linear import fit_basis
+from specstop.train.heads.mlp import fit_mlp
+from specstop.train.heads.rows import FitRows
+from specstop.train.heads.trainer import find_logger, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

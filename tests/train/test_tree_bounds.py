@@ -17,11 +17,11 @@ from specstop.decode.topology import Topology, parse_tree
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
-from specstop.train.bounds import clairvoyant_seconds, optimal_acceptance
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.replay import replay, replay_many
-from specstop.train.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
+from specstop.train.traces.bounds import clairvoyant_seconds, optimal_acceptance
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay, replay_many
+from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.traces.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
 from zoo import DEPTH, ZOO
 
 TREE = "3,2,1,1,1"

@@ -21,16 +21,16 @@ from specstop.policies.features import TREE_FEATURES
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.heads import LinearHead
 from specstop.policies.tree_gain import TreeGain
-from specstop.train.data import trace_arrays, typical_context
-from specstop.train.evaluate import evaluate
-from specstop.train.replay import replay
-from specstop.train.rows import Visits
-from specstop.train.run import Trained, settle, train
-from specstop.train.static_tree import StaticTree, best_static_tree
-from specstop.train.subtrees import on_subtree, subtree
-from specstop.train.tree_calibrate import fit_paths, fit_shares
-from specstop.train.tree_rows import accepted_nodes, tree_rows
-from specstop.train.tree_solve import tree_seconds
+from specstop.train.fit.run import Trained, settle, train
+from specstop.train.fit.tree_calibrate import fit_paths, fit_shares
+from specstop.train.fit.tree_rows import accepted_nodes, tree_rows
+from specstop.train.fit.tree_solve import tree_seconds
+from specstop.train.heads.rows import Visits
+from specstop.train.report.evaluate import evaluate
+from specstop.train.traces.data import trace_arrays, typical_context
+from specstop.train.traces.replay import replay
+from specstop.train.traces.static_tree import StaticTree, best_static_tree
+from specstop.train.traces.subtrees import on_subtree, subtree
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]

@@ -10,10 +10,8 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, derived_thresholds
-from specstop.train.data import TraceArrays, trace_arrays
-from specstop.train.replay import replay
-from specstop.train.run import train
-from specstop.train.tune import (
+from specstop.train.fit.run import train
+from specstop.train.fit.tune import (
     LATEST,
     LOOK_AHEAD,
     THRESHOLDS,
@@ -23,6 +21,8 @@ from specstop.train.tune import (
     tune_confidence,
     typical_context,
 )
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import replay
 from zoo import DEPTH
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say

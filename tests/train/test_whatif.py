@@ -13,14 +13,14 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.learned import LearnedPolicy
-from specstop.train.data import trace_arrays, typical_context
-from specstop.train.records import Ratio
-from specstop.train.replay import replay
-from specstop.train.run import train
-from specstop.train.transfer import FEWEST, transfer, verdict
-from specstop.train.tune import fixed_grid
-from specstop.train.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio
-from specstop.train.whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
+from specstop.train.fit.run import train
+from specstop.train.fit.tune import fixed_grid
+from specstop.train.report.records import Ratio
+from specstop.train.report.transfer import FEWEST, transfer, verdict
+from specstop.train.report.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio
+from specstop.train.report.whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
+from specstop.train.traces.data import trace_arrays, typical_context
+from specstop.train.traces.replay import replay
 from zoo import DEPTH, ZOO
 
 EXACT = 1e-12
@@ -103,7 +103,7 @@ def ones(lows: tuple[float, ...]) -> tuple[Ratio, ...]:
 
 
 def test_a_policy_pays_where_its_interval_is_clear_of_1() -> None:
-    from specstop.train.whatif import _runs
+    from specstop.train.report.whatif import _runs
 
     assert _runs((0.1, 0.2, 0.3, 0.4, 0.5), ones((0.9, 1.01, 1.02, 1.0, 1.3))) == ((0.2, 0.3), (0.5, 0.5))
     assert _runs((0.1, 0.2), ones((0.9, 0.99))) == ()

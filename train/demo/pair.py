@@ -1,0 +1,203 @@
+"""A demo pair that needs no download: two small Llama models trained on the running Python's own source text.
+
+The target learns the text; the draft learns the target's distribution on the same batches, then on text
+that the target writes itself. The result is an ordinary pair of Hugging Face folders, with prompts from
+documents that neither model has seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import tokenizers
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from ...policies.errors import InputError
+from ...policies.files import read_json, sha256, staged_folder, write_atomic, write_json
+from ...policies.progress import Progress, silent
+from .pair_fit import fit_pair
+from .pair_recipe import RECIPES, ModelShape, PairRecipe
+from .pair_text import Document, cut_prompts, encode, split_documents, stdlib_documents, train_tokenizer
+
+__all__ = [
+    "RECIPES",
+    "Document",
+    "ModelShape",
+    "PairRecipe",
+    "demo_pair",
+    "make_pair",
+    "stdlib_documents",
+    "unseen_prompts",
+]
+
+# To be raised when the same recipe gives other files: cached pairs are found by it.
+SCHEMA_VERSION = 1
+
+
+def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, progress: Progress = silent) -> Path:
+    """Train tokenizer, target and draft on `documents` and write the pair's folder, whole or not at all.
+
+    The same documents, recipe and versions give the same weights. The global random state is left as it was.
+
+    Args:
+        documents: The text; a seeded share of it is held out for prompts.
+        recipe: Shapes, steps and seed.
+        out: The folder to write; an existing one is replaced once the new one is complete.
+        progress: Called with the training steps done.
+
+    Returns:
+        `out`, with `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
+
+    Raises:
+        InputError: Too few documents, or too little text for one window or one prompt.
+    """
+    started = time.perf_counter()
+    split = split_documents(documents, recipe.held_out, recipe.seed, recipe.text_bytes)
+    tokenizer = train_tokenizer((document.text for document in split.learn), recipe.vocabulary)
+    stream = encode(tokenizer, split.learn)
+    prompts = {
+        "train": cut_prompts(tokenizer, split.prompts_train, recipe.prompts_train, recipe.prompt_tokens, recipe.seed),
+        "test": cut_prompts(tokenizer, split.prompts_test, recipe.prompts_test, recipe.prompt_tokens, recipe.seed),
+    }
+    _check(stream, prompts, recipe)
+    starts = encode(tokenizer, split.spare)
+    target, draft, losses = fit_pair(stream, starts, recipe, tokenizer.eos_token_id, progress)
+    with staged_folder(out) as stage, _no_bars():
+        for name, model in (("target", target), ("draft", draft)):
+            model.save_pretrained(stage / name)
+            tokenizer.save_pretrained(str(stage / name))
+        for name, found in prompts.items():
+            lines = "".join(json.dumps(prompt) + "\n" for prompt in found)
+            write_atomic(stage / f"prompts-{name}.jsonl", lines)
+        files = sorted(path for path in stage.rglob("*") if path.is_file())
+        described = {
+            **_describe(recipe, len(stream), losses),
+            "seconds": round(time.perf_counter() - started, 1),
+            "files": {path.relative_to(stage).as_posix(): sha256(path) for path in files},
+        }
+        write_json(stage / "pair.json", described)
+    return out
+
+
+def unseen_prompts(
+    pair: Path, documents: Sequence[Document], train: int, test: int
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Cut more prompts than a pair came with, from text that neither of its models has seen.
+
+    Args:
+        pair: Folder of `make_pair`.
+        documents: What it was made of.
+        train: Prompts for collecting traces.
+        test: Prompts for tests, from other documents.
+
+    Returns:
+        Training and test prompts, as many as the text has, with `id`, `prompt` and `group`.
+
+    Raises:
+        InputError: The pair was not made of these documents.
+    """
+    described: Any = read_json(pair / "pair.json", "the pair")
+    recipe = described["recipe"]
+    split = split_documents(documents, recipe["held_out"], recipe["seed"], recipe["text_bytes"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(pair / "target")
+    most = len(split.left) * 3 // 5
+    found = []
+    for side, own, more, count in (
+        ("train", split.prompts_train, split.left[:most], train),
+        ("test", split.prompts_test, split.left[most:], test),
+    ):
+        cut = cut_prompts(tokenizer, [*own, *more], count, tuple(recipe["prompt_tokens"]), recipe["seed"])
+        first = (pair / f"prompts-{side}.jsonl").read_text(encoding="utf-8").partition("\n")[0]
+        if cut[0] != json.loads(first):
+            raise InputError(f"expected the text that {pair} was made of: its first {side} prompt is not in this one")
+        found.append(cut)
+    return found[0], found[1]
+
+
+def demo_pair(seed: int = 0, progress: Progress = silent) -> Path:
+    """Return the cached demo pair of the running Python's standard library, building it when it is missing.
+
+    The folder lies in the user's cache directory, or below the environment variable `SPECSTOP_CACHE`.
+    """
+    recipe = replace(RECIPES["small"], seed=seed)
+    root = Path(os.environ.get("SPECSTOP_CACHE") or platformdirs.user_cache_dir("specstop"))
+    out = root / f"pair-{_digest(recipe)}"
+    if not _complete(out, recipe):
+        make_pair(stdlib_documents(), recipe, out, progress)
+    return out
+
+
+def _digest(recipe: PairRecipe) -> str:
+    """Name a recipe together with what else decides the weights: the Python whose library is read."""
+    fields = {"recipe": asdict(recipe), "python": platform.python_version(), "schema": SCHEMA_VERSION}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _complete(out: Path, recipe: PairRecipe) -> bool:
+    """Say whether `out` holds a whole pair of this recipe."""
+    try:
+        described = read_json(out / "pair.json", "the cached pair")
+    except InputError:
+        return False
+    if not isinstance(described, dict) or described.get("digest") != _digest(recipe):
+        return False
+    files = described.get("files")
+    if not isinstance(files, dict) or not files:
+        return False
+    return all((out / name).is_file() and sha256(out / name) == digest for name, digest in files.items())
+
+
+def _check(stream: torch.Tensor, prompts: dict[str, list[dict[str, str]]], recipe: PairRecipe) -> None:
+    for name, found in prompts.items():
+        if not found:
+            raise InputError(
+                f"expected text for at least one {name} prompt of {recipe.prompt_tokens[0]} tokens "
+                "in the held-out documents, found none; give more or longer documents"
+            )
+    if len(stream) <= recipe.length:
+        raise InputError(
+            f"expected more than {recipe.length} tokens of text to train on, got {len(stream)}; "
+            "give more or longer documents"
+        )
+
+
+def _describe(recipe: PairRecipe, text_tokens: int, losses: dict[str, float]) -> dict[str, Any]:
+    target, draft = recipe.parameters()
+    return {
+        "schema": SCHEMA_VERSION,
+        "digest": _digest(recipe),
+        "recipe": asdict(recipe),
+        "parameters": {"target": target, "draft": draft},
+        "text_tokens": text_tokens,
+        "losses": losses,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "tokenizers": tokenizers.__version__,
+        },
+    }
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers from drawing its own progress bars: the console belongs to the caller."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""From traces to a policy: heads, rules, tuning, trees, continuation values."""

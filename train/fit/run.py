@@ -1,0 +1,349 @@
+"""`train`: traces in, a policy folder out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...collect.schema import Header
+from ...collect.store import Trace
+from ...decode.profile import add_decisions
+from ...policies.costs import Profile
+from ...policies.errors import InputError, TraceError, close_match
+from ...policies.features import feature
+from ...policies.files import refuse_full
+from ...policies.folder import load_policy_folder, save_policy
+from ...policies.history import HISTORY_FEATURES
+from ...policies.learned import Facts, LearnedPolicy
+from ...policies.progress import Progress, silent
+from ..heads.crossfit import FOLDS, Calibrated, FoldHeads, Folds, calibrate, fit_folds, held_out_outputs, prompt_folds
+from ..heads.fitting import HEAD_KINDS, FitOptions
+from ..heads.forms import Form, form, read_vectors
+from ..heads.mixing import mixed_arrays
+from ..heads.rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
+from ..heads.scores import survival_scores
+from ..traces.data import TraceArrays, trace_arrays
+from ..traces.replay import Replayed, replay
+from ..traces.several import joined_arrays, temperatures
+from .continuation_fit import MARGINS, fit_continuation
+from .refit import MOST_ROUNDS
+from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
+from .trained import Trained
+from .tune import PRICED, best_of, fixed_grid, solve_rate
+
+FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
+"""What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
+
+PATH_FEATURES = ("path_logprob",)
+"""What a continuation policy reads besides: it keeps no product of probabilities that would tell of the path."""
+
+REFERENCES = 5
+FEW = 5000
+"""Rounds of the policy's own below which those of fixed lengths count too."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `train` was asked for, checked; see there."""
+
+    head: str = "logistic"
+    rule: str = "derived"
+    threshold: float | None = None
+    features: tuple[str, ...] = FEATURES
+    name: str = "logistic"
+    seed: int = 0
+    folds: int = FOLDS
+    cross_fit: bool = True
+    passes: int = 1
+    fit: FitOptions = field(default_factory=FitOptions)
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> Form:
+        """What the head asks of training."""
+        return form(self.head)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The thresholds that were published with the rule, where the head is used under its own."""
+        return self.form.thresholds if self.rule == self.form.rule else ()
+
+
+def train(
+    traces: Trace | Sequence[Trace],
+    profile: Profile,
+    *,
+    head: str = "logistic",
+    out: str | Path | None = None,
+    rule: str | None = None,
+    threshold: float | None = None,
+    features: Sequence[str] | None = None,
+    vectors: Sequence[str] | None = None,
+    name: str | None = None,
+    seed: int = 0,
+    folds: int = FOLDS,
+    cross_fit: bool = True,
+    passes: int = 1,
+    fit: FitOptions | None = None,
+    mixed: Trace | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Trained:
+    """Fit a stop head on traces, calibrate it on prompts that it did not see, and give it a stop rule.
+
+    Args:
+        traces: from `collect`: one trace, or several of one pair, such as of several temperatures; the head then reads
+            `temperature` unless `features` says otherwise.
+        profile: what rounds cost; the derived rule is solved for it.
+        head: a kind of head, see `fitting.FITTERS`.
+        out: the policy folder to write; None keeps the policy in memory.
+        rule: "gain" for trees (`tree_fit.train_tree`); else "derived" (look-ahead, no threshold), "survival", "step" or
+            "any"; by default the one that the head was published with (`forms.FORMS`), or the derived one.
+        threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
+        features: scalar features; by default those that every trace of chains holds, or those that the head was
+            published with.
+        vectors: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
+        name: of the policy; by default the head's.
+        seed: of split and fit.
+        folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
+        cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
+        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits.
+        fit: how heads are fitted.
+        mixed: a trace of `collect --mix` that the head is fitted on in the place of `traces`, as SpecDec++'s is; on `traces`
+            it is calibrated and settled.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an unknown head or rule, or a folder that is not empty.
+        TraceError: the traces lack a feature, do not belong together or have too few prompts.
+    """
+    several = [traces] if isinstance(traces, Trace) else list(traces)
+    if rule == "gain":
+        if len(several) != 1 or threshold is not None or vectors or mixed is not None:
+            raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
+        from .tree_fit import train_tree
+
+        return train_tree(
+            several[0], profile, head=head, out=out, features=features, name=name, seed=seed, folds=folds,
+            passes=None if passes == 1 else passes, fit=fit, overwrite=overwrite, progress=progress,
+        )  # fmt: skip
+    wanted = form(head)
+    names = tuple(features) if features else default_features(several) if wanted.features is None else wanted.features
+    if not features and rule == "continuation":
+        names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
+    plan = Plan(
+        head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
+        fit or FitOptions(), read_vectors(head, several, vectors),
+    )  # fmt: skip
+    check_plan(plan)
+    folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
+    arrays = joined_arrays(several, names, plan.vectors, SOFT_COLUMNS if wanted.soft else ())
+    sources = [str(trace.folder) for trace in (*several, mixed) if trace is not None]
+    return train_arrays(
+        plan, arrays, profile, temperatures(several), sources, folder, progress,
+        None if mixed is None else mixed_arrays(mixed, several[0], names, plan.vectors),
+    )  # fmt: skip
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse an unknown head, rule or feature, or numbers out of range, before anything is read."""
+    if plan.head not in HEAD_KINDS:
+        known = ", ".join(HEAD_KINDS)
+        raise InputError(f"--head: unknown head {plan.head!r}{close_match(plan.head, HEAD_KINDS)}; expected {known}")
+    check_rule(plan.rule, plan.threshold)
+    for wanted in plan.features:
+        feature(wanted)
+    if plan.folds < 2:
+        raise InputError(f"--folds: expected 2 or more, not {plan.folds}")
+    if plan.passes < 1:
+        raise InputError(f"--passes: expected 1 or more, not {plan.passes}")
+
+
+def train_arrays(
+    plan: Plan,
+    arrays: TraceArrays,
+    profile: Profile,
+    heats: Sequence[float],
+    sources: Sequence[str] = (),
+    folder: Path | None = None,
+    progress: Progress = silent,
+    mixed: TraceArrays | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Do what `train` does with a trace that has been read: fit, calibrate, rule, measure, save; `more` joins the metrics."""
+    if profile.max_depth < arrays.depth:
+        raise TraceError(
+            f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper"
+        )
+    if arrays.header.mix and is_tuned(plan.rule, plan.threshold):
+        raise TraceError(
+            "the trace mixes draft samples into the text (--mix), which cannot be replayed to settle a rule: give "
+            "--rule survival, step or any with a --threshold"
+        )
+    folds = prompt_folds(arrays, plan.folds, plan.seed)
+    if plan.rule == "continuation":
+        return _train_continuation(plan, arrays, folds, profile, heats, sources, folder, progress)
+    fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
+    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
+    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+    acceptance = conditional_acceptance(arrays, visited)
+    policy = _policy(plan, fitted, calibrated, arrays.depth)
+    progress("settle the rule", 0, 1)
+    policy, rate = ruled(policy, plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid)
+    progress("settle the rule", 1, 1)
+    metrics = calibrated.metrics | {"prompts": len(set(arrays.prompt_ids)), "rows": fitted.rows}
+    if not arrays.header.mix:
+        metrics |= _held_out_speed(policy, held_side, profile)
+    metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
+    metrics |= more or {}
+    policy.facts = dataclasses.replace(
+        _facts(arrays.header, heats, sources, plan), rho=rate, acceptance=acceptance, profile=profile.to_dict(),
+        metrics=metrics,
+    )  # fmt: skip
+    return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
+
+
+def _train_continuation(
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    heats: Sequence[float],
+    sources: Sequence[str],
+    folder: Path | None,
+    progress: Progress,
+) -> Trained:
+    """Do what `train_arrays` does with a head whose output is the value of drafting on: no calibration, no rate to solve."""
+    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+    margins = MARGINS if plan.threshold is None else (plan.threshold,)
+    how: dict[str, Any] = {"name": plan.name, "seed": plan.seed, "margins": margins, "progress": progress}
+    rounds = plan.passes if plan.passes > 1 else MOST_ROUNDS
+    if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first one
+        first = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=1, **how).made
+        profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.vectors)
+    settled = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=rounds, **how)
+    policy = settled.made
+    metrics = {
+        "prompts": len(set(arrays.prompt_ids)),
+        "refits": len(settled.rates),
+        "best_refit": settled.best,
+        "visits_moved": settled.moved[-1],
+    } | _held_out_speed(policy, held_side, profile)
+    played = replay(fit_side, policy, profile)
+    policy.facts = dataclasses.replace(
+        _facts(arrays.header, heats, sources, plan), rho=played.rate, profile=profile.to_dict(), metrics=metrics,
+        acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
+    )  # fmt: skip
+    return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
+
+
+def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
+    """Solve the derived rule of a saved policy again, for another profile, and save it in place.
+
+    `train` estimates what a decision costs where the profile does not say; a policy that has run in the loop is settled
+    for what its decisions cost there.
+
+    Args:
+        path: the policy folder.
+        traces: training traces.
+        profile: what rounds cost, this policy's decisions included.
+    """
+    policy = load_policy_folder(path)
+    if policy.rule.kind not in PRICED:
+        return policy
+    settled, rate = solve_rate(policy, trace_arrays(traces, policy.features), profile, policy.facts.acceptance)
+    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.to_dict())
+    save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
+    return settled
+
+
+def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
+    """Return `FEATURES`, `temperature` with traces of several, and none of earlier rounds where there are none."""
+    names = FEATURES if len(temperatures(traces)) < 2 else (*FEATURES, "temperature")
+    replayable = not any(trace.header.mix for trace in traces)
+    return tuple(name for name in names if replayable or name not in HISTORY_FEATURES)
+
+
+def _fitted(
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    progress: Progress,
+    mixed: TraceArrays | None = None,
+) -> tuple[FoldHeads, Visits, Profile]:
+    """Return the heads of all folds, the rounds to calibrate on, and the profile with the policy's decisions.
+
+    Heads are fitted on the rounds that fixed lengths near the best one visit; what comes after rests on the rounds that a
+    policy with these heads visits, because policies skip easy runs and HISTORY features tell of their own play.
+    """
+    grid = [] if arrays.header.mix else fixed_grid(arrays, profile)
+    visited = reference = _reference(arrays, grid)
+    for turn in range(plan.passes):
+        work = plan.fit.checkpoints
+        options = dataclasses.replace(plan.fit, checkpoints=work / f"pass-{turn}" if work is not None else None)
+        fitted = fit_folds(
+            arrays, folds, plan.features, visited, plan.head, seed=plan.seed, options=options, every=plan.cross_fit,
+            progress=progress, mixed=mixed,
+        )  # fmt: skip
+        if arrays.header.mix:
+            break
+        outputs = held_out_outputs(fitted, arrays, plan.features, visited)
+        draft = _policy(plan, fitted, calibrate(outputs, not plan.form.calibrated), arrays.depth)
+        profile = add_decisions(profile, [draft], arrays.header.vocabulary, arrays.header.vectors)
+        mean = conditional_acceptance(arrays, visited)
+        rule = passing_rule(draft, plan.rule, plan.threshold, arrays, profile, mean, best_of(grid).rate)
+        own = visits(arrays, [replay(arrays, draft.with_rule(rule), profile)])
+        few = len(own.row) < FEW
+        visited = _both(own, reference) if few else own
+    return fitted, visited, profile
+
+
+def _both(first: Visits, second: Visits) -> Visits:
+    return Visits(torch.cat([first.row, second.row]), torch.cat([first.history, second.history]))
+
+
+def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
+    """Return the rounds of fixed lengths from just below the best one upwards; of a mixed text, every anchor once."""
+    if not grid:
+        row = (~arrays.cut).nonzero()[:, 0]
+        return Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
+    best = grid.index(best_of(grid))
+    return visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])
+
+
+def _policy(plan: Plan, fitted: FoldHeads, calibrated: Calibrated, depth: int) -> LearnedPolicy:
+    """Return the policy of the first fold's head, under a rule that is to be replaced."""
+    maps = calibrated.survival.maps
+    return LearnedPolicy(
+        plan.name, plan.features, fitted.heads[0], calibrated.accept, calibrated.following, RULES[plan.rule](0.5), depth,
+        survival=maps if maps.changes else None,
+    )  # fmt: skip
+
+
+def _facts(header: Header, heats: Sequence[float], sources: Sequence[str], plan: Plan) -> Facts:
+    return Facts(
+        temperature=heats[0] if len(heats) == 1 else tuple(heats),
+        verification=header.verification,
+        label=header.label,
+        pair=dict(header.pair),
+        provenance={"traces": ", ".join(sources), "seed": plan.seed, "specstop": version("specstop")},
+    )
+
+
+def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) -> dict[str, float]:
+    """Return the replayed rate on held-out prompts and that of the best fixed length there."""
+    best = best_of(fixed_grid(held, profile))
+    rate = replay(held, policy, profile).rate
+    return {
+        "held_out_tokens_per_s": rate,
+        "held_out_best_fixed_tokens_per_s": best.rate,
+        "held_out_ratio_to_best_fixed": rate / best.rate,
+    }

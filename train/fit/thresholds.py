@@ -1,0 +1,126 @@
+"""The continuation value of a probability: thresholds of S_j next_j by backward search, from what lengths cost in hindsight.
+
+The derived rule (METHODS D3) works its thresholds out from costs, a rate and mean acceptance. That leaves out where the next
+round begins (D4), what decisions still to come cost, and how well far acceptance really goes with S_j next_j. Here the same
+scores are cut where drafting on began to pay on the training traces: for depth j = K-1, ..., 0, with the decisions below it
+settled, the threshold under which the seconds to go come out least. One number a depth is all that is fitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...policies.costs import Profile
+from ...policies.learned import LearnedPolicy
+from ...policies.rules import Derived
+from ..traces.data import TraceArrays, seen_features
+from ..traces.replay import replay
+from ..traces.togo import Played, ToGo
+from .continuation import LATEST, UNVISITED
+
+ROUNDS = 3
+NEVER = 2.0
+"""A threshold that no probability passes."""
+
+
+def settle_thresholds(
+    policy: LearnedPolicy,
+    arrays: TraceArrays,
+    profile: Profile,
+    rounds: int = ROUNDS,
+    firsts: Sequence[int] = tuple(range(LATEST + 1)),
+) -> tuple[LearnedPolicy, float]:
+    """Return the policy under the derived rule with thresholds settled on traces, and its tokens per second there.
+
+    Args:
+        policy: head and calibration; of hidden states it may read none.
+        arrays: dense training traces of chains, never the evaluated ones.
+        profile: what rounds and this policy's decisions cost.
+        rounds: of policy iteration: settled on the seconds to go under the last thresholds; the fastest counts.
+        firsts: first decisions that are tried.
+    """
+    togo = ToGo(arrays, profile)
+    price = profile.decision(policy.cost_name)
+    length, played = togo.fixed()
+    value = togo.value(torch.full_like(togo.bound, length))
+    deepest = min(policy.max_depth, togo.depth)
+    best: tuple[float, LearnedPolicy] | None = None
+    for _ in range(rounds):
+        outputs = _outputs(policy, arrays, played, deepest)
+        turn: tuple[float, LearnedPolicy, Tensor, Tensor, Played] | None = None
+        for first in (f for f in firsts if f < deepest):
+            rule, lengths, asked = _backward(togo, scores(policy, outputs, first), first, value, played.visits, price)
+            now = togo.play(lengths, price * asked)
+            total = float(now.seconds.sum())
+            if turn is None or total < turn[0]:
+                turn = total, policy.with_rule(rule), lengths, asked, now
+        assert turn is not None
+        if best is None or turn[0] < best[0]:
+            best = turn[0], turn[1]
+        value, played = togo.value(turn[2], price * turn[3]), turn[4]
+    assert best is not None
+    return best[1], replay(arrays, best[1], profile).rate
+
+
+def _outputs(policy: LearnedPolicy, arrays: TraceArrays, played: Played, deepest: int) -> tuple[Tensor, Tensor]:
+    """Return calibrated accept and next [N, K] of every anchor at each depth."""
+    seen = seen_features(arrays, policy.features, torch.arange(len(played.visits)), played.history)
+    both = [policy.probabilities(seen[:, j], j) for j in range(deepest)]
+    accept, following = (torch.stack(column, 1) for column in zip(*both, strict=True))
+    return accept, following
+
+
+def scores(policy: LearnedPolicy, outputs: tuple[Tensor, Tensor], first: int) -> Tensor:
+    """Return [N, K] S_j next_j as the derived rule has them if its first decision is at `first`; 0 before."""
+    accept, following = outputs
+    maps = policy.survival.by_depth(first) if policy.survival is not None else None
+    out = torch.zeros_like(accept)
+    survival = torch.ones_like(accept[:, 0])
+    for j in range(first, accept.shape[1]):
+        survival = torch.ones_like(survival) if j == 0 else accept[:, j] * (survival if j > first else 1.0)
+        table = None if maps is None else maps[j]
+        if table is not None:
+            survival = table(survival)
+        out[:, j] = survival * following[:, j]
+    return out
+
+
+def _backward(
+    togo: ToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: float
+) -> tuple[Derived, Tensor, Tensor]:
+    """Return the rule, and the [N] lengths and decisions of its rounds."""
+    deepest = score.shape[1]
+    stop = togo.outcomes(value)
+    bound = togo.bound.clamp(max=deepest)
+    weight = visits.double().clamp_min(UNVISITED)
+    length, asked = bound.clone(), torch.zeros(len(bound), dtype=torch.float64)
+    taus = [NEVER] * deepest
+    for j in range(deepest - 1, first - 1, -1):
+        open_ = bound > j
+        later = stop.gather(1, length[:, None])[:, 0] + price * asked
+        use = open_ & ~togo.arrays.cut
+        taus[j] = cut_where_it_pays(score[use, j], (weight * (stop[:, j] - later))[use])
+        on = score[:, j] > taus[j]
+        length = torch.where(open_ & ~on, j, length)
+        asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)
+    return Derived(taus, first), length, asked
+
+
+def cut_where_it_pays(score: Tensor, gain: Tensor) -> float:
+    """Return the threshold above which the gains [M] add up to most; `NEVER` where none does."""
+    if not len(score):
+        return NEVER
+    order = score.argsort(descending=True)
+    total = gain[order].cumsum(0)
+    ranked = score[order]
+    ends = torch.cat([ranked[1:] < ranked[:-1], torch.ones(1, dtype=torch.bool)])  # equal scores go together
+    total = torch.where(ends, total, -math.inf)
+    at = int(total.argmax())
+    if float(total[at]) <= 0.0:
+        return NEVER
+    below = float(ranked[at + 1]) if at + 1 < len(ranked) else -1.0
+    return 0.5 * (float(ranked[at]) + below)

@@ -1,0 +1,205 @@
+"""`train` with the rule `gain`: tree traces in, a policy out that keeps and verifies the nodes worth their price."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...collect.store import Trace
+from ...decode.profile import add_decisions
+from ...policies.costs import Profile
+from ...policies.errors import InputError, TraceError, close_match
+from ...policies.features import feature
+from ...policies.files import refuse_full
+from ...policies.folder import save_policy
+from ...policies.heads import Head
+from ...policies.learned import Facts
+from ...policies.progress import Progress, silent
+from ...policies.tree_gain import TreeGain
+from ...policies.tree_rule import TreeRule
+from ..heads.crossfit import FOLDS, Folds, prompt_folds
+from ..heads.fitting import HEAD_KINDS, FitOptions, FitTask, fitter
+from ..heads.forms import form
+from ..heads.rows import Visits, visits
+from ..traces.data import TraceArrays, trace_arrays
+from ..traces.replay import replay
+from ..traces.static_tree import best_static_tree
+from .trained import Trained
+from .tree_calibrate import fit_paths, fit_shares
+from .tree_rows import TreeRows, rank_acceptance, tree_rows
+from .tree_scores import tree_scores
+from .tree_solve import solve_tree, tree_seconds
+
+TREE_FEATURES = ("mean_accepted", "noisy_margin", "noisy_behind", "depth", "branch_rank")
+"""What heads of trees read unless told otherwise: few, since decisions take time, and these come of one pass over scores."""
+
+RICH_FEATURES = (
+    "mean_accepted", "last_accepted", "anchor_top1", "anchor_entropy", "top1", "top2", "drawn_prob", "noisy_margin",
+    "noisy_behind", "noisy_score", "entropy", "path_logprob", "depth", "branch_rank",
+)  # fmt: skip
+"""Worth their time where the models take much longer than a decision."""
+
+PASSES = 3
+
+
+def train_tree(
+    traces: Trace,
+    profile: Profile,
+    *,
+    head: str = "logistic",
+    out: str | Path | None = None,
+    features: Sequence[str] | None = None,
+    name: str | None = None,
+    seed: int = 0,
+    folds: int = FOLDS,
+    passes: int | None = None,
+    fit: FitOptions | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Trained:
+    """Fit a head on tree traces, calibrate it along paths on prompts that it did not see, and solve its rate.
+
+    HISTORY features tell of a policy's own play, and policies skip easy runs: after the first pass, on the rounds of the best
+    static tree, all is fitted again on the rounds that the policy itself visits.
+
+    Args:
+        traces: of trees, every anchor, under `match`.
+        profile: what rounds cost; best measured with the same tree.
+        head: a kind of head that reads scalars, see `fitting.FITTERS`.
+        out: the policy folder to write; None keeps the policy in memory.
+        features: scalar features, by default `TREE_FEATURES`.
+        name: of the policy; by default `tree`.
+        seed: of split and fit.
+        folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
+        passes: times that all is fitted; None = `PASSES`.
+        fit: how heads are fitted.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an unknown head or feature, one that does not read scalars only, or a folder that is not empty.
+        TraceError: the traces cannot be replayed, lack a feature or have too few prompts.
+    """
+    if head not in HEAD_KINDS:
+        known = ", ".join(HEAD_KINDS)
+        raise InputError(f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {known}")
+    if form(head).vectors:
+        raise InputError(f"--head: {head} reads hidden states; with --rule gain give logistic, mlp or xgboost")
+    passes = PASSES if passes is None else passes
+    if passes < 1:
+        raise InputError(f"--passes: expected 1 or more, not {passes}")
+    names = tuple(features or TREE_FEATURES)
+    for wanted in names:
+        feature(wanted)
+    folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
+    needed = dict.fromkeys((*names, "noisy_score", "noisy_margin"))
+    arrays = trace_arrays(traces, [n for n in needed if n in (*names, *traces.header.features)])
+    plan = TreePlan(head, names, name or "tree", seed, passes, fit or FitOptions())
+    policy, files, metrics = fit_tree(plan, arrays, prompt_folds(arrays, folds, seed), profile, progress)
+    header = traces.header
+    policy.facts = dataclasses.replace(
+        policy.facts,
+        temperature=header.temperature,
+        verification=header.verification,
+        label=header.label,
+        pair=dict(header.pair),
+        provenance={
+            "traces": str(traces.folder),
+            "tree": header.tree.name,
+            "seed": seed,
+            "specstop": version("specstop"),
+        },
+        metrics=metrics,
+    )
+    return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """What `train_tree` was asked for."""
+
+    head: str = "logistic"
+    features: tuple[str, ...] = TREE_FEATURES
+    name: str = "tree"
+    seed: int = 0
+    passes: int = PASSES
+    fit: FitOptions = dataclasses.field(default_factory=FitOptions)
+
+
+def fit_tree(
+    plan: TreePlan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress = silent
+) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
+    """Do what `train_tree` does with a trace that has been read; return the policy, files for retraining, and metrics."""
+    if arrays.header.verification != "match" or arrays.header.mix or not arrays.header.has_every_anchor:
+        raise TraceError(
+            "--rule gain: expected dense traces under match, which can be replayed; collect them with --tree"
+        )
+    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+    static, _ = best_static_tree(fit_side, profile)
+    playing: Any = static
+    for turn in range(plan.passes):
+        progress("fit trees", turn, plan.passes)
+        visited = visits(arrays, [replay(arrays, playing, profile)])
+        policy, files, fitted = _fitted(plan, arrays, folds, visited)
+        profile = add_decisions(profile, [policy], arrays.header.vocabulary)
+        seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
+        rate = policy.facts.rho or replay(fit_side, static, profile).rate
+        policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
+        policy, rate = solve_tree(policy, fit_side, profile)
+        playing = policy
+    progress("fit trees", plan.passes, plan.passes)
+    mine, theirs = (replay(held_side, one, profile).rate for one in (policy, static))
+    metrics = {
+        "prompts": len(set(arrays.prompt_ids)),
+        "rows": fitted,
+        "held_out_tokens_per_s": mine,
+        "held_out_static_tree_tokens_per_s": theirs,
+        "held_out_ratio_to_static_tree": mine / theirs,
+        "static_tree": static.shape.name,
+        "reliability": tree_scores(policy, held_side, visits(held_side, [replay(held_side, policy, profile)])),
+    }
+    policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.to_dict())
+    return policy, files, metrics
+
+
+def _fitted(
+    plan: TreePlan, arrays: TraceArrays, folds: Folds, visited: Visits
+) -> tuple[TreeGain, dict[str, bytes], int]:
+    """Return a policy under a rule without prices, files, and the number of rows."""
+    fold = folds.of_rows(arrays, visited)
+    parts, kept = [], {}
+    for number in range(folds.count):
+        inside, outside = (_part(visited, (fold == number) == side) for side in (True, False))
+        if not len(inside.row):
+            continue
+        rows, held = (tree_rows(arrays, plan.features, some) for some in (outside, inside))
+        task = FitTask(rows.rows, held.rows, plan.features, plan.seed, options=plan.fit)
+        head, files = fitter(plan.head)(task)
+        parts.append((head, inside))
+        if number == 0:
+            kept, first = files, (head, rows)
+    head, rows = first
+    accept, following = fit_paths(parts, arrays, plan.features)
+    tree = arrays.tree
+    shares = fit_shares(_chances(head, rows), rows.children[rows.known], rows.width[rows.known])
+    below = [[len(tree.children[row]) for row in level] for level in tree.levels]
+    rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
+    return TreeGain(plan.name, plan.features, head, accept, following, rule, arrays.depth), kept, len(rows.rows)
+
+
+def _part(visited: Visits, use: Tensor) -> Visits:
+    return Visits(visited.row[use], visited.history[use])
+
+
+def _chances(head: Head, rows: TreeRows) -> Tensor:
+    """Return [M], `next` of the accepted nodes that have children."""
+    features, depth = rows.rows.features[rows.known], rows.rows.depth[rows.known]
+    later, opening = head.logits(features, 1), head.logits(features, 0)
+    return torch.sigmoid(torch.where((depth == 0)[:, None], opening, later)[:, 1])

@@ -1,0 +1,99 @@
+"""Prices of the learned tree policy: seconds from a profile, and the rate that turns them into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...policies.costs import CostTable, Profile
+from ...policies.tree_gain import TreeGain
+from ...policies.tree_rule import MOST_NODES
+from ..traces.data import TraceArrays, typical_context
+from ..traces.replay import replay
+
+AHEAD = (0.0, 0.5, 0.8, 1.0)
+FIRST = (0, 1, 2, 3)
+SETTLED = 3e-3
+ROUNDS = 4
+
+
+def tree_seconds(arrays: TraceArrays, profile: Profile, decision_s: float) -> dict[str, Any]:
+    """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
+
+    Args:
+        arrays: a trace of trees, or of chains, whose rounds cost less.
+        profile: what rounds cost.
+        decision_s: of one decision.
+    """
+    tree, low, high = arrays.tree, profile.low, profile.high
+    span = high.context - low.context
+    share = min(max((typical_context(arrays) - low.context) / span, 0.0), 1.0) if span else 0.0
+    outside = None if tree.is_chain else profile.tree_outside_s
+    _, per_step, per_token = outside or (profile.round_s, profile.step_s, 0.0)
+    branches = sum(bool(below) for below in tree.children)
+    below = tree.nodes / max(branches, 1)
+
+    def between(low_s: Sequence[float], high_s: Sequence[float]) -> list[float]:
+        return [(1.0 - share) * a + share * b for a, b in zip(low_s, high_s, strict=True)]
+
+    def both(of: Callable[[CostTable], Sequence[float]]) -> list[float]:
+        return between(of(low), of(high))
+
+    opening = between(low.draft_s[:1], high.draft_s[:1])[0]
+    if tree.is_chain:
+        padded = profile.padded()[: tree.nodes + 1]
+        drafts = both(lambda table: [table.draft_s[0] if table.later_draft_s is None else table.later_draft_s])
+        verify = both(lambda table: [table.verify_s[n] for n in padded])
+    else:
+        drafts = both(lambda table: table.tree_draft(max(tree.width, 1))[1:])
+        verify = both(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
+    return {
+        "opening_s": opening + per_step + per_token * len(tree.children[0]) + decision_s,
+        "draft_s": [s + per_step + per_token * below * rows + decision_s for rows, s in enumerate(drafts, 1)],
+        "verify_s": verify,
+    }
+
+
+def solve_tree(
+    policy: TreeGain,
+    arrays: TraceArrays,
+    profile: Profile,
+    ahead: Sequence[float] = AHEAD,
+    firsts: Sequence[int] = FIRST,
+) -> tuple[TreeGain, float]:
+    """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
+
+    How far to look ahead, and at which depth decisions begin to pay for themselves, are settled on the way, by replayed rate.
+
+    Args:
+        policy: whose head and calibration are used.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        ahead: shares of the mean acceptance that are tried.
+        firsts: depths of the first decision that are tried.
+
+    Returns:
+        The policy under the fastest rule met, and its rate in tokens per second.
+    """
+    seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
+    best, best_rate = policy, 0.0
+
+    def settled(**changes: Any) -> None:
+        nonlocal best, best_rate
+        rule = best.rule
+        rho = best_rate or rule.rate
+        for _ in range(ROUNDS):
+            candidate = policy.with_rule(rule.changed(rate=rho, **seconds, **changes))
+            rate = replay(arrays, candidate.limited(arrays.depth), profile).rate
+            if rate > best_rate:
+                best, best_rate = candidate, rate
+            if abs(rate - rho) < SETTLED * rho:
+                break
+            rho = rate
+
+    for share in ahead:
+        settled(ahead=share)
+    for first in firsts:
+        if first != best.rule.first and first < policy.max_depth:
+            settled(first=first, ahead=best.rule.ahead)
+    return best, best_rate

@@ -1,0 +1,87 @@
+"""Tuning by replayed throughput: the best fixed length, a threshold, and rho of the derived rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ...policies.baselines import Confidence, FixedLength
+from ...policies.costs import Profile
+from ...policies.learned import LearnedPolicy
+from ...policies.rules import Derived, derived_thresholds
+from ...policies.tree_gain import TreeGain
+from ..traces.data import TraceArrays, typical_context
+from ..traces.replay import Replayed, replay
+from .tree_solve import solve_tree
+
+THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
+LOOK_AHEAD = (0.0, 0.5, 1.0)
+SETTLED = 3e-3
+"""Relative change of rho below which another replay would not move the thresholds to speak of."""
+
+PRICED = ("derived", "gain")
+"""Rules that hold for the costs of one profile, whose rate `solve_rate` solves."""
+
+LATEST = 3
+"""Latest depth of a first decision that is tried."""
+
+_ROUNDS = 4
+
+
+def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
+    """Replay every fixed length 0..K."""
+    return [replay(arrays, FixedLength(k), profile) for k in range(min(arrays.depth, profile.max_depth) + 1)]
+
+
+def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[float] = THRESHOLDS) -> Confidence:
+    """Return the confidence rule with the threshold that replays fastest."""
+    depth = min(arrays.depth, profile.max_depth)
+    rules = [Confidence(t, depth) for t in thresholds]
+    return max(rules, key=lambda rule: replay(arrays, rule, profile).rate)
+
+
+def solve_rate(
+    policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float]
+) -> tuple[LearnedPolicy, float]:
+    """Solve rho of the derived rule, or of a tree policy's, by Dinkelbach's iteration: assume a rate, replay, assume it anew.
+
+    Two things that the traces alone can say are settled on the way, by replayed rate: at which depth decisions begin to pay
+    for themselves, and how far to look ahead, as a share of the mean acceptance (a doubtful token is followed by less of it
+    than the mean).
+
+    Args:
+        policy: whose head and calibration are used.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        acceptance: a_1..a_K of the training traces.
+
+    Returns:
+        The policy under the fastest rule met, and its rate in tokens per second.
+    """
+    if isinstance(policy, TreeGain):
+        return solve_tree(policy, arrays, profile)
+    context, decision_s = typical_context(arrays), profile.decision(policy.cost_name)
+    rho = max(r.rate for r in fixed_grid(arrays, profile))
+    best, best_rate = policy, 0.0
+    for share in LOOK_AHEAD:
+        for first in range(min(LATEST + 1, policy.max_depth)):
+            costs = profile.chain_costs(context, decision_s, first, policy.max_depth)
+            ahead = [share * a for a in acceptance]
+            for _ in range(_ROUNDS):
+                known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
+                taus = [tau / known for tau in derived_thresholds(rho, costs, ahead)]
+                candidate = policy.with_rule(Derived(taus, first))
+                rate = replay(arrays, candidate, profile).rate
+                if rate > best_rate:
+                    best, best_rate = candidate, rate
+                if abs(rate - rho) < SETTLED * rho:
+                    break
+                rho = rate
+    return best, best_rate
+
+
+def best_of(replays: Sequence[Replayed]) -> Replayed:
+    """Return the fastest replay."""
+    return replays[int(torch.tensor([r.rate for r in replays]).argmax())]

@@ -1,0 +1,1 @@
+"""Fitting heads: training rows, each kind of head, calibration, scores."""

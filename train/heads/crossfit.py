@@ -1,0 +1,268 @@
+"""Heads fitted fold by fold, so that every prompt has outputs of a head that never saw it: what calibration is fitted on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...policies.calibration import Calibrator
+from ...policies.errors import TraceError
+from ...policies.heads import Head
+from ...policies.progress import Progress, silent
+from ..traces.data import TraceArrays, seen_features
+from .calibrate import auc, fit_calibrator, fit_kind, log_loss
+from .fitting import FitOptions, FitTask, fitter
+from .forms import form
+from .mixing import mixed_rows
+from .rows import FitRows, Visits, fit_rows
+from .scores import Scored
+from .survival import Products, SurvivalFit, fit_survival, products_as_they_are
+
+FOLDS = 4
+PARTS = 8
+"""Parts of the prompts that calibration is cross-fitted over; they need no head of their own."""
+
+LEAST_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class Folds:
+    """Prompts in parts.
+
+    Attributes:
+        of: [S] the fold of each sequence; all texts of a prompt are in one.
+        count: how many there are.
+    """
+
+    of: Tensor
+    count: int
+
+    def sequences(self, fold: int, inside: bool = True) -> list[int]:
+        """Return the sequences of a fold, or those of all others."""
+        return [int(s) for s in ((self.of == fold) == inside).nonzero()[:, 0]]
+
+    def of_rows(self, arrays: TraceArrays, visited: Visits) -> Tensor:
+        """Return [R], the fold of each visited round."""
+        return self.of[torch.searchsorted(arrays.offset, visited.row, right=True) - 1]
+
+
+def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
+    """Deal the prompts to folds by a hash of their ids: the same prompt is always in the same one.
+
+    Raises:
+        TraceError: fewer than 4 prompts, so that a side would be empty.
+    """
+    names = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
+    if len(names) < LEAST_PROMPTS:
+        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
+    count = min(count, len(names))
+    place = {name: at * count // len(names) for at, name in enumerate(names)}
+    return Folds(torch.tensor([place[name] for name in arrays.prompt_ids]), count)
+
+
+@dataclass(frozen=True)
+class FoldHeads:
+    """A head for each fold, fitted on the other folds and stopped early on its own; `files` are those of the first.
+
+    Where only the first fold was asked for, only its prompts have held-out outputs.
+    """
+
+    heads: tuple[Head, ...]
+    folds: Folds
+    files: dict[str, bytes]
+    rows: int
+
+
+def fit_folds(
+    arrays: TraceArrays,
+    folds: Folds,
+    names: Sequence[str],
+    visited: Visits,
+    kind: str,
+    *,
+    seed: int = 0,
+    options: FitOptions | None = None,
+    every: bool = True,
+    progress: Progress = silent,
+    mixed: TraceArrays | None = None,
+) -> FoldHeads:
+    """Fit the heads.
+
+    Args:
+        arrays: traces, read with the hidden states that the heads are to read.
+        folds: of its prompts.
+        names: scalar features.
+        visited: rounds to fit on.
+        kind: of head, see `fitting.FITTERS`.
+        seed: of the fits.
+        options: see `FitOptions`.
+        every: a head for each fold; else for the first only.
+        progress: see `Progress`.
+        mixed: a trace of `collect --mix` whose rows heads are fitted on instead; early stopping looks at the held-out fold.
+
+    Raises:
+        TraceError: no row has a label.
+    """
+    owner = folds.of_rows(arrays, visited)
+    parts = [fit_rows(arrays, names, Visits(visited.row[mine], visited.history[mine]), tuple(arrays.vectors), form(kind).lag)
+             for mine in (owner == fold for fold in range(folds.count))]  # fmt: skip
+    options = options or FitOptions()
+    heads: list[Head] = []
+    files: dict[str, bytes] = {}
+    total = folds.count if every else 1
+    for fold in range(total):
+        progress(f"train {kind}", fold, total)
+        rows, held = join_rows([part for at, part in enumerate(parts) if at != fold]), parts[fold]
+        if mixed is not None:
+            mine = {arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)}
+            rows = mixed_rows(mixed, mine, names, form(kind).lag)
+        if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
+            raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
+        own = dataclasses.replace(options, checkpoints=_fold_folder(options, fold))
+        head, extra = fitter(kind)(FitTask(rows, held, names, seed, progress if total == 1 else silent, own))
+        heads.append(head)
+        files = files or extra
+    progress(f"train {kind}", total, total)
+    return FoldHeads(tuple(heads), folds, files, sum(map(len, parts)) - len(parts[0]))
+
+
+def _fold_folder(options: FitOptions, fold: int) -> Any:
+    return None if options.checkpoints is None else options.checkpoints / f"fold-{fold}"
+
+
+def join_rows(parts: Sequence[FitRows]) -> FitRows:
+    """Return the rows of all parts below each other."""
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in dataclasses.fields(FitRows)}
+    return FitRows(**{name: _stacked(column) for name, column in values.items()})
+
+
+def _stacked(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], Tensor):
+        return torch.cat(list(column))
+    if isinstance(column[0], dict):
+        return {name: torch.cat([part[name] for part in column]) for name in column[0]}
+    return column[0]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What heads say of R visited rounds that they were not fitted on.
+
+    Attributes:
+        logits: [R, K + 1, 2], accept and next at depths 0..K, nodes behind a rejection included.
+        length: [R] accepted length.
+        fold: [R], the part of the prompts, for cross-fitting what is fitted on these outputs.
+        temperature: [R].
+        lag: depths whose `accept` is not scored (`Head.lag`).
+    """
+
+    logits: Tensor
+    length: Tensor
+    fold: Tensor
+    temperature: Tensor
+    lag: int = 0
+
+
+def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str], visited: Visits) -> Outputs:
+    """Return the outputs of each fold's head on the rounds of that fold."""
+    owner = fitted.folds.of_rows(arrays, visited)
+    use = owner < len(fitted.heads)
+    visited, owner = Visits(visited.row[use], visited.history[use]), owner[use]
+    logits = torch.zeros(len(owner), arrays.depth + 1, 2)
+    for fold, head in enumerate(fitted.heads):
+        mine = owner == fold
+        seen = seen_features(arrays, names, visited.row[mine], visited.history[mine])
+        for depth in range(seen.shape[1]):
+            states = seen_vectors(arrays, getattr(head, "sizes", ()), visited.row[mine], depth)
+            logits[mine, depth] = head.logits(seen[:, depth], depth, states)
+    numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
+    parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.prompt_ids]), PARTS)
+    heat = arrays.column("temperature")[visited.row]
+    lag = getattr(fitted.heads[0], "lag", 0)
+    return Outputs(logits, arrays.accepted[visited.row], parts.of_rows(arrays, visited), heat, lag)
+
+
+def seen_vectors(arrays: TraceArrays, names: Iterable[str], row: Tensor, depth: int) -> dict[str, Tensor]:
+    """Return the hidden states [R, H] that a policy sees at one depth of the rounds `row` [R] of chains."""
+    found = {}
+    for name in names:
+        recorded = arrays.vector(name)
+        if depth == 0 and recorded.of_nodes:
+            found[name] = torch.zeros(len(row), recorded.width)
+        else:
+            node = torch.full_like(row, depth - 1) if recorded.of_nodes else None
+            found[name] = recorded.at(row, node).float()
+    return found
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Calibrators of both outputs, survival tables, what was predicted of held-out rounds, and metrics."""
+
+    accept: Calibrator
+    following: Calibrator
+    survival: SurvivalFit
+    scored: Scored
+    metrics: dict[str, Any]
+
+
+def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
+    """Fit both calibrators and the survival tables; all that is reported is cross-fitted.
+
+    Args:
+        outputs: of heads on rounds that they were not fitted on.
+        as_they_are: leave probabilities and products as the head gives them, and measure those.
+    """
+    logits, length = outputs.logits, outputs.length[:, None]
+    depths = torch.arange(logits.shape[1])[None]
+    drawn = (length >= depths - outputs.lag - 1) & (depths > outputs.lag)
+    known = (length >= depths) & (depths < logits.shape[1] - 1)
+    fold = outputs.fold[:, None].expand(drawn.shape)
+    maps: list[Calibrator] = []
+    metrics: dict[str, Any] = {}
+    parts = (("accept", 0, length >= depths - outputs.lag, drawn), ("next", 1, length > depths, known))
+    for name, column, truth, use in parts:
+        found, labels, owner = logits[..., column][use], truth.expand(use.shape)[use], fold[use]
+        calibrator = Calibrator() if as_they_are else fit_calibrator(found, labels, owner)
+        maps.append(calibrator)
+        metrics |= _scores(name, calibrator, found, labels, owner)
+    products = Products(_cross_fitted(maps[0], outputs, drawn), outputs.length, outputs.fold)
+    fitted = products_as_they_are(products) if as_they_are else fit_survival(products)
+    metrics["survival_maps"] = ", ".join(fitted.kinds)
+    return Calibrated(maps[0], maps[1], fitted, Scored(fitted.held_out, outputs.length, outputs.temperature), metrics)
+
+
+def _scores(name: str, calibrator: Calibrator, logits: Tensor, labels: Tensor, fold: Tensor) -> dict[str, Any]:
+    """Return AUC and log loss of one output, the calibrator refitted on the other folds for each."""
+    probability = torch.zeros(len(logits))
+    constant = torch.zeros(len(logits), dtype=torch.float64)
+    for one in fold.unique():
+        out = fold == one
+        rest = ~out if bool((~out).any()) else out
+        probability[out] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[out])
+        constant[out] = labels[rest].double().mean()
+    return {
+        f"{name}_auc": auc(logits, labels),
+        f"{name}_log_loss": log_loss(probability, labels),
+        f"{name}_log_loss_constant": log_loss(constant, labels),
+        f"{name}_calibration": calibrator.kind,
+    }
+
+
+def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Tensor) -> Tensor:
+    """Return [R, K], `accept` of every depth under calibrators of that kind, fitted on the other folds."""
+    logits, out = outputs.logits[:, 1:, 0], torch.ones(len(outputs.length), outputs.logits.shape[1] - 1)
+    labels = outputs.length[:, None] >= torch.arange(1, outputs.logits.shape[1])[None] - outputs.lag
+    use = drawn[:, 1:]
+    for one in outputs.fold.unique():
+        mine = outputs.fold == one
+        rest = (~mine if bool((~mine).any()) else mine)[:, None] & use
+        out[mine] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[mine])
+    out[:, : outputs.lag] = 1.0
+    return out

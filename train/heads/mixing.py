@@ -1,0 +1,65 @@
+"""Training rows from mixed texts (`collect --mix`): what the draft says behind its own samples, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...collect.store import Trace
+from ...policies.errors import TraceError
+from ...policies.history import HISTORY_FEATURES
+from ..traces.data import TraceArrays, trace_arrays
+from ..traces.several import check_alike
+from .rows import SOFT_COLUMNS, FitRows, Visits, fit_rows, soft_labels
+
+OWN = "mixed"
+"""The column that says whether the last token that the draft had read was its own."""
+
+
+def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], vectors: Sequence[str]) -> TraceArrays:
+    """Read a mixed trace for heads that are calibrated on another trace.
+
+    Raises:
+        TraceError: it is not mixed, of another pair, or lacks a feature or hidden state.
+    """
+    if not trace.header.mix:
+        raise TraceError(f"--mixed: {trace.folder} is no mixed trace; collect one with --mix 0.15 --depth 1")
+    check_alike(like.header, trace.header, str(like.folder), str(trace.folder), ("pair", "vocabulary", "verification"))
+    read = [name for name in features if name not in HISTORY_FEATURES]
+    return trace_arrays(trace, read, (*SOFT_COLUMNS, OWN), vectors)
+
+
+def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], lag: int = 0) -> FitRows:
+    """Return the rows of a mixed trace, one for each position.
+
+    A head without lag scores the token Y_i by what the draft says behind Z_<i. SpecDec++'s (lag 1) scores it by the state
+    behind Y_i, so where Z_i is Y_i: the row is left out where Z_i is the target's token.
+
+    Args:
+        arrays: read with the hidden states of the head.
+        without: prompts that are held out.
+        features: scalar features.
+        lag: of the head.
+    """
+    use = torch.tensor([name not in without for name in arrays.prompt_ids])
+    owner = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
+    row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
+    vectors = tuple(arrays.vectors)
+    if lag == 0:
+        return fit_rows(arrays, features, Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES))), vectors)
+    if lag > 1 or features:
+        raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
+    row = row[row + 1 < len(owner)]
+    row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
+    soft = soft_labels(arrays, Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES))))
+    first = torch.zeros_like(row)
+    return FitRows(
+        torch.zeros(len(row), 0),
+        torch.ones_like(row),
+        arrays.accepted[row] >= 1,
+        torch.zeros(len(row), dtype=torch.bool),
+        torch.zeros(len(row), dtype=torch.bool),
+        {name: arrays.vector(name).at(row + 1, first if arrays.vector(name).of_nodes else None) for name in vectors},
+        None if soft is None else soft[:, 1],
+    )

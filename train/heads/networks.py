@@ -1,0 +1,179 @@
+"""Networks on rows that are more than scalars, through Lightning: one module and one data module for all of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import lightning
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ...policies.errors import InputError, TraceError
+from .fitting import FitTask
+from .mlp import _Batches, _work_folder
+from .rows import FitRows
+from .trainer import LAST, MONITOR, Report, make_trainer, quiet
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a network is trained, where `FitOptions` does not say otherwise.
+
+    Attributes:
+        epochs: at most; the epoch with the least held-out loss is kept.
+        batch: rows a step.
+        rate: learning rate.
+        decay: weight decay.
+        rejection_weight: w of the loss, see `RowsModule`.
+        constant: keep the learning rate as it is; else one cycle.
+    """
+
+    epochs: int = 20
+    batch: int = 1024
+    rate: float = 2e-3
+    decay: float = 1e-3
+    rejection_weight: float = 1.0
+    constant: bool = False
+
+
+class RowsModule(lightning.LightningModule):
+    """Any network on rows; cross-entropy against labels in [0, 1], rejections with weight w.
+
+    The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the labels that are known, over the sum of the weights
+    [w (1 - P) + P] (SpecDec++, arXiv 2405.19715, `train.py`); with w = 1 the ordinary mean.
+
+    Args:
+        network: from the inputs of a batch to logits [R, O].
+        rate, decay: of AdamW.
+        rejection_weight: w.
+        constant: keep the rate; else one cycle.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        rate: float = 2e-3,
+        decay: float = 1e-3,
+        rejection_weight: float = 1.0,
+        constant: bool = False,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        self.rate, self.decay, self.weight, self.constant = rate, decay, rejection_weight, constant
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return logits [R, O]."""
+        logits: Tensor = self.network(*inputs)
+        return logits
+
+    def _loss(self, batch: Sequence[Tensor]) -> Tensor:
+        *inputs, labels, known = batch
+        logits = self(*inputs)
+        accepted = labels * known
+        rejected = self.weight * (1.0 - labels) * known
+        losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
+        return losses.sum() / (accepted + rejected).sum().clamp_min(1e-6)
+
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+        """Return the loss of a batch (inputs..., labels [R, O], known [R, O])."""
+        return self._loss(batch)
+
+    def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
+        """Log the held-out loss."""
+        self.log(MONITOR, self._loss(batch), batch_size=max(1, int(batch[-1].sum())))
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig | torch.optim.Optimizer:
+        """Return AdamW, under a one-cycle schedule unless the rate is constant."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=self.decay)
+        if self.constant:
+            return optimizer
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, max(steps, 1))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class RowsDataModule(lightning.LightningDataModule):
+    """Batches of training and held-out rows.
+
+    Args:
+        rows, held_out: (inputs..., labels, known), rows first.
+        batch: rows a step.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, rows: Sequence[Tensor], held_out: Sequence[Tensor], batch: int = 1024, seed: int = 0) -> None:
+        super().__init__()
+        self.parts, self.batch, self.seed = (rows, held_out), batch, seed
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return shuffled batches of the training rows."""
+        return DataLoader(_Batches(TensorDataset(*self.parts[0]), self.batch, self), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the held-out rows in order."""
+        return DataLoader(_Batches(TensorDataset(*self.parts[1]), 1 << 14, None), batch_size=None)
+
+
+def train_network(
+    network: nn.Module, rows: Sequence[Tensor], held_out: Sequence[Tensor], task: FitTask, recipe: Recipe, name: str
+) -> Mapping[str, Tensor]:
+    """Train a network and return its weights at the epoch with the least held-out loss.
+
+    The caller's torch random state is left as it was.
+
+    Args:
+        network: freshly made.
+        rows, held_out: see `RowsDataModule`.
+        task: seed, progress and options.
+        recipe: where the options do not say otherwise.
+        name: of the head, for the progress.
+    """
+    options = task.options
+    epochs = options.epochs or recipe.epochs
+    rate = float(options.learning_rate or options.params.get("learning_rate", recipe.rate))
+    decay = float(options.params.get("weight_decay", recipe.decay))
+    module = RowsModule(network, rate, decay, recipe.rejection_weight, recipe.constant)
+    data = RowsDataModule(rows, held_out, options.batch_size or recipe.batch, task.seed)
+    with torch.random.fork_rng(), quiet(), _work_folder(options) as folder:
+        torch.manual_seed(task.seed)
+        trainer, best = make_trainer(options, folder, epochs, [Report(f"train {name}", task.progress, epochs)])
+        last = folder / LAST
+        again = str(last) if options.resume and last.exists() else None
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
+            state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
+        except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
+            if again is None:
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"--resume: {last} is not a checkpoint of such a run: {reason}") from None
+    return {key.removeprefix("network."): value.detach().float().cpu() for key, value in state.items()}
+
+
+def seeded(make: type[nn.Module], seed: int, *arguments: object) -> nn.Module:
+    """Return a network with fresh weights of this seed, the caller's random state left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make(*arguments)
+
+
+def states(rows: FitRows, name: str, who: str) -> Tensor:
+    """Return the hidden states [M, H] of the rows; `TraceError` where there are none."""
+    if name not in rows.vectors:
+        model = name.removesuffix("_hidden")
+        raise TraceError(
+            f"--head {who}: it reads {name}, which the trace does not hold; collect it with --hidden {model}"
+        )
+    return rows.vectors[name]
+
+
+def opening(task: FitTask) -> Tensor:
+    """Return [1], the log-odds of x_1 accepted: what a head that knows nothing before drafting says there."""
+    parts = (task.rows, task.held_out)  # mixed rows know nothing of it
+    first = torch.cat([rows.followed[(rows.depth == 0) & rows.followed_known] for rows in parts])
+    return torch.logit((first.float().sum(0, keepdim=True) + 1.0) / (len(first) + 2.0))

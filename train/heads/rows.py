@@ -1,0 +1,153 @@
+"""Training rows of the two outputs, from a trace: what was seen at (anchor, depth), and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...policies.errors import TraceError
+from ..traces.data import TraceArrays, seen_features
+from ..traces.replay import Replayed
+from ..traces.vectors import StoredVectors
+
+SOFT_COLUMNS = ("draft_prob", "target_prob")
+"""What soft labels want of `trace_arrays` as `extra`."""
+
+_PART = 1 << 24
+"""Numbers of hidden states that are looked up at a time."""
+
+
+@dataclass(frozen=True)
+class FitRows:
+    """M rows (anchor, depth j) whose tokens x_1..x_{j-1} were accepted.
+
+    Attributes:
+        features: [M, F] float32.
+        depth: [M] int64, 0..K.
+        accepted: [M] bool, x_j accepted; the label of `accept` where `depth` is 1 or more.
+        followed: [M] bool, x_{j+1} accepted; the label of `next` where `followed_known`.
+        followed_known: [M] bool, x_1..x_j were accepted and j < K.
+        vectors: [M, H] hidden states by name, for heads that read some.
+        soft: [M] min(1, p/q) of x_j, its chance of acceptance under rejection; None where the trace was read without.
+    """
+
+    features: Tensor
+    depth: Tensor
+    accepted: Tensor
+    followed: Tensor
+    followed_known: Tensor
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    soft: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.depth)
+
+    @property
+    def drawn(self) -> Tensor:
+        """[M] bool, rows that have a label for `accept`."""
+        return self.depth > 0
+
+
+@dataclass(frozen=True)
+class Visits:
+    """Rounds that policies played on a trace, cut ones left out.
+
+    Policies skip easy runs, so the anchors they visit are harder than the average one; heads are fitted on visits.
+
+    Attributes:
+        row: [R] of the anchor in the trace.
+        history: [R, 4], the HISTORY features when the round began.
+    """
+
+    row: Tensor
+    history: Tensor
+
+
+def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
+    """Return the rounds of all `replays` of this trace."""
+    log = torch.cat([r.log for r in replays])
+    row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
+    use = ~arrays.cut[row]
+    return Visits(row[use], torch.cat([r.history for r in replays])[use])
+
+
+def fit_rows(
+    arrays: TraceArrays, features: Sequence[str], visited: Visits, vectors: Sequence[str] = (), lag: int = 0
+) -> FitRows:
+    """Return the training rows of the rounds visited: every depth up to the first rejection.
+
+    Args:
+        arrays: of chains.
+        features: names.
+        visited: the rounds.
+        vectors: hidden states to add, float16 as they are recorded.
+        lag: depths by which a head's `accept` is behind (`Head.lag`): the row of x_j then has the draft's hidden state of
+            depth j + lag, and those without one are left out.
+
+    Raises:
+        TraceError: a feature or a vector is not recorded.
+    """
+    seen = seen_features(arrays, features, visited.row, visited.history)
+    depth = torch.arange(arrays.depth + 1)[None].expand(len(seen), -1)
+    length = arrays.accepted[visited.row][:, None]
+    use = (length >= depth - 1) & (depth <= arrays.depth - lag)
+    known = (length >= depth) & (depth < arrays.depth)
+    soft = soft_labels(arrays, visited)
+    return FitRows(
+        seen[use],
+        depth[use],
+        (length >= depth)[use],
+        (length > depth)[use],
+        known[use],
+        {name: _states(arrays.vector(name), visited.row, use, lag) for name in vectors},
+        soft=None if soft is None else soft[use],
+    )
+
+
+def _states(recorded: StoredVectors, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
+    """Return [M, H] float16, the hidden states of the rows and depths in `use` [R, K + 1]; 0 for the draft's at depth 0."""
+    at, depth = use.nonzero(as_tuple=True)
+    out = torch.zeros(len(at), recorded.width, dtype=torch.float16)
+    known = (depth > 0).nonzero()[:, 0] if recorded.of_nodes else torch.arange(len(at))
+    for part in known.split(max(1, _PART // recorded.width)):
+        out[part] = recorded.at(row[at[part]], depth[part] - 1 + lag if recorded.of_nodes else None)
+    return out
+
+
+def soft_labels(arrays: TraceArrays, visited: Visits) -> Tensor | None:
+    """Return [R, K + 1] min(1, p/q) of x_j, 0 at depth 0; None unless the trace was read with `SOFT_COLUMNS`."""
+    if not set(SOFT_COLUMNS) <= set(arrays.extra):
+        return None
+    q, p = (arrays.extra[name][visited.row].float() for name in SOFT_COLUMNS)
+    ratio = torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0)
+    return torch.nn.functional.pad(ratio, (1, 0))
+
+
+def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:
+    """Return the sequences (fit, held out), split by a hash of the prompt id: the same prompt is always on one side.
+
+    Raises:
+        TraceError: fewer than 4 prompts, so that a side would be empty.
+    """
+    ranks = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
+    if len(ranks) < 4:
+        raise TraceError(f"--traces: expected at least 4 prompts to split, got {len(ranks)}")
+    held = set(ranks[: max(1, round(share * len(ranks)))])
+    sides: tuple[list[int], list[int]] = ([], [])
+    for sequence, name in enumerate(arrays.prompt_ids):
+        sides[name in held].append(sequence)
+    return sides
+
+
+def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float, ...]:
+    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one above."""
+    length = arrays.accepted[visited.row]
+    out: list[float] = []
+    for depth in range(1, arrays.depth + 1):
+        reached = int((length >= depth - 1).sum())
+        out.append(int((length >= depth).sum()) / reached if reached else (out[-1] if out else 0.0))
+    return tuple(out)

@@ -1,0 +1,144 @@
+"""A Lightning Trainer as `train` runs it: early stopping, a checkpoint to go on from, a logger by name, a quiet console."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch import loggers
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+from ...policies.errors import InputError, close_match
+from ...policies.progress import Progress
+from .fitting import FitOptions
+
+MONITOR = "held_out_loss"
+PATIENCE = 5
+LAST = "last.ckpt"
+
+LOGGERS = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
+"""Short names; a class of `lightning.pytorch.loggers` serves as well."""
+
+
+class Report(Callback):
+    """Tells a `Progress` of each epoch."""
+
+    def __init__(self, task: str, progress: Progress, epochs: int) -> None:
+        self.task, self.progress, self.epochs = task, progress, epochs
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Count the epoch."""
+        self.progress(self.task, trainer.current_epoch + 1, self.epochs)
+
+
+def find_logger(name: str | None, folder: Path | None) -> Any:
+    """Return a logger of Lightning that writes into `folder`, or False for none.
+
+    Args:
+        name: csv, tensorboard, wandb, mlflow, none, or a class of `lightning.pytorch.loggers`; None = csv where there is a
+            folder.
+        folder: of the run.
+
+    Raises:
+        InputError: an unknown name, no folder to write into, or a package that is not installed.
+    """
+    if name == "none" or (name is None and folder is None):
+        return False
+    wanted = LOGGERS.get(name or "csv", name or "csv")
+    kind: Any = getattr(loggers, wanted, None)
+    if not (isinstance(kind, type) and issubclass(kind, loggers.Logger)):
+        known = [*LOGGERS, "none"]
+        raise InputError(
+            f"--logger: unknown logger {name!r}{close_match(str(name), known)}; expected {', '.join(known)}"
+        )
+    if folder is None:
+        raise InputError(f"--logger {name}: give a work folder with --checkpoints for it to write into")
+    make: Any = kind
+    try:
+        return make(save_dir=str(folder), name="logs")
+    except ModuleNotFoundError as error:
+        raise InputError(f"--logger {name}: {' '.join(str(error).split())}") from None
+    except Exception as error:  # services raise errors of their own where there is no account or no connection
+        raise InputError(f"--logger {name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+
+
+def make_trainer(
+    options: FitOptions, folder: Path, epochs: int, callbacks: Sequence[Callback] = ()
+) -> tuple[lightning.Trainer, ModelCheckpoint]:
+    """Return a Trainer that stops early on `held_out_loss`, and the callback that knows its best checkpoint.
+
+    Args:
+        options: accelerator, devices, precision, logger.
+        folder: where checkpoints are written.
+        epochs: at most.
+        callbacks: further ones.
+
+    Raises:
+        InputError: no such accelerator, device or precision.
+    """
+    best = ModelCheckpoint(folder, monitor=MONITOR, save_last=True, enable_version_counter=False)
+    logger = find_logger(options.logger, options.checkpoints)
+    try:
+        trainer = lightning.Trainer(
+            max_epochs=epochs,
+            accelerator=options.accelerator,
+            devices=_devices(options.devices),
+            precision=_precision(options.precision),
+            logger=logger,
+            callbacks=[best, EarlyStopping(MONITOR, patience=PATIENCE), *callbacks],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=str(folder),
+            num_sanity_val_steps=0,
+            log_every_n_steps=10,
+        )
+    except (ValueError, RuntimeError, TypeError, ModuleNotFoundError, ImportError) as error:
+        # Lightning's MisconfigurationException is none of these in every version, but derives from Exception.
+        raise InputError(_said(error)) from None
+    except Exception as error:
+        if type(error).__name__ != "MisconfigurationException":
+            raise
+        raise InputError(_said(error)) from None
+    return trainer, best
+
+
+def _said(error: Exception) -> str:
+    return f"--accelerator, --devices, --precision: {' '.join(str(error).split())[:300]}"
+
+
+def _precision(text: str) -> Any:
+    return int(text) if text.isdigit() else text
+
+
+def _devices(text: str) -> Any:
+    """Return what a Trainer takes: a count, a list of numbers written 0,1, or "auto"."""
+    if text.lstrip("-").isdigit():
+        return int(text)
+    if "," in text:
+        try:
+            return [int(part) for part in text.split(",") if part]
+        except ValueError:
+            raise InputError(f"--devices: expected a count, numbers such as 0,1, or auto, not {text!r}") from None
+    return text
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Lightning's advice about hardware and workers off the console."""
+    names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+    known = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in known]
+    for logger in known:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning.*")
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+        yield
+    for logger, level in zip(known, levels, strict=True):
+        logger.setLevel(level)

@@ -1,0 +1,1 @@
+"""Off-policy estimates from live traces of a censored policy."""

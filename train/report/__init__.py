@@ -1,0 +1,1 @@
+"""What `evaluate`, `compare`, `sweep` and `transfer` answer, as figures, words and pictures."""

@@ -1,0 +1,102 @@
+"""Every section of a report behind its table of speeds, computed from the rounds that were replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...policies.costs import Profile
+from ...policies.learned import LearnedPolicy
+from ...policies.progress import Progress
+from ..traces.data import TraceArrays
+from ..traces.ideal import Ideal, Verdicts, judge
+from ..traces.metered import Played
+from .compare_read import per_prompt_figures
+from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
+from .intervals import Resamples
+from .losses import decoder, largest_losses
+from .trust import reliability
+
+
+@dataclass(frozen=True)
+class Material:
+    """What the sections are computed from.
+
+    Attributes:
+        arrays, profile: the trace and its latency.
+        entries: the policies.
+        fixed: every fixed length 0..K; `best` the fastest.
+        ideal: the clairvoyant's plan.
+        candidate: name of the entry that sections on one policy are about.
+    """
+
+    arrays: TraceArrays
+    profile: Profile
+    entries: Sequence[Entry]
+    fixed: Sequence[Played]
+    best: Played
+    ideal: Ideal
+    candidate: str
+
+    @property
+    def subject(self) -> Entry:
+        """The entry that sections on one policy are about."""
+        return next(e for e in self.entries if e.name == self.candidate)
+
+    @property
+    def everyone(self) -> list[Entry]:
+        """The best fixed length, then the entries."""
+        return [Entry("best fixed", "fixed", "", self.best), *self.entries]
+
+    def judged(self, played: Played) -> Verdicts:
+        """Return what each round of a replay lost."""
+        return judge(self.arrays, played.rounds, self.ideal, self.profile)
+
+
+def stop_costs(material: Material) -> tuple[StopCost, ...]:
+    """Return the cost of wrong stops of the best fixed length and every entry."""
+    tokens = int(material.arrays.text_tokens.sum())
+    return tuple(stop_cost(e.name, material.judged(e.played), tokens) for e in material.everyone)
+
+
+def details(material: Material, boot: Resamples, seed: int, progress: Progress) -> dict[str, Any]:
+    """Return the sections by name: records of `insight`, `reliability` and `losses`.
+
+    Args:
+        material: replays of this trace.
+        boot: resamples of its prompts.
+        seed: of random samples where there is too much to show.
+        progress: told at every section.
+    """
+    arrays, profile, subject = material.arrays, material.profile, material.subject
+    depth = arrays.depth
+    learned = [(e, e.played.policy) for e in material.entries if isinstance(e.played.policy, LearnedPolicy)]
+    steps: dict[str, Callable[[], Any]] = {
+        "stops": lambda: stop_costs(material),
+        "time": lambda: tuple(time_share(e.name, arrays, e.played, profile) for e in material.everyone),
+        "lengths": lambda: tuple(
+            lengths(e.name, e.played, material.judged(e.played), depth) for e in (subject, material.everyone[0])
+        ),
+        "reliability": lambda: tuple(
+            reliability(policy, arrays, e.played.rounds, e.played.result, seed) for e, policy in learned
+        ),
+        "groups": lambda: by_group(arrays, material.entries, material.fixed, material.best, seed),
+        "prompts": lambda: by_prompt(arrays, subject.played, material.fixed[0], material.best, seed),
+        "sensitivity": lambda: sensitivity(arrays, material.entries, material.fixed, profile, boot),
+        "losses": lambda: largest_losses(
+            arrays, subject.played, material.best, material.judged(subject.played), decoder(arrays.header)
+        ),
+    }
+    replays = {"plain decoding": material.fixed[0], **{e.name: e.played for e in material.everyone}}
+    seconds = {name: played.result.seconds.tolist() for name, played in replays.items()}
+    seconds["clairvoyant bound"] = material.ideal.seconds.tolist()
+    out: dict[str, Any] = {
+        "subject": subject.name,
+        "per_prompt": per_prompt_figures(arrays.prompt_ids, arrays.text_tokens.tolist(), seconds),
+    }
+    for done, (name, compute) in enumerate(steps.items()):
+        progress("report", done, len(steps))
+        out[name] = compute()
+    progress("report", len(steps), len(steps))
+    return out

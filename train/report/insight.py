@@ -1,0 +1,237 @@
+"""Why a policy is as fast as it is: lengths chosen, wrong stops, where time goes, groups, prompts, other latencies.
+
+Everything is computed from rounds that were replayed once (`metered.play`), vectorised over rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.costs import Profile
+from ..traces.data import TraceArrays
+from ..traces.ideal import Verdicts
+from ..traces.metered import Played, scaled
+from .intervals import Resamples, Values
+from .records import Ratio
+
+MOST_GROUPS = 40
+MOST_POINTS = 1000
+FACTORS = (0.5, 0.71, 1.41, 2.0)
+_CENTRE = ("as measured", 1.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A policy of a report with its replay."""
+
+    name: str
+    kind: str
+    note: str
+    played: Played
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How deep a policy drafted against how deep the clairvoyant would have, in the same rounds.
+
+    Attributes:
+        name: of the policy.
+        chosen, ideal: [K + 1] rounds by depth 0..K.
+        table: [K + 1, K + 1] rounds by chosen, then ideal depth.
+    """
+
+    name: str
+    chosen: tuple[int, ...]
+    ideal: tuple[int, ...]
+    table: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class StopCost:
+    """What a policy's stops cost against the clairvoyant; the four parts add up to `total_s`.
+
+    Attributes:
+        name: of the policy.
+        rounds, early_rounds, late_rounds: counted; the other rounds stopped right.
+        early_ms, late_ms: per round, over all rounds.
+        early_s, late_s: seconds lost by committing less than the ideal round, and by drafting or sending more for nothing.
+        decision_s: seconds of decisions.
+        other_s: reading what the draft had not read, and ties.
+        total_s: seconds slower than the clairvoyant.
+        ms_per_token: (early, late, decisions, other).
+    """
+
+    name: str
+    rounds: int
+    early_rounds: int
+    late_rounds: int
+    early_ms: float
+    late_ms: float
+    early_s: float
+    late_s: float
+    decision_s: float
+    other_s: float
+    total_s: float
+    ms_per_token: tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class TimeShare:
+    """Where a policy's time goes, in milliseconds per token of text; the parts add up to `total_ms`."""
+
+    name: str
+    draft_ms: float
+    verify_ms: float
+    decision_ms: float
+    outside_ms: float
+    prompt_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of prompts: each policy's speed against the overall best fixed length, and the best one of the group."""
+
+    name: str
+    prompts: int
+    tokens: int
+    best_fixed: str
+    ratios: dict[str, Ratio]
+
+
+@dataclass(frozen=True)
+class PromptPoint:
+    """A sequence: the speed of the best fixed length and of the policy, plain decoding = 1."""
+
+    prompt: str
+    group: str
+    tokens: int
+    fixed: float
+    policy: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Each policy against the best fixed length if a part of the latency were `factor` times what the profile says."""
+
+    what: str
+    factor: float
+    best_fixed: str
+    ratios: dict[str, Ratio]
+
+
+def acceptance_bands(arrays: TraceArrays, boot: Resamples) -> tuple[Ratio, ...]:
+    """Return P(A >= k), k = 1..K, over the anchors that the end of a text did not cut; empty where all were cut."""
+    owner = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[~arrays.cut]
+    if not len(owner):
+        return ()
+    reached = (arrays.accepted[~arrays.cut][:, None] >= torch.arange(1, arrays.depth + 1)).double()
+    counts = torch.zeros(arrays.sequences, arrays.depth, dtype=torch.float64).index_add_(0, owner, reached)
+    of = boot.total(torch.bincount(owner, minlength=arrays.sequences))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = boot.total(counts) / of[:, None]
+    shares = np.where(np.isfinite(shares), shares, shares[0])  # a resample of prompts without an uncut anchor
+    return tuple(boot.interval(shares[:, k]) for k in range(arrays.depth))
+
+
+def lengths(name: str, played: Played, verdicts: Verdicts, depth: int) -> Lengths:
+    """Count rounds by chosen and by ideal depth."""
+    cell = played.rounds.steps * (depth + 1) + verdicts.ideal
+    table = torch.bincount(cell, minlength=(depth + 1) ** 2).view(depth + 1, depth + 1)
+    rows = tuple(tuple(row) for row in table.tolist())
+    return Lengths(name, tuple(table.sum(1).tolist()), tuple(table.sum(0).tolist()), rows)
+
+
+def stop_cost(name: str, verdicts: Verdicts, tokens: int) -> StopCost:
+    """Add up what the rounds of a policy lost."""
+    early, late = verdicts.early, verdicts.late
+    rounds = max(len(early), 1)
+    early_s, late_s = float(verdicts.choice_s[early].sum()), float(verdicts.choice_s[late].sum())
+    decision_s = float(verdicts.decision_s.sum())
+    other_s = float(verdicts.choice_s[~early & ~late].sum() + verdicts.backlog_s.sum())
+    parts = (early_s, late_s, decision_s, other_s)
+    per_token = tuple(1e3 * part / max(tokens, 1) for part in parts)
+    return StopCost(
+        name,
+        len(early),
+        int(early.sum()),
+        int(late.sum()),
+        1e3 * early_s / rounds,
+        1e3 * late_s / rounds,
+        *parts,
+        sum(parts),
+        (per_token[0], per_token[1], per_token[2], per_token[3]),
+    )
+
+
+def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile) -> TimeShare:
+    """Take the modelled time of a policy apart."""
+    rounds = played.rounds
+    decided = float(rounds.decision_seconds(profile).sum())
+    outside = float(rounds.seconds(scaled(profile, 0.0, 0.0, 0.0)).sum())
+    verify = float(rounds.seconds(scaled(profile, draft=0.0, decision=0.0)).sum()) - outside
+    every = float(rounds.seconds(profile).sum())
+    prompt = float(profile.prefill_seconds(arrays.prompt_tokens).sum())
+    parts = (every - decided - outside - verify, verify, decided, outside, prompt)
+    scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
+    draft, verify, decided, outside, prompt = (scale * part for part in parts)
+    return TimeShare(name, draft, verify, decided, outside, prompt, scale * (every + sum(parts[4:])))
+
+
+def by_group(
+    arrays: TraceArrays, entries: Sequence[Entry], fixed: Sequence[Played], best: Played, seed: int
+) -> tuple[Group, ...]:
+    """Return the largest groups, by tokens; none where all prompts are of one group."""
+    names = sorted(set(arrays.groups))
+    if len(names) < 2:
+        return ()
+    tokens, seconds = arrays.text_tokens.double(), {e.name: e.played.result.seconds for e in entries}
+    out = []
+    for group in names:
+        at = torch.tensor([i for i, name in enumerate(arrays.groups) if name == group])
+        boot = Resamples([arrays.prompt_ids[i] for i in at.tolist()], seed)
+        reference = boot.total(best.result.seconds[at])
+        ratios = {name: boot.interval(reference / boot.total(spent[at])) for name, spent in seconds.items()}
+        fastest = min(fixed, key=lambda one: float(one.result.seconds[at].sum()))
+        out.append(Group(group, boot.prompts, int(tokens[at].sum()), fastest.result.name, ratios))
+    return tuple(sorted(out, key=lambda g: -g.tokens)[:MOST_GROUPS])
+
+
+def by_prompt(arrays: TraceArrays, played: Played, plain: Played, best: Played, seed: int) -> tuple[PromptPoint, ...]:
+    """Return a point for each sequence; of many, a random sample."""
+    fixed = (plain.result.seconds / best.result.seconds).tolist()
+    policy = (plain.result.seconds / played.result.seconds).tolist()
+    keep = list(range(arrays.sequences))
+    if len(keep) > MOST_POINTS:
+        drawn = np.random.default_rng(seed).choice(arrays.sequences, MOST_POINTS, replace=False)
+        keep = sorted(drawn.tolist())
+    tokens = arrays.text_tokens.tolist()
+    return tuple(PromptPoint(arrays.prompt_ids[i], arrays.groups[i], tokens[i], fixed[i], policy[i]) for i in keep)
+
+
+def sensitivity(
+    arrays: TraceArrays, entries: Sequence[Entry], fixed: Sequence[Played], profile: Profile, boot: Resamples
+) -> tuple[Sensitivity, ...]:
+    """Price the same rounds with other latencies: policies as they are, the best fixed length chosen again."""
+    cases = [(*_CENTRE, profile)]
+    cases += [("draft", f, scaled(profile, draft=f)) for f in FACTORS]
+    cases += [("verification", f, scaled(profile, verify=f)) for f in FACTORS]
+    cases += [("decisions", f, scaled(profile, decision=f)) for f in (0.0, 2.0)]
+    out = []
+    for what, factor, other in cases:
+        grid = torch.stack([one.seconds(arrays, other) for one in fixed], 1)
+        reference = boot.total(grid).min(1)
+        ratios = {e.name: boot.interval(reference / boot.total(e.played.seconds(arrays, other))) for e in entries}
+        out.append(Sensitivity(what, factor, fixed[int(grid.sum(0).argmin())].result.name, ratios))
+    return tuple(out)
+
+
+def paired(boot: Resamples, slower: Tensor, faster: Tensor) -> Values:
+    """Return [R + 1], how many times as fast `faster` is, of seconds [S] each."""
+    ratio: Values = boot.total(slower) / boot.total(faster)
+    return ratio

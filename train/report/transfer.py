@@ -1,0 +1,144 @@
+"""What if a policy were used elsewhere: `transfer` says where it must not be deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...collect.store import Trace
+from ...decode.profile import add_decisions
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
+from ...policies.errors import InputError, TraceError
+from ...policies.learned import LearnedPolicy
+from ...policies.progress import Progress, silent
+from ..fit.tune import fixed_grid
+from ..traces.data import TraceArrays, trace_arrays
+from ..traces.replay import replay
+from .intervals import Resamples
+from .records import Ratio
+from .whatif import INTERVALS, Point
+from .whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Cell, Transfer, temperature_text, unique_names
+
+FEWEST = 8
+"""Prompts below which an interval says too little for a verdict."""
+
+
+def transfer(
+    policies: Sequence[StopPolicy],
+    traces: Sequence[Trace],
+    profiles: Sequence[Profile],
+    *,
+    names: Sequence[str] | None = None,
+    by_group: bool = False,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Transfer:
+    """Use each policy on each trace (or group of prompts) and say where it must not be deployed.
+
+    Policies are used as they are: nothing is tuned or solved on what they are used on.
+
+    Args:
+        policies: the rows.
+        traces: the columns, held-out prompts each; with `by_group` every group of every trace is one.
+        profiles: one for all traces, or one for each.
+        names: of the policies; by default their own.
+        by_group: split traces by the group of their prompts.
+        seed: of the bootstrap.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: no policy or trace, one of them twice, or profiles that do not go with the traces.
+        TraceError: a policy does not fit a trace.
+    """
+    if not policies or not traces:
+        raise InputError("expected at least one --policy and one --traces for the table")
+    if len(profiles) not in (1, len(traces)):
+        raise InputError(
+            f"--profile: expected one for all traces or one for each of {len(traces)}, not {len(profiles)}"
+        )
+    rows = unique_names(policies, names)
+    columns: list[_Column] = []
+    for at, (trace, label) in enumerate(zip(traces, _labels(traces), strict=True)):
+        costs = add_decisions(profiles[at if len(profiles) > 1 else 0], policies, trace.header.vocabulary)
+        arrays = trace_arrays(trace)
+        for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
+            name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))
+            columns.append(_Column(name, trace, part, costs))
+    cells: list[list[Cell]] = [[] for _ in policies]
+    best, counts = [], []
+    for done, column in enumerate(columns):
+        progress("transfer", done, len(columns))
+        arrays, costs, depth = column.arrays, column.profile, min(column.arrays.depth, column.profile.max_depth)
+        fixed = [r.seconds for r in fixed_grid(arrays, costs)]
+        point = Point(Resamples(arrays.prompt_ids, seed), arrays.text_tokens, fixed)
+        best.append(point.best_length)
+        counts.append(len(set(arrays.prompt_ids)))
+        for row, policy in zip(cells, policies, strict=True):
+            ratio, _ = point.ratios(replay(arrays, policy.limited(depth), costs).seconds)
+            row.append(Cell(ratio, verdict(ratio, counts[-1]), _is_own(policy, column.trace)))
+    progress("transfer", len(columns), len(columns))
+    return Transfer(
+        rows,
+        tuple(_trained_on(p) for p in policies),
+        tuple(column.name for column in columns),
+        tuple(counts),
+        tuple(best),
+        tuple(map(tuple, cells)),
+        {"intervals": INTERVALS, "profiles": [dict(p.facts) for p in profiles]},
+    )
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A trace, or the part of it that is a group of prompts, and what rounds cost there."""
+
+    name: str
+    trace: Trace
+    arrays: TraceArrays
+    profile: Profile
+
+
+def _labels(traces: Sequence[Trace]) -> list[str]:
+    """Return a name for each trace: its folder's, with as many folders above as tell them apart."""
+    parts = [trace.folder.resolve().parts for trace in traces]
+    if len(set(parts)) < len(parts):
+        again = next(str(trace.folder) for trace, p in zip(traces, parts, strict=True) if parts.count(p) > 1)
+        raise InputError(f"--traces: {again} is there twice; give each trace once")
+    size = next(n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(parts))
+    return ["/".join(p[-size:]) for p in parts]
+
+
+def verdict(ratio: Ratio, prompts: int) -> str:
+    """Return what a ratio to the best fixed length means for deploying."""
+    if prompts < FEWEST:
+        return TOO_FEW
+    return DEPLOY if ratio.low > 1.0 else REFUSE if ratio.high < 1.0 else NO_GAIN
+
+
+def _groups(arrays: TraceArrays) -> dict[str, TraceArrays]:
+    """Return the part of each group of prompts, by name."""
+    names = sorted(set(arrays.groups))
+    if names == [""]:
+        raise TraceError(
+            "--by-group: the prompts of this trace have no group; collect with a `group` in each prompt line"
+        )
+    return {
+        name or "(none)": arrays.subset([s for s, group in enumerate(arrays.groups) if group == name]) for name in names
+    }
+
+
+def _is_own(policy: StopPolicy, trace: Trace) -> bool:
+    if not isinstance(policy, LearnedPolicy):
+        return False
+    facts, header = policy.facts, trace.header
+    same = (facts.verification, facts.pair) == (header.verification, dict(header.pair))
+    return same and facts.covers(header.temperature)
+
+
+def _trained_on(policy: StopPolicy) -> str:
+    if not isinstance(policy, LearnedPolicy):
+        return "nothing"
+    source = "/".join(Path(str(policy.facts.provenance.get("traces", ""))).parts[-2:])
+    return f"{source or 'unknown traces'}, T = {temperature_text(policy)}"

@@ -1,0 +1,241 @@
+"""SGLang's adaptive numbers of draft steps by batch size, chosen on traces.
+
+Its rule follows the accepted length and knows no cost: so what it may choose from, and when it moves, is set here by what
+replays fastest. The JSON has a key for each batch size, good up to the next one; each entry needs `candidate_steps`, a list
+of whole numbers of 0 or more (`sglang/srt/speculative/adaptive_spec_params.py` of 0.5.23).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...collect.store import Trace
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
+from ...policies.progress import Progress, silent
+from .export_page import alone_table, grid_text, page_text, policy_loss
+from .exported import Export, caveats, claimed, find_sizes, write_export
+from .lockstep import Steps, lockstep
+from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
+
+CONFIG = "adaptive.json"
+VERSION = "0.5.23"
+
+WORTH = 0.005
+"""A rule that adapts is taken only where it beats the best fixed length by more than this share on the prompts of the choice,
+and a batch size gets an entry of its own only where that is worth as much."""
+
+UP = (0.0, -0.75, -1.5, -2.5)
+DOWN = (-0.25, -0.75, -1.5, -2.5)
+
+DEFAULTS = {
+    1: Steps((1, 3, 5, 7)),
+    8: Steps((0, 1, 3), 0.0, 0.0),
+    32: Steps((0, 1), 0.0, 0.0),
+    64: Steps((0,), 0.0, 0.0),
+}
+"""What SGLang uses without a file."""
+
+
+def deploy_sglang(
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    policy: StopPolicy | None = None,
+    *,
+    max_batch: int = 64,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write SGLang's adaptive config with the candidate steps and thresholds that replay fastest.
+
+    Args:
+        traces: dense training traces of chains.
+        profile: latency of one request; `batch_profile` says how it is scaled.
+        out: folder for `adaptive.json`, `README.md` and `figures.json`.
+        policy: whose loss is to be stated.
+        max_batch: the largest batch looked at; larger ones share its entry.
+        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
+        seed: of split, bootstrap and the order of the texts.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InputError: `out` is not empty, or `max_batch` is below 1.
+        TraceError: the traces are not dense ones of chains.
+    """
+    folder = claimed(out, overwrite=overwrite)
+    sizes = [size for size in find_sizes(max_batch) if size & (size - 1) == 0]
+    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    chosen = choose_steps(export, sizes)
+    start = export.best
+    config = {str(size): entry(rule) for size, rule in chosen.items()}
+    batches = by_batch(export, chosen, sizes, start)
+    alone = export.alone(lockstep(export.sides.held, [chosen[1]], 1, start, seed).seconds(export.profile)[0])
+    figures = {
+        "start": start,
+        "alone": alone,
+        "batches": batches,
+        "measured_rows": measured_rows(export.profile),
+        "facts": export.facts(),
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    return write_export(folder, "sglang", {CONFIG: text}, page(export, chosen, start, alone, batches), figures)
+
+
+def entry(rule: Steps) -> dict[str, Any]:
+    """Return a rule as the JSON has it."""
+    return {
+        "candidate_steps": list(rule.candidates),
+        "up_hysteresis": rule.up,
+        "down_hysteresis": rule.down,
+        "ceiling_coeff": 0,
+    }
+
+
+def fixed_lengths(export: Export, sizes: Sequence[int]) -> dict[int, int]:
+    """Return the fastest fixed length on the fit side by batch size."""
+    found = batch_seconds(export.fit_fixed, export.profile, sizes)
+    return {size: int(seconds.sum(1).argmin()) for size, seconds in found.items()}
+
+
+def rules_around(length: int, depth: int) -> list[Steps]:
+    """Return the rules that are tried where `length` is the best fixed one: that alone, then sets around it."""
+    raw = [
+        (length - 1, length),
+        (length, length + 1),
+        (length - 1, length, length + 1),
+        (length - 2, length, length + 2),
+        (1, length),
+        (1, length, 2 * length),
+        (0, length),
+    ]
+    inside = dict.fromkeys(tuple(sorted({k for k in some if 0 <= k <= depth})) for some in raw)
+    shifts = [(up, down) for up, down in itertools.product(UP, DOWN) if up >= down]
+    adaptive = [Steps(some, up, down) for some in inside if len(some) > 1 for up, down in shifts]
+    return [Steps((length,)), *adaptive]
+
+
+def choose_steps(export: Export, sizes: Sequence[int]) -> dict[int, Steps]:
+    """Return the rules by the batch size that they begin at, chosen by the throughput of a full batch on the fit side."""
+    lengths = fixed_lengths(export, sizes)
+    chosen: dict[int, Steps] = {}
+    for done, size in enumerate(sizes):
+        export.progress("adapt", done, len(sizes))
+        before = list(chosen.values())[-1:]
+        rules = [*before, *rules_around(lengths[size], export.depth)]
+        played = lockstep(export.sides.fit, rules, size, lengths[1], export.seed)
+        rates = played.rates(batch_profile(export.profile, size)).tolist()
+        fixed = len(before)
+        top = max(range(len(before), len(rules)), key=rates.__getitem__)
+        if rates[top] <= (1.0 + WORTH) * rates[fixed]:
+            top = fixed
+        if not before or rates[top] > (1.0 + WORTH) * rates[0]:
+            chosen[size] = rules[top]
+    export.progress("adapt", len(sizes), len(sizes))
+    return chosen
+
+
+def rule_at(chosen: Mapping[int, Steps], size: int) -> Steps:
+    """Return the rule of a batch size, as the engine looks it up: that of the largest key not above it."""
+    return [rule for first, rule in sorted(chosen.items()) if first <= size][-1]
+
+
+def by_batch(export: Export, chosen: Mapping[int, Steps], sizes: Sequence[int], start: int) -> list[dict[str, Any]]:
+    """Return the held-out throughput of full batches: this file, SGLang's default, fixed lengths, as ratios."""
+    lengths = fixed_lengths(export, sizes)
+    lines = []
+    for size in sizes:
+        rule = rule_at(chosen, size)
+        default = rule_at(DEFAULTS, size)
+        default = Steps(tuple(k for k in default.candidates if k <= export.depth), default.up, default.down)
+        rules = [rule, default, Steps((0,)), Steps((lengths[size],)), Steps((start,))]
+        played = lockstep(export.sides.held, rules, size, start, export.seed)
+        mine, theirs, plain, fixed, same = played.rates(batch_profile(export.profile, size)).tolist()
+        lines.append(
+            {
+                "batch": size,
+                "steps": list(rule.candidates),
+                "rows": size * (max(rule.candidates) + 1),
+                "to_plain": mine / plain,
+                "to_fixed_here": mine / fixed,
+                "fixed_here": lengths[size],
+                "to_start": mine / same,
+                "to_default": mine / theirs,
+            }
+        )
+    return lines
+
+
+def page(
+    export: Export,
+    chosen: Mapping[int, Steps],
+    start: int,
+    alone: Mapping[str, Any],
+    batches: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return the README."""
+    rows = measured_rows(export.profile)
+    lines = [
+        (
+            f"{line['batch']}",
+            ", ".join(map(str, line["steps"])),
+            f"{line['to_plain']:.3f}",
+            f"{line['to_start']:.3f}",
+            f"{line['to_fixed_here']:.3f} ({line['fixed_here']})",
+            f"{line['to_default']:.3f}",
+            "" if line["rows"] <= rows else "extrapolated",
+        )
+        for line in batches
+    ]
+    columns = ("batch", "steps", "to plain", f"to {start} always", "to best fixed here", "to SGLang's default",
+               f"beyond {rows} rows")  # fmt: skip
+    by_size = (
+        f"A batch that is always full, all requests under SGLang's own rule, on {alone['prompts']}; reading prompts is left "
+        "out:\n\n" + grid_text(columns, lines)
+    )
+    first = rule_at(chosen, 1).candidates
+    begin = start if start in first else first[len(first) // 2]
+    fallback = max(start, 1)
+    use = (
+        "```console\npython -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 "
+        "--speculative-draft-model-path DRAFT --speculative-eagle-topk 1 "
+        f"--speculative-num-steps {begin} --speculative-num-draft-tokens {begin + 1} "
+        "--speculative-adaptive --speculative-adaptive-config adaptive.json\n```\n\n"
+        f"SGLang {VERSION} adapts for EAGLE and EAGLE3 with top-k 1 alone; for every other algorithm it says so and goes on "
+        "with fixed steps. For a draft model of its own (`--speculative-algorithm STANDALONE`) what is left is the fixed "
+        f"number: `--speculative-num-steps {fallback} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {fallback + 1}`. The loader of SGLang {VERSION} accepts the file."
+    )
+    lost = [
+        "The stop policy itself. SGLang gives all requests of a batch one number of steps and moves it by the mean accepted "
+        "length of the last steps: it looks neither at the text nor at the draft's probabilities, and no head, calibration "
+        "or rule is carried over.",
+        policy_loss(alone),
+        "SGLang's rule knows no costs. Where no thresholds make it faster than one fixed length by more than "
+        f"{WORTH:.1%}, the file names that length alone and nothing adapts.",
+    ]
+    assumed = [
+        "The traces are of the drafter that is deployed: lengths tuned on a draft model of its own say little about an EAGLE "
+        "head.",
+        *ASSUMPTIONS,
+        "The mean is over a batch that is always full and of these texts in random order; bursts, mixed lengths and CUDA "
+        "graphs that pad the batch are not modelled.",
+        *caveats(export),
+    ]
+    what = (
+        "Candidate steps and thresholds by batch size for SGLang's `--speculative-adaptive`, chosen by replaying its rule on "
+        "traces under the latency profile, scaled to each batch."
+    )
+    return page_text(
+        "Adaptive draft steps for SGLang", what, use, [alone_table(alone), by_size], lost, assumed, export.facts()
+    )

@@ -1,0 +1,183 @@
+"""vLLM's table of draft lengths by batch size, computed from traces and a profile.
+
+vLLM takes one draft length for all requests of a step and lets it depend on their number alone: ranges (first, last, K),
+both ends included, the first from 1 on, none overlapping; sizes behind the last range keep its K, and no K is above
+`num_speculative_tokens` (`vllm/v1/spec_decode/dynamic/utils.py` and `vllm/config/speculative.py` of 0.33.0).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...collect.store import Trace
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
+from ...policies.progress import Progress, silent
+from .export_page import alone_table, grid_text, interval_text, page_text, policy_loss
+from .exported import Export, caveats, claimed, find_sizes, write_export
+from .serving import ASSUMPTIONS, batch_seconds, measured_rows
+
+CONFIG = "speculative_config.json"
+VERSION = "0.33.0"
+"""Whose parser the file was held against."""
+
+WORTH = 0.005
+"""A range ends only where another length is faster by more than this share: lengths that change with every request that
+comes or goes cost more than they bring (vLLM, issue 49548)."""
+
+Range = tuple[int, int, int]
+
+
+def deploy_vllm(
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    policy: StopPolicy | None = None,
+    *,
+    max_batch: int = 256,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write vLLM's speculative config with the fastest fixed length for each batch size.
+
+    Args:
+        traces: dense training traces of chains.
+        profile: latency of one request; `batch_profile` says how it is scaled.
+        out: folder for `speculative_config.json`, `README.md` and `figures.json`.
+        policy: whose loss is to be stated.
+        max_batch: the largest batch looked at; larger ones keep its length.
+        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
+        seed: of split and bootstrap.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InputError: `out` is not empty, or `max_batch` is below 1.
+        TraceError: the traces are not dense ones of chains.
+    """
+    folder, sizes = claimed(out, overwrite=overwrite), find_sizes(max_batch)
+    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    ranges = choose_ranges(export, sizes)
+    config = speculative_config(ranges, traces.header.draft)
+    alone = export.alone(export.held_seconds[ranges[0][2]])
+    batches = by_batch(export, ranges, sizes)
+    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
+    text = json.dumps(config, indent=2) + "\n"
+    return write_export(folder, "vllm", {CONFIG: text}, page(export, config, alone, batches), figures)
+
+
+def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
+    """Return (first, last, K) by falling or rising batch size, chosen by replayed throughput on the fit side."""
+    found = batch_seconds(export.fit_fixed, export.profile, sizes)
+    ranges: list[Range] = []
+    for at, size in enumerate(sizes):
+        seconds = found[size].sum(1).tolist()
+        length = min(range(len(seconds)), key=seconds.__getitem__)
+        last = sizes[at + 1] - 1 if at + 1 < len(sizes) else size
+        if ranges and seconds[ranges[-1][2]] <= (1.0 + WORTH) * seconds[length]:
+            length = ranges[-1][2]
+        if ranges and ranges[-1][2] == length:
+            ranges[-1] = (ranges[-1][0], last, length)
+        else:
+            ranges.append((size, last, length))
+    return ranges
+
+
+def speculative_config(ranges: Sequence[Range], draft: str) -> dict[str, Any]:
+    """Return what `--speculative-config` takes. Where no length pays, 1 stands for the least that it accepts."""
+    return {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": max(1, *(length for *_, length in ranges)),
+        "num_speculative_tokens_per_batch_size": [list(entry) for entry in ranges],
+    }
+
+
+def length_at(ranges: Sequence[Range], size: int) -> int:
+    """Return K for a batch size, as the engine looks it up."""
+    return [length for first, _, length in ranges if first <= size][-1]
+
+
+def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the held-out figures by batch size, and those of all sizes together, each with as many tokens."""
+    found = batch_seconds(export.held_fixed, export.profile, sizes)
+    fit = batch_seconds(export.fit_fixed, export.profile, sizes)
+    common = int(sum((fit[size].sum(1) for size in sizes), torch.zeros(export.depth + 1)).argmin())
+    lines = []
+    for size in sizes:
+        length = length_at(ranges, size)
+        plain, mine, same = (float(found[size][k].sum()) for k in (0, length, common))
+        fastest = float(found[size].sum(1).min())
+        lines.append(
+            {
+                "batch": size,
+                "length": length,
+                "rows": size * (length + 1),
+                "to_plain": plain / mine,
+                "to_common": same / mine,
+                "to_best_here": fastest / mine,
+            }
+        )
+
+    def mixed(lengths: Sequence[int]) -> torch.Tensor:
+        return torch.stack([found[size][length] for size, length in zip(sizes, lengths, strict=True)]).sum(0)
+
+    table = mixed([length_at(ranges, size) for size in sizes])
+    return {
+        "batches": lines,
+        "common_length": common,
+        "mix_to_plain": export.ratio(table, mixed([0] * len(sizes))),
+        "mix_to_common": export.ratio(table, mixed([common] * len(sizes))),
+    }
+
+
+def page(export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], batches: Mapping[str, Any]) -> str:
+    """Return the README."""
+    common, rows = batches["common_length"], measured_rows(export.profile)
+    lines = [
+        (
+            f"{line['batch']}",
+            f"{line['length']}",
+            f"{line['to_plain']:.3f}",
+            f"{line['to_common']:.3f}",
+            "" if line["rows"] <= rows else "extrapolated",
+        )
+        for line in batches["batches"]
+    ]
+    plain, same = batches["mix_to_plain"], batches["mix_to_common"]
+    by_size = (
+        "By batch size, all requests of a batch under one length, on the same prompts. Over all these sizes together, as "
+        f"many tokens at each, {interval_text(plain)} times plain decoding and {interval_text(same)} times one length for "
+        f"all sizes ({common}, the fastest):\n\n"
+        + grid_text(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
+    )
+    use = (
+        '```console\nvllm serve TARGET --speculative-config "$(cat speculative_config.json)"\n```\n\n'
+        f"`model` is the draft of the traces (`{config['model']}`): change it to where vLLM finds it. For an EAGLE, MTP or "
+        "other drafter change `method` as well, and only if the traces are of that drafter. vLLM drops the "
+        f"table under data parallelism. The parser of vLLM {VERSION} accepts the file; versions without "
+        "`num_speculative_tokens_per_batch_size` do not."
+    )
+    lost = [
+        "The stop policy itself. vLLM gives all requests of a step one length, by their number: it looks neither at the text "
+        "nor at the draft's probabilities, and no head, calibration or rule is carried over.",
+        policy_loss(alone),
+        "Nothing is known here about larger batches under the policy: with lengths of its own for each request it could gain "
+        "more there or less.",
+    ]
+    assumed = [*ASSUMPTIONS, *caveats(export)]
+    what = (
+        "Draft lengths by batch size for vLLM: for each the fixed length with the highest replayed throughput "
+        "under the latency profile, scaled to that batch."
+    )
+    return page_text("Draft lengths for vLLM", what, use, [alone_table(alone), by_size], lost, assumed, export.facts())

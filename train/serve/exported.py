@@ -1,0 +1,244 @@
+"""What every export to a serving engine shares: figures on held-out prompts, and the folder with its page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...collect.store import Trace
+from ...decode.hub import deploy_hf
+from ...decode.profile import add_decisions
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
+from ...policies.errors import InputError
+from ...policies.files import refuse_full, staged_folder, write_atomic, write_json
+from ...policies.learned import LearnedPolicy
+from ...policies.progress import Progress, silent
+from ...policies.specs import load_policy
+from ..fit.tune import solve_rate
+from ..report.evaluate import check_fit
+from ..report.records import Ratio
+from ..traces.bounds import clairvoyant_seconds
+from ..traces.data import trace_arrays
+from ..traces.replay import Replayed, replay
+from .export_page import FIGURES
+from .lengths import Walked, walk_fixed
+from .serving import Sides, speed_ratio, split_sides
+
+PAGE = "README.md"
+EXPORT_SCHEMA = 1
+
+SEEN = (
+    "Figures are on prompts that were held out of the choice made here. A policy trained on the same traces may have seen "
+    "them, which flatters it: give `--held-out` traces for a clean comparison."
+)
+
+SAMPLED = (
+    "The traces were sampled at temperature {0:g}, where the draft proposes under the target's own noise (match). An engine "
+    "that samples draft and target apart accepts differently, so lengths and ratios are approximate; traces at temperature 0 "
+    "give exact counts for greedy decoding."
+)
+
+
+class Export:
+    """An export in the making: traces split by prompt, the fixed lengths replayed, the policy that it stands in for.
+
+    Args:
+        traces: dense traces of chains.
+        profile: what rounds cost.
+        policy: whose loss is to be stated; None = none.
+        held_out: traces of other prompts to say figures on; None = a part of `traces` is held out.
+        seed: of split and bootstrap.
+        progress: see `Progress`.
+
+    Attributes:
+        sides: to choose on and to say figures on.
+        profile: with the policy's decisions.
+        policy: as it was replayed, or None.
+        fit_fixed, held_fixed: the fixed lengths 0..K, walked.
+        held_seconds: [K + 1, S], of the latter.
+        best: the fixed length that is fastest on the prompts of the choice.
+    """
+
+    def __init__(
+        self,
+        traces: Trace,
+        profile: Profile,
+        policy: StopPolicy | None = None,
+        *,
+        held_out: Trace | None = None,
+        seed: int = 0,
+        progress: Progress = silent,
+    ) -> None:
+        self.header, self.seed, self.progress = traces.header, seed, progress
+        arrays = trace_arrays(traces)
+        held = trace_arrays(held_out) if held_out is not None else None
+        self.sides: Sides = split_sides(arrays, profile, held, seed)
+        self.depth = min(arrays.depth, profile.max_depth)
+        self.folder = traces.folder
+        self.policy = None
+        if policy is not None:
+            check_fit(policy, held_out or traces)
+            profile = add_decisions(
+                _known_decisions(profile, policy), [policy], traces.header.vocabulary, traces.header.vectors
+            )
+            self.policy = self._ready(policy, profile)
+        self.profile = profile
+        self.fit_fixed: Walked = walk_fixed(self.sides.fit, self.depth)
+        self.held_fixed: Walked = walk_fixed(self.sides.held, self.depth)
+        self.held_seconds: Tensor = self.held_fixed.seconds(profile)
+        self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
+
+    def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
+        """Return the policy as `evaluate` would replay it: no deeper than the trace, its rate solved for this profile."""
+        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
+        if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
+            policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
+        return policy.limited(self.depth)
+
+    def played(self, policy: StopPolicy) -> Replayed:
+        """Replay a policy on the held-out prompts."""
+        return replay(self.sides.held, policy, self.profile)
+
+    def ratio(self, seconds: Tensor, than: Tensor) -> Ratio:
+        """Return the speed of held-out [S] `seconds` over that of `than`."""
+        return speed_ratio(self.sides.held, seconds, than, self.seed)
+
+    def alone(self, seconds: Tensor) -> dict[str, Any]:
+        """Return the figures of an export at one request: ratios of its held-out [S] `seconds` to those of the others."""
+        held = self.sides.held
+        found: dict[str, Any] = {
+            "prompts": self.sides.note,
+            "to_plain": self.ratio(seconds, self.held_seconds[0]),
+            "best_fixed": self.best,
+            "to_best_fixed": self.ratio(seconds, self.held_seconds[self.best]),
+            "clairvoyant_bound_to_this": self.ratio(clairvoyant_seconds(held, self.profile), seconds),
+        }
+        if self.policy is not None:
+            found["policy"] = self.policy.name
+            found["policy_to_this"] = self.ratio(self.played(self.policy).seconds, seconds)
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the export was made from."""
+        header = self.header
+        return {
+            "specstop": version("specstop"),
+            "traces": str(self.folder),
+            "target": header.target,
+            "draft": header.draft,
+            "pair": dict(header.pair),
+            "temperature": header.temperature,
+            "verification": header.verification,
+            "depth": self.depth,
+            "profile": {k: v for k, v in self.profile.facts.items() if isinstance(v, (str, int, float))},
+        }
+
+
+def _known_decisions(profile: Profile, policy: StopPolicy) -> Profile:
+    """Return the profile with what a decision cost when the policy was trained for it, where it does not say."""
+    name = policy.cost_name
+    if (
+        not isinstance(policy, LearnedPolicy)
+        or name in profile.decision_s
+        or not profile.same_costs(policy.facts.profile)
+    ):
+        return profile
+    saved = policy.facts.profile.get("decision_s", {})
+    return profile.with_decisions({name: float(saved[name])}) if name in saved else profile
+
+
+def deploy_hf_replayed(
+    policy: str | Path,
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    *,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write the folder of `decode.hub.deploy_hf` with the policy's replayed gains on its card.
+
+    Args:
+        policy: a policy folder, `hub:owner/name`, or a built-in.
+        traces, profile, held_out, seed, progress: see `Export`.
+        out, overwrite: see `deploy_hf`.
+
+    Raises:
+        InputError, PolicyError: see `deploy_hf`.
+        TraceError: the traces cannot be replayed.
+    """
+    folder, chosen = claimed(out, overwrite=overwrite), load_policy(policy)
+    export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
+    assert export.policy is not None
+    seconds = export.played(export.policy).seconds
+    export.policy = None  # it is itself what is exported
+    gains = plain_values({"alone": export.alone(seconds), "facts": export.facts()})
+    return deploy_hf(policy, folder, gains=gains, overwrite=overwrite)
+
+
+def claimed(out: str | Path, *, overwrite: bool) -> Path:
+    """Return `out` as a folder that may be written; asked before any work is done."""
+    return refuse_full(Path(out), overwrite=overwrite)
+
+
+def write_export(
+    out: Path, engine: str, files: Mapping[str, str | bytes], page: str, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write an export's folder, whole or not at all, and return its figures as plain JSON values.
+
+    Args:
+        out: the folder; what is there is replaced.
+        engine: its name.
+        files: contents by path below the folder.
+        page: the README.
+        figures: ratios and facts.
+    """
+    plain: dict[str, Any] = {"schema": EXPORT_SCHEMA, "kind": "export", "engine": engine, **plain_values(figures)}
+    with staged_folder(out) as folder:
+        for name, text in files.items():
+            write_atomic(folder / name, text)
+        write_json(folder / FIGURES, plain)
+        write_atomic(folder / PAGE, page)
+    return plain
+
+
+def plain_values(value: Any) -> Any:
+    """Return records and tuples as JSON values."""
+    if isinstance(value, Ratio):
+        return dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain_values(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(v) for v in value]
+    return value
+
+
+def caveats(export: Export) -> list[str]:
+    """Return what else is assumed, by what the traces are."""
+    found = [SEEN] if export.policy is not None and export.sides.is_part else []
+    if export.header.temperature > 0:
+        found.append(SAMPLED.format(export.header.temperature))
+    return found
+
+
+def find_sizes(most: int) -> list[int]:
+    """Return the batch sizes that are looked at: 1, 2, 3, 4, 6, 8, 12, 16, ... up to `most`.
+
+    Raises:
+        InputError: `most` is below 1.
+    """
+    if most < 1:
+        raise InputError(f"--max-batch: expected 1 or more, not {most}")
+    sizes, power = [1], 1
+    while sizes[-1] < most:
+        sizes += [size for size in (2 * power, 3 * power) if sizes[-1] < size]
+        power *= 2
+    return [size for size in sizes if size <= most]

@@ -1,0 +1,285 @@
+"""A trace as tensors, in the order that replay and fitting walk it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ...collect.schema import Header
+from ...collect.store import Trace
+from ...decode.noise import stream_key
+from ...decode.topology import Topology
+from ...policies.errors import TraceError
+from ...policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
+from ...policies.history import HISTORY_FEATURES
+from .vectors import StoredVectors
+
+
+@dataclass(frozen=True)
+class TraceArrays:
+    """Rows sorted by sequence and anchor: those of sequence s are the rows offset[s] .. offset[s] + rows[s] - 1.
+
+    Attributes:
+        header: of the trace.
+        prompt_ids, groups: [S] by sequence.
+        keys: [S] int64, the stream keys, for randomised policies.
+        offset, rows: [S] first row and number of rows.
+        first_anchor: [S] the anchor of the first row.
+        prompt_tokens: [S].
+        text_tokens: [S] tokens of each text, EOS or the limit included.
+        accepted: [N] accepted length A.
+        tokens: [N, K] drawn by the draft, K nodes.
+        ends: [N, K] bool, nodes that drew EOS.
+        cut: [N] bool.
+        columns: [N] of each ANCHOR feature and [N, K] of each node feature.
+        path: [N, K] bool, accepted nodes; None for chains, where the accepted length says it.
+        drawn: [N, K] bool, nodes that a live run drafted; None = all.
+        anchors: [N], where a trace has not every anchor; None = they follow one another.
+        extra: other columns that were asked for.
+        vectors: hidden states, read when they are first asked for.
+    """
+
+    header: Header
+    prompt_ids: list[str]
+    groups: list[str]
+    keys: Tensor
+    offset: Tensor
+    rows: Tensor
+    first_anchor: Tensor
+    prompt_tokens: Tensor
+    text_tokens: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    ends: Tensor
+    cut: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    path: Tensor | None = None
+    drawn: Tensor | None = None
+    anchors: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    vectors: dict[str, StoredVectors] = field(default_factory=dict)
+
+    @cached_property
+    def tree(self) -> Topology:
+        """The topology; row 0 is the anchor, row i + 1 node i."""
+        return self.header.tree
+
+    @cached_property
+    def depth(self) -> int:
+        """K of the trace."""
+        return self.tree.deepest
+
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return len(self.prompt_ids)
+
+    def column(self, name: str) -> Tensor:
+        """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
+        if name in SIBLING_FEATURES and self.tree.is_chain:
+            return torch.zeros(self.ends.shape)
+        if name == "drawn_token":
+            return self.tokens.float()
+        if name == "above_token":
+            behind = torch.cat([self.column("anchor_token")[:, None], self.tokens.float()], 1)
+            return behind[:, list(self.tree.parent[1:])]
+        if name in RUN_FEATURES and name not in self.columns:
+            return torch.full((len(self.ends),), float(getattr(self.header, name)))
+        if name not in self.columns:
+            raise TraceError(
+                f"the trace has no feature {name!r}; it has {', '.join(self.columns)}; collect it again with that feature"
+            )
+        return self.columns[name]
+
+    def vector(self, name: str) -> StoredVectors:
+        """Return a recorded hidden state; `TraceError` where it was not recorded."""
+        if name not in self.vectors:
+            model = name.removesuffix("_hidden")
+            raise TraceError(f"the trace has no {name}; collect it again with --hidden {model}, or use another policy")
+        return self.vectors[name]
+
+    def tensors(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ([N, anchor features], [N, K, node features]) of `names`, each in their order; HISTORY is left out."""
+        layout = Layout(names)
+        anchor, node = [self.column(n) for n in layout.anchor], [self.column(n) for n in layout.node]
+        rows, nodes = self.ends.shape
+        return (
+            torch.stack(anchor, -1) if anchor else torch.zeros(rows, 0),
+            side_by_side(node) if node else torch.zeros(rows, nodes, 0),
+        )
+
+    def find(self, sequence: Tensor, anchor: Tensor) -> Tensor:
+        """Return the rows of these anchors; -1 where the trace has none."""
+        if self.anchors is None:
+            at = anchor - self.first_anchor[sequence]
+            inside = (at >= 0) & (at < self.rows[sequence])
+            return torch.where(inside, self.offset[sequence] + at, -1)
+        wanted = sequence * _FAR + anchor
+        at = torch.searchsorted(self._known, wanted).clamp_max(len(self._known) - 1)
+        return torch.where(self._known[at] == wanted, at, -1)
+
+    @cached_property
+    def _known(self) -> Tensor:
+        assert self.anchors is not None
+        return torch.repeat_interleave(torch.arange(self.sequences), self.rows) * _FAR + self.anchors
+
+    def subset(self, keep: Sequence[int]) -> TraceArrays:
+        """Return only the sequences `keep`, in that order."""
+        at = torch.tensor(list(keep), dtype=torch.int64)
+        counts = self.rows[at]
+        index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
+        return dataclasses.replace(
+            self,
+            prompt_ids=[self.prompt_ids[i] for i in keep],
+            groups=[self.groups[i] for i in keep],
+            keys=self.keys[at],
+            offset=counts.cumsum(0) - counts,
+            rows=counts,
+            first_anchor=self.first_anchor[at],
+            prompt_tokens=self.prompt_tokens[at],
+            text_tokens=self.text_tokens[at],
+            accepted=self.accepted[index],
+            tokens=self.tokens[index],
+            ends=self.ends[index],
+            cut=self.cut[index],
+            columns={name: values[index] for name, values in self.columns.items()},
+            path=part(self.path),
+            drawn=part(self.drawn),
+            anchors=part(self.anchors),
+            extra={name: values[index] for name, values in self.extra.items()},
+            vectors={name: values.subset(index) for name, values in self.vectors.items()},
+        )
+
+
+_FAR = 1 << 32
+"""More than any anchor."""
+
+
+def side_by_side(columns: Sequence[Tensor]) -> Tensor:
+    """Return [N, K, F] of F columns [N, K]; without a copy where they lie side by side already, as in `trace_arrays`."""
+    first = columns[0]
+    lies = all(
+        c.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and c.storage_offset() == first.storage_offset() + at
+        and c.stride() == first.stride()
+        for at, c in enumerate(columns)
+    )
+    if not lies or (len(columns) > 1 and first.stride(-1) < len(columns)):
+        return torch.stack(list(columns), -1)
+    return first.as_strided((*first.shape, len(columns)), (*first.stride(), 1))
+
+
+def trace_arrays(
+    trace: Trace,
+    features: Sequence[str] | None = None,
+    extra: Sequence[str] = (),
+    vectors: Sequence[str] | None = None,
+) -> TraceArrays:
+    """Read a trace into memory.
+
+    Args:
+        trace: from `open_trace`.
+        features: only these, which lets a large trace fit; by default every recorded one.
+        extra: other columns to keep.
+        vectors: hidden states that will be asked for; by default every recorded one, since none is read before.
+
+    Raises:
+        TraceError: a dense sequence misses an anchor, or one is there twice; a vector is not recorded.
+    """
+    header = trace.header
+    names = [*(features or ()), *header.anchor_features, *header.features]  # the order a policy reads them in
+    wanted = [n for n in dict.fromkeys(names) if features is None or n in features]
+    sequence, anchor = (_read(trace, name, np.int64) for name in ("sequence", "anchor"))
+    order: Any = np.lexsort((anchor, sequence))
+    order = slice(None) if np.array_equal(order, np.arange(len(order))) else order
+    sequence, anchor = sequence[order], anchor[order]
+    _, start, count = np.unique(sequence, return_index=True, return_counts=True)
+    follows = np.array_equal(anchor - np.repeat(anchor[start], count), np.arange(len(anchor)) - np.repeat(start, count))
+    twice = bool(((np.diff(anchor) == 0) & (np.diff(sequence) == 0)).any())
+    if twice or (header.has_every_anchor and not follows):
+        raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
+
+    def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
+        values = np.ascontiguousarray(_read(trace, name, kind)[order][of])
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    ids, groups = (np.asarray(_read(trace, name, None))[order][start] for name in ("prompt_id", "group"))
+    tokens = read("tokens", np.int32)
+    node_names = [n for n in wanted if n in header.features]
+    block = torch.empty(*tokens.shape, len(node_names))
+    for at, name in enumerate(node_names):
+        block[..., at] = read(name, np.float32)
+    columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
+    live = header.collector == "live"
+    index = None if isinstance(order, slice) else torch.from_numpy(order)
+    found = {n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors}
+    made = TraceArrays(
+        header=header,
+        prompt_ids=[str(x) for x in ids],
+        groups=[str(x) for x in groups],
+        keys=torch.tensor([stream_key(header.seed, str(name)) for name in ids]),
+        offset=torch.from_numpy(start.astype(np.int64)),
+        rows=torch.from_numpy(count.astype(np.int64)),
+        first_anchor=torch.from_numpy(anchor[start]),
+        prompt_tokens=read("prompt_tokens", np.int64, start),
+        text_tokens=read("text_tokens", np.int64, start),
+        accepted=read("accepted_length", np.int64),
+        tokens=tokens,
+        ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int32)),
+        cut=read("cut", bool),
+        columns={**columns, **dict(zip(node_names, block.unbind(-1), strict=True))},
+        path=None if header.tree.is_chain and not live else read("accepted", bool),
+        drawn=read("drawn", bool) if live else None,
+        anchors=None if follows else torch.from_numpy(anchor),
+        extra={name: read(name, None) for name in extra},
+        vectors=found,
+    )
+    for name in vectors or ():
+        made.vector(name)
+    return made
+
+
+def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:
+    """Return a column as an array [N] or [N, K]; one at a time, so that a large trace need not fit whole."""
+    column = trace.table([name]).column(0).combine_chunks()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0)
+    if pa.types.is_fixed_size_list(column.type):
+        values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+    else:
+        values = column.to_numpy(zero_copy_only=False)
+    return values if kind is None else values.astype(kind, copy=False)
+
+
+def typical_context(arrays: TraceArrays) -> float:
+    """Return the middle of the contexts that rounds of these texts see."""
+    return float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
+
+
+def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
+    """Return [R, K + 1, F], what a policy with these features sees before drafting and at the K nodes of R rounds.
+
+    Args:
+        arrays: the trace.
+        names: features.
+        row: [R], the anchors' rows.
+        history: [R, 4], the HISTORY features when the rounds began (`Replayed.history`).
+    """
+    layout = Layout(names)
+    anchor, node = arrays.tensors(names)
+    columns = [HISTORY_FEATURES.index(name) for name in layout.history]
+    base = layout.base(anchor[row], history[:, columns])
+    steps = [layout.step(base), *(layout.step(base, node[row, j]) for j in range(node.shape[1]))]
+    return torch.stack(steps, 1)

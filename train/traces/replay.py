@@ -1,0 +1,163 @@
+"""Replay: what a policy would have done on a trace, round by round, exactly, in the time of a profile.
+
+One loop over rounds with many streams side by side. A round looks the features of (anchor, node) up in the trace, asks the
+policy as the live loop does, commits min(A, k) + 1 tokens and moves the anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
+from .data import TraceArrays
+from .drafting import TreeShape, draft_chains, draft_trees
+from .stacking import stacked
+from .walk import Walk, check_replayable, concatenated, orders
+
+MOST_STREAMS = 1 << 14
+"""Streams side by side when many policies are replayed at once."""
+
+MOST_VECTOR_BYTES = 1 << 26
+"""Of the hidden states that they are shown at once."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replayed policy.
+
+    Attributes:
+        name: of the policy.
+        tokens, seconds, rounds, drafted, verified, accepted: [S] sums by sequence; `tokens` and `seconds` include the
+            first token and the reading of the prompt.
+        log: [R, 5] int64, one line a round: sequence, anchor, drafted, verified, accepted; in order within a sequence.
+        history: [R, 4], what the HISTORY features were when each round began.
+        committed: [S] tokens committed by rounds.
+    """
+
+    name: str
+    tokens: Tensor
+    seconds: Tensor
+    rounds: Tensor
+    drafted: Tensor
+    verified: Tensor
+    accepted: Tensor
+    committed: Tensor
+    log: Tensor
+    history: Tensor
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all sequences: a ratio of sums, never a mean of ratios."""
+        return float(self.tokens.sum() / self.seconds.sum())
+
+    @property
+    def block_efficiency(self) -> float:
+        """Committed tokens per target call."""
+        return float(self.committed.sum() / self.rounds.sum().clamp_min(1))
+
+
+def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replayed:
+    """Replay a policy on all sequences; one that carries its state decodes them in their order, as the live loop does.
+
+    Args:
+        arrays: a trace.
+        policy: any policy but one that reads the clock.
+        profile: the latency profile that rounds are timed with.
+
+    Raises:
+        TraceError: the policy drafts deeper than the trace, reads what the trace does not hold, or comes where it has no
+            round.
+    """
+    check_replayable(arrays, policy, profile)
+    every = torch.arange(arrays.sequences)
+    queues = every[None] if policy.carries else every[:, None]
+    return _played(arrays, policy, profile, queues, [policy])[0]
+
+
+def replay_orders(
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, count: int = 5, seed: int = 0
+) -> list[Replayed]:
+    """Replay a policy that carries its state in several orders of the texts: that of the trace, then shuffled ones."""
+    check_replayable(arrays, policy, profile)
+    return _played(arrays, policy, profile, orders(arrays.sequences, count, seed), [policy] * count)
+
+
+def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
+    """Replay many policies; those that differ in a threshold only run side by side, which is what a sweep wants."""
+    most = min([MOST_STREAMS, *(_streams_of(arrays, policy) for policy in policies if policy.vectors)])
+    each = max(1, most // max(arrays.sequences, 1))
+    done: list[Replayed] = []
+    at = 0
+    while at < len(policies):
+        group = list(policies[at : at + each])
+        while len(group) > 1 and stacked(group, arrays.sequences) is None:
+            group = group[: len(group) // 2]
+        one = stacked(group, arrays.sequences) if len(group) > 1 else None
+        if one is None:
+            done.append(replay(arrays, group[0], profile))
+            at += 1
+            continue
+        check_replayable(arrays, one, profile)
+        queues = torch.arange(arrays.sequences).repeat(len(group))[:, None]
+        done += _played(arrays, one, profile, queues, group)
+        at += len(group)
+    return done
+
+
+def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
+    """Return how many streams' hidden states of one depth fit into `MOST_VECTOR_BYTES`."""
+    return MOST_VECTOR_BYTES // (4 * arrays.tree.width * sum(arrays.vector(name).width for name in policy.vectors))
+
+
+def _played(
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Tensor, names: Sequence[StopPolicy]
+) -> list[Replayed]:
+    """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
+    walk = Walk(arrays, policy, profile, queues)
+    shape = None if arrays.tree.is_chain and arrays.drawn is None else TreeShape(arrays.tree.limited(policy.max_depth))
+    part = torch.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
+    sums = torch.zeros(5, len(names) * arrays.sequences, dtype=torch.int64)
+    seconds = profile.prefill_seconds(arrays.prompt_tokens).repeat(len(names))
+    logs: list[Tensor] = []
+    histories: list[Tensor] = []
+    owners: list[Tensor] = []
+    while bool(walk.active.any()):
+        row, active, bin_ = walk.rows(), walk.active, part + walk.sequence
+        made = draft_chains(walk, row) if shape is None else draft_trees(walk, shape, row)
+        committed, spent, log, before = walk.advance(row, made)
+        counts = (active.long(), made.drafted * active, made.verified * active, made.accepted * active, committed)
+        sums.index_add_(1, bin_, torch.stack(counts))
+        seconds.index_add_(0, bin_, spent)
+        logs.append(log)
+        histories.append(before)
+        owners.append(bin_[active])
+    log, before = concatenated(logs, 5, torch.int64), concatenated(histories, 4, torch.float32)
+    order = torch.argsort(torch.cat([torch.zeros(0, dtype=torch.int64), *owners]), stable=True)
+    log, before = log[order], before[order]
+    out = []
+    total = 0
+    for at, named in enumerate(names):
+        mine = slice(at * arrays.sequences, (at + 1) * arrays.sequences)
+        rounds, drafted, verified, accepted, committed = sums[:, mine]
+        lines = slice(total, total + int(rounds.sum()))
+        total = lines.stop
+        out.append(
+            Replayed(
+                named.name,
+                arrays.first_anchor + committed,
+                seconds[mine],
+                rounds,
+                drafted,
+                verified,
+                accepted,
+                committed,
+                log[lines],
+                before[lines],
+            )
+        )
+    return out

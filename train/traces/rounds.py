@@ -1,0 +1,109 @@
+"""Single rounds of a live trace whose text depends on the policy: what each would have brought, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...policies.contract import RoundOutcome, StopPolicy
+from ...policies.costs import Profile
+from ...policies.errors import TraceError
+from .data import TraceArrays
+from .drafting import TreeShape, draft_trees
+from .walk import Drafted, Walk
+
+ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
+"""What `evaluate_rounds` wants of `trace_arrays` as `extra`."""
+
+CAVEATS = (
+    "rounds are taken where the recorded run had them: this policy would have come to other anchors, because what follows a "
+    "round depends on where it stops; round values are no throughput of whole texts",
+    "earlier rounds, which HISTORY features and adaptive policies look at, are those recorded, cut to this policy's length",
+)
+_IN_EXPECTATION = "acceptance is the expectation over the stored probabilities, min(1, p / q) by token"
+_AS_DRAWN = "acceptance is as it was drawn when the trace was recorded, candidates left out counting as rejected"
+
+
+@dataclass(frozen=True)
+class RoundValues:
+    """What a policy's rounds are worth.
+
+    Attributes:
+        name: of the policy.
+        rounds: number evaluated.
+        committed: [rounds] expected tokens, the target's own included.
+        seconds: [rounds] modelled.
+        drafted, verified: [rounds].
+        caveats: what a reader must know; always to be printed.
+    """
+
+    name: str
+    rounds: int
+    committed: Tensor
+    seconds: Tensor
+    drafted: Tensor
+    verified: Tensor
+    caveats: tuple[str, ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of these rounds, a ratio of sums."""
+        return float(self.committed.sum() / self.seconds.sum())
+
+
+def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> RoundValues:
+    """Ask a policy at every recorded round that was drafted to full depth.
+
+    Args:
+        arrays: of a live trace, with `extra=ROUND_COLUMNS`.
+        policy: any policy but one that reads the clock.
+        profile: what rounds cost.
+
+    Raises:
+        TraceError: the trace is dense, or censored: nothing was drafted as deep as the policy may want to.
+    """
+    header = arrays.header
+    if header.collector != "live" or arrays.drawn is None:
+        raise TraceError("single rounds are of live traces; replay dense ones")
+    unknown = [name for name in policy.vectors if name not in arrays.vectors]
+    if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
+        raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
+    walk = Walk(arrays, policy, profile, torch.arange(arrays.sequences)[:, None])
+    shape = TreeShape(arrays.tree.limited(policy.max_depth))
+    soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
+    full = arrays.extra["explored"] | (header.explore == 0.0)
+    anchors = arrays.anchors if arrays.anchors is not None else _following(arrays)
+    lines = []
+    for turn in range(int(arrays.rows.max())):
+        row = arrays.offset + torch.minimum(torch.tensor(turn), arrays.rows - 1)
+        walk.active = (turn < arrays.rows) & full[row] & ~arrays.cut[row]
+        walk.anchor, walk.backlog = anchors[row], arrays.extra["backlog"][row].long()
+        made = draft_trees(walk, shape, row)
+        seconds = profile.round_seconds(
+            arrays.prompt_tokens + walk.anchor, made.drafted, made.verified, walk.backlog, made.decisions,
+            walk.decision_s, made.fed,
+        )  # fmt: skip
+        expected = _expected(arrays, row, made) if soft else made.accepted.double()
+        outcome = RoundOutcome(walk.active, made.drafted, made.verified, made.accepted, made.capped, seconds)
+        walk.history = walk.history.after(made.accepted, made.verified, walk.active & ~made.capped)
+        walk.state = policy.observe(outcome, walk.state)
+        lines.append(torch.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[walk.active])
+    table = torch.cat(lines)
+    if not len(table):
+        raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
+    caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
+    committed, seconds, drafted, verified = table.unbind(1)
+    return RoundValues(policy.name, len(table), committed, seconds, drafted, verified, caveats)
+
+
+def _expected(arrays: TraceArrays, row: Tensor, made: Drafted) -> Tensor:
+    """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
+    q, p = arrays.extra["draft_prob"][row].double(), arrays.extra["target_prob"][row].double()
+    survival = torch.where(q > 0, (p / q.clamp_min(1e-300)).clamp_max(1.0), 0.0).cumprod(1)
+    return (survival * (torch.arange(arrays.depth) < made.verified[:, None])).sum(1)
+
+
+def _following(arrays: TraceArrays) -> Tensor:
+    return torch.cat([torch.arange(int(n)) + f for n, f in zip(arrays.rows, arrays.first_anchor, strict=True)])
