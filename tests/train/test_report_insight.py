@@ -32,11 +32,11 @@ from specstop.train.report.insight import (
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.trust import _at_depth, reliability, survival
-from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.bounds import clairvoyant_plan, clairvoyant_seconds
 from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.ideal import clairvoyant_plan, judge
 from specstop.train.traces.metered import play, scaled
 from specstop.train.traces.replay import replay
+from specstop.train.traces.verdicts import judge
 from zoo import DEPTH, ZOO
 
 EXACT = 1e-12  # the same sums, in another order
@@ -293,8 +293,8 @@ def test_calibration_error_tells_true_predictions_from_wrong_ones() -> None:
     generator = np.random.default_rng(0)
     chance = generator.random(20_000)
     accepted = generator.random(20_000) < chance
-    true = _at_depth(1, chance, accepted, generator)
-    wrong = _at_depth(1, chance**2, accepted, generator)
+    true = _at_depth(1, chance, accepted, 0)
+    wrong = _at_depth(1, chance**2, accepted, 0)
     assert 0.3 * true.ece_perfect < true.ece < 2.5 * true.ece_perfect
     assert wrong.ece > 5 * wrong.ece_perfect
     assert wrong.ece == pytest.approx(1 / 2 - 1 / 3, abs=0.02)

@@ -9,9 +9,10 @@ from typing import Any
 from ...policies.costs import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress
+from ..traces.bounds import Ideal
 from ..traces.data import TraceArrays
-from ..traces.ideal import Ideal, Verdicts, judge
 from ..traces.metered import Played
+from ..traces.verdicts import Verdicts, judge
 from .compare_read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .intervals import Resamples

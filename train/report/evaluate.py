@@ -22,8 +22,8 @@ from ...policies.files import refuse_full
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, silent
 from ..fit.tune import PRICED, solve_rate, tune_confidence
+from ..traces.bounds import clairvoyant_plan
 from ..traces.data import TraceArrays, trace_arrays
-from ..traces.ideal import clairvoyant_plan
 from ..traces.metered import Played, play
 from ..traces.replay import Replayed
 from ..traces.rounds import ROUND_COLUMNS

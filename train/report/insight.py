@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...policies.costs import Profile
 from ..traces.data import TraceArrays
-from ..traces.ideal import Verdicts
 from ..traces.metered import Played, scaled
+from ..traces.verdicts import Verdicts
 from .intervals import Resamples, Values
 from .records import Ratio
 

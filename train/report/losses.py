@@ -14,8 +14,8 @@ from torch import Tensor
 from ...collect.schema import Header
 from ...policies.learned import LearnedPolicy
 from ..traces.data import TraceArrays
-from ..traces.ideal import Verdicts
 from ..traces.metered import Played
+from ..traces.verdicts import Verdicts
 from .trust import survival
 
 PROMPTS = 6

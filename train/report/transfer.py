@@ -18,8 +18,9 @@ from ..traces.data import TraceArrays, trace_arrays
 from ..traces.replay import replay
 from .intervals import Resamples
 from .records import Ratio
+from .records import verdict as settled
 from .whatif import INTERVALS, Point
-from .whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Cell, Transfer, temperature_text, unique_names
+from .whatif_records import TOO_FEW, Cell, Transfer, temperature_text, unique_names
 
 FEWEST = 8
 """Prompts below which an interval says too little for a verdict."""
@@ -112,9 +113,7 @@ def _labels(traces: Sequence[Trace]) -> list[str]:
 
 def verdict(ratio: Ratio, prompts: int) -> str:
     """Return what a ratio to the best fixed length means for deploying."""
-    if prompts < FEWEST:
-        return TOO_FEW
-    return DEPLOY if ratio.low > 1.0 else REFUSE if ratio.high < 1.0 else NO_GAIN
+    return TOO_FEW if prompts < FEWEST else settled(ratio.low, ratio.high)
 
 
 def _groups(arrays: TraceArrays) -> dict[str, TraceArrays]:

@@ -6,7 +6,6 @@ policy does not know that a branch has failed.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from ...policies.contract import DraftStep
 from ...policies.learned import LearnedPolicy
+from ..heads.scores import BINS, calibration_error, perfect_error
 from ..traces.data import TraceArrays, seen_features
 from ..traces.drafting import TreeShape
 from ..traces.metered import Rounds
 from ..traces.replay import Replayed
 
-BINS = 10
 MOST_ROUNDS = 20_000
 _DRAWS = 20
 _CHUNK = 4096
@@ -115,8 +114,8 @@ def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, resu
     """
     row = arrays.offset[rounds.sequence] + rounds.anchor - arrays.first_anchor[rounds.sequence]
     use = torch.nonzero(~arrays.cut[row])[:, 0]
-    generator = np.random.default_rng(seed)
     if len(use) > MOST_ROUNDS:
+        generator = np.random.default_rng(seed)
         use = torch.from_numpy(np.sort(generator.choice(use.numpy(), MOST_ROUNDS, replace=False)))
     row, history = row[use], result.history[use]
     predicted = torch.cat(
@@ -132,7 +131,7 @@ def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, resu
             known = path[:, torch.tensor([_ancestor(tree.parent, int(n) + 1, depth - start + 1) - 1 for n in level])]
         guess = predicted[:, level][known].double().numpy()
         if len(guess):
-            depths.append(_at_depth(depth, guess, path[:, level][known].numpy(), generator))
+            depths.append(_at_depth(depth, guess, path[:, level][known].numpy(), seed))
     total = sum(d.all.count for d in depths) or 1
     ece, perfect = (sum(getattr(d, name) * d.all.count for d in depths) / total for name in ("ece", "ece_perfect"))
     return Reliability(policy.name, len(row), ece, perfect, tuple(depths))
@@ -144,19 +143,14 @@ def _ancestor(parent: tuple[int, ...], node: int, up: int) -> int:
     return node
 
 
-def _at_depth(depth: int, guess: np.ndarray, accepted: np.ndarray, generator: np.random.Generator) -> Depth:
+def _at_depth(depth: int, guess: np.ndarray, accepted: np.ndarray, seed: int) -> Depth:
     order = np.argsort(guess, kind="stable")
-    guess, accepted = guess[order], accepted[order].astype(np.float64)
-    cuts = np.linspace(0, len(guess), min(BINS, len(guess)) + 1).astype(int)
-    counts = np.diff(cuts)
-    means = np.add.reduceat(guess, cuts[:-1]) / counts
-
-    def error(labels: np.ndarray) -> float:
-        return float((np.abs(np.add.reduceat(labels, cuts[:-1]) / counts - means) * counts).sum() / len(guess))
-
-    drawn = [error((generator.random(len(guess)) < guess).astype(np.float64)) for _ in range(_DRAWS)]
-    bins = tuple(_bin(guess[a:b], accepted[a:b]) for a, b in itertools.pairwise(cuts))
-    return Depth(depth, _bin(guess, accepted), error(accepted), float(np.mean(drawn)), bins)
+    guess, accepted = guess[order], accepted[order]
+    predicted, labels = torch.from_numpy(guess), torch.from_numpy(accepted)
+    perfect = perfect_error(predicted, seed, BINS, _DRAWS)[0]
+    parts = (np.array_split(side, min(BINS, len(guess))) for side in (guess, accepted))
+    bins = tuple(_bin(*both) for both in zip(*parts, strict=True))
+    return Depth(depth, _bin(guess, accepted), calibration_error(predicted, labels, BINS), perfect, bins)
 
 
 def _bin(guess: np.ndarray, accepted: np.ndarray) -> Bin:

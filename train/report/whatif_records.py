@@ -13,9 +13,9 @@ from ...policies.errors import InputError
 from ...policies.files import write_atomic, write_json
 from ...policies.learned import LearnedPolicy
 from .files import interval
-from .records import Ratio
+from .records import DEPLOY, NO_GAIN, REFUSE, Ratio
 
-DEPLOY, NO_GAIN, REFUSE, TOO_FEW = "deploy", "no gain", "do not deploy", "too few prompts"
+TOO_FEW = "too few prompts"
 VERDICTS = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,37 +11,63 @@ from torch import Tensor
 from ...policies.costs import Profile
 from .data import TraceArrays
 
+SAME_S = 1e-12
+"""Seconds below which two plans are equally good: sums of the same numbers in another order."""
 
-def clairvoyant_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
-    """Return [S], the least seconds in which anyone who knows every accepted length could decode each text.
+
+@dataclass(frozen=True)
+class Ideal:
+    """What someone who knows every accepted length would do.
+
+    Attributes:
+        value: [S, L] float64 seconds from the anchor first + t to the end of the text, t = 0, 1, ...; 0 beyond it.
+        steps: [S, L] how deep it drafts there, the shallowest of equally good plans.
+        seconds: [S] of whole texts, prompts included: the clairvoyant bound.
+        profile: that its rounds are priced with: the given one, no first step dearer than one that reads two tokens.
+    """
+
+    value: Tensor
+    steps: Tensor
+    seconds: Tensor
+    profile: Profile
+
+
+def clairvoyant_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
+    """Return how someone who knows every accepted length would decode each text in the least seconds.
 
         V(t) = min over 0 <= k <= K of cost(k) + V(t + min(A_t, k) + 1)
 
     `cost` is the running minimum from above (more may be verified where that is cheaper), without decisions and without a
     backlog of more than one token, so no policy is below it. In a tree it is that of drafting and verifying one path.
     """
-    profile = _cheapest_steps(profile)
-    offset = arrays.offset
-    length = arrays.text_tokens - arrays.first_anchor  # tokens that rounds must commit
+    cheap = _cheapest_steps(profile)
+    length = arrays.text_tokens - arrays.first_anchor
     longest = int(length.max())
-    streams = arrays.sequences
+    steps, verified = _sizes(arrays, cheap)
+    streams, options = arrays.sequences, len(steps)
     value = torch.zeros(streams, longest + arrays.depth + 2, dtype=torch.float64)
-    steps, verified = _sizes(arrays, profile)
-    cells = streams * len(steps)
-    k = steps.expand(streams, -1)
+    chosen = torch.zeros(streams, longest + 1, dtype=torch.int64)
+    k, sent = steps.expand(streams, -1), verified.repeat(streams)
     fed = None if arrays.tree.is_chain else (torch.arange(arrays.depth) < steps[:, None]).long().repeat(streams, 1)
-    one = torch.ones(cells, dtype=torch.int64)
+    one = torch.ones(streams * options, dtype=torch.int64)
     for t in range(longest - 1, -1, -1):
-        row = torch.minimum(offset + t, offset + arrays.rows - 1)
-        context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(len(steps))
-        sent = verified.repeat(streams)
-        cost = profile.round_seconds(context, k.flatten(), sent, one, 0 * one, 0.0, fed).view(streams, -1)
+        row = torch.minimum(arrays.offset + t, arrays.offset + arrays.rows - 1)
+        context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options)
+        cost = cheap.round_seconds(context, k.flatten(), sent, one, 0 * one, 0.0, fed).view(streams, -1)
         if fed is None:
             cost = cost.flip(1).cummin(1).values.flip(1)
         reached = t + torch.minimum(arrays.accepted[row][:, None], k) + 1
         total = cost + value.gather(1, torch.minimum(reached, length[:, None].clamp_min(0)))
-        value[:, t] = torch.where(t < length, total.min(1).values, 0.0)
-    return value[:, 0] + profile.prefill_seconds(arrays.prompt_tokens)
+        least = total.min(1).values
+        first = (total <= least[:, None] + SAME_S).int().argmax(1)
+        value[:, t] = torch.where(t < length, least, 0.0)
+        chosen[:, t] = torch.where(t < length, steps[first], 0)
+    return Ideal(value, chosen, value[:, 0] + profile.prefill_seconds(arrays.prompt_tokens), cheap)
+
+
+def clairvoyant_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
+    """Return [S], the least seconds in which anyone could decode each text: the bound of `clairvoyant_plan`."""
+    return clairvoyant_plan(arrays, profile).seconds
 
 
 def _sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:
