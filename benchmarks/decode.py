@@ -6,7 +6,7 @@
 The embedded pair always runs; `--pair` adds others. For each pair, greedy and at T = 0.7, alternating per prompt: our best
 fixed length over the library's best assisted setting; the share of a round outside model calls and policy; the floor (the
 same forwards with nothing between them) over the loop; trees; memory over a long run. A way whose interval lies below the
-best of its kind after the first 8 prompts is not run on the others. The last line is one JSON object.
+best of its kind after the first 6 prompts is not run on the others. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TREES = ("2,1", "2,2,1,1", "4,2,1", "fork:2x4")
 FLOOR_TREE = "2,2,1,1"
 KINDS = (tuple(f"fixed:{k}" for k in LENGTHS), TREES, tuple(s.name for s in SETTINGS))
 LONG = 2048
-SCREEN = 8
+SCREEN = 6
 """Prompts on which every way runs."""
 
 Prompts = list[tuple[str, list[int]]]
