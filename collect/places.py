@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..decode.pair import Pair
 from ..decode.topology import Topology
 from ..policies.features import compute
 from ..policies.vectors import stored
-from .wide import PRE_FEATURES, LevelNodes, WideRows
+from .wide import PRE_FEATURES, TreeNodes, WideRows
 
 BYTES_PER_SCORE = 48
 """Peak bytes per row and token of vocabulary while features are computed (logits, noise, scores, softmax)."""
@@ -105,6 +105,8 @@ class Places:
         self.own = generated[place.clamp_max(len(generated) - 1)]  # [P], the text's token there; -1 behind its end
         self.fed = [row for row in range(len(self.shape)) if self.shape.children[row]]
         self.width = max(len(below) for below in self.shape.children)
+        self.is_chain, self.sees = self.shape.is_chain, self.shape.sees.to(device)
+        self.parent, self.depth = (torch.tensor(of, device=device) for of in (self.shape.parent, self.shape.depth))
         self.at = torch.full((len(self.shape),), -1, device=device)  # row of the shape -> index among the fed ones
         self.at[self.fed] = torch.arange(len(self.fed), device=device)
         self.child = torch.full((len(self.shape), self.width), 0, device=device)
@@ -125,6 +127,13 @@ class Places:
         """Return [., V], the noise of the tokens at these places."""
         at = self.prompt + self.first + place
         return gumbel(self.key, at, self.pair.vocabulary, self.pair.logits_dtype)
+
+    def _noise_behind(self, place: Tensor) -> Tensor:
+        """Return [., V], the noise at these places, many of them equal."""
+        if self.noise is not None:
+            return self.noise.index_select(0, place)
+        place, where = place.unique(return_inverse=True)
+        return self._noise_at(place)[where]
 
     def read_text(self, model: CachedModel, target_rows: Tensor, most_rows: int) -> None:
         """Read the text with the draft and record what it proposes on it, beside the target's probabilities.
@@ -159,59 +168,51 @@ class Places:
         reach = self.shape.deepest - (
             torch.arange(self.count, device=self.own.device) + self.first - self.last
         ).clamp_min(0)
-        depth = torch.tensor(self.shape.depth, device=self.own.device)
         line = torch.arange(len(self.shape), device=self.own.device)
         for level in self.shape.levels[2:]:  # row -> its ancestor of depth 1
             line[level] = line[[self.shape.parent[row] for row in level]]
         rank = torch.tensor([0, *(self.shape.children[0].index(int(row)) if int(row) else 0 for row in line[1:])])
         off = self.token[:, 0][:, rank.to(line.device)] != self.own[:, None]  # [P, rows of the shape]
-        wanted = off & (self.at >= 0) & (depth > 0) & (depth < reach[:, None])
+        wanted = off & (self.at >= 0) & (self.depth > 0) & (self.depth < reach[:, None])
         widest = torch.stack([wanted[:, level].sum(1) for level in self.shape.levels]).amax(0)
         for places in _chunks(widest, most_rows):
             model.roll_back(prefix)
             self._grow_chunk(model, places, wanted)
 
     def _grow_chunk(self, model: CachedModel, places: Tensor, wanted: Tensor) -> None:
-        prefix = model.length
-        sees = self.shape.sees.to(places.device)
-        parent = torch.tensor(self.shape.parent, device=places.device)
-        position = self.prompt + self.first + places - 1  # of the last token of the text that each sees
-        slot_place, slot_row = places.new_zeros(0), places.new_zeros(0)
-        columns = torch.arange(prefix, device=places.device)
-        for depth in range(1, self.shape.deepest):
-            level = torch.tensor(self.shape.levels[depth], device=places.device)
-            index, row = wanted[places][:, level].nonzero(as_tuple=True)
-            if not len(index):
-                return
-            row = level[row]
-            place, above = places[index], parent[row]
-            rank = (self.child[above] == row[:, None]).int().argmax(1)
-            tokens = self.token[place, self.at[above], rank]
-            slot_place, slot_row = torch.cat([slot_place, place]), torch.cat([slot_row, row])
-            own = (place[:, None] == slot_place) & sees[row[:, None], slot_row]
-            mask = torch.cat([columns <= position[index][:, None], own], 1)
-            at = position[index] + depth
-            logits = model.read(tokens[None], 0, backend_mask(mask[None, None], self.pair.draft), at[None])[0]
-            self._record(logits, model.states, place, row, depth + 1)
+        row, index = wanted[places].T.nonzero(as_tuple=True)  # in the order of the rows, which is that of their depths
+        place, above = places[index], self.parent[row]
+        fed, rank = self.at[above], (self.child[above] == row[:, None]).int().argmax(1)
+        position = self.prompt + self.first + place - 1  # of the last token of the text that each sees
+        text = torch.arange(model.length, device=place.device) <= position[:, None]
+        end = 0
+        for depth, count in enumerate(torch.bincount(self.depth[row], minlength=2).tolist()):
+            if not count:
+                continue
+            begin, end = end, end + count
+            at, behind = place[begin:end], row[begin:end]
+            own = at[:, None] == place[:end]
+            if not self.is_chain:
+                own &= self.sees[behind[:, None], row[:end]]
+            mask = backend_mask(torch.cat([text[begin:end], own], 1)[None, None], self.pair.draft)
+            tokens = self.token[at, fed[begin:end], rank[begin:end]]
+            logits = model.read(tokens[None], 0, mask, (position[begin:end] + depth)[None])[0]
+            self._record(logits, model.states, at, behind, depth + 1)
 
     def _record(self, logits: Tensor, states: Tensor | None, place: Tensor, row: Tensor, depth: int) -> None:
         """Note what is proposed below (place, row), tokens of depth `depth` behind the place, and the last of the states."""
         rows = WideRows(logits, self.temperature)
-        sampled = None
-        if self.temperature == 0:
-            scores = logits
+        sampled, most = None, self.top.shape[-1]
+        if self.temperature == 0 and most <= rows.ranked[0].shape[-1]:
+            best, tokens = (side[:, :most] for side in rows.ranked)
+        elif self.temperature == 0:
+            best, tokens = logits.topk(most, -1)
         else:
             sampled = torch.log_softmax(logits / self.temperature, -1)
-            at = place + depth - 1
-            if self.noise is not None:
-                scores = sampled + self.noise[at]
-            else:
-                at, where = at.unique(return_inverse=True)
-                scores = sampled + self._noise_at(at)[where]
-        top = scores.topk(self.top.shape[-1], -1)
-        rows.tokens = top.indices[:, : self.width]
+            best, tokens = (sampled + self._noise_behind(place + depth - 1)).topk(most, -1)
+        rows.tokens = tokens[:, : self.width]
         spot = (place, self.at[row])
-        self.token[spot], self.top[spot], self.pre[spot] = rows.tokens, top.values, compute(PRE_FEATURES, rows)
+        self.token[spot], self.top[spot], self.pre[spot] = rows.tokens, best, compute(PRE_FEATURES, rows)
         if self.hidden is not None:
             assert states is not None
             self.hidden[spot] = stored(states[0, -len(logits) :])
@@ -220,37 +221,33 @@ class Places:
 
     def gather(self, start: Tensor, tree: Topology) -> Unrolled:
         """Return the trees of the anchors at the places `start` [n]: each follows the text as far as it can."""
-        place, row = start[:, None], torch.zeros_like(start)[:, None]  # [n, B] of the level above
-        logprob = self.prob.new_zeros(len(start), 1)
-        levels = []
-        hidden = None if self.hidden is None else self.hidden.new_empty(len(start), tree.nodes, self.hidden.shape[-1])
-        for depth in range(1, tree.deepest + 1):
-            level = tree.levels[depth]
-            above = [tree.parent[at] for at in level]
-            back = [at - tree.levels[depth - 1][0] for at in above]
-            rank = torch.tensor(
-                [tree.children[up].index(at) for at, up in zip(level, above, strict=True)], device=start.device
-            )
-            width = torch.tensor([len(tree.children[up]) for up in above], device=start.device)
-            place, row, logprob = place[:, back], row[:, back], logprob[:, back]
-            fed = self.at[row]
-            token, own = self.token[place, fed, rank], self.own[place]
-            known = (row == 0) & (own >= 0)
-            match = known & (token == own)
-            prob, top = self.prob[place, fed, rank], self.top[place, fed]
-            logprob = logprob + self.logprob[place, fed, rank]
-            left_out = width.clamp_max(top.shape[-1] - 1)
-            at = torch.stack([torch.zeros_like(rank), rank, left_out], 1).expand(len(start), -1, -1)
-            post = LevelNodes(prob, logprob, top.gather(-1, at), depth, rank)
-            features = torch.cat([self.pre[place, fed], post.features(self.names[len(PRE_FEATURES) :])], -1)
-            p, overlap = self.target_prob[place, rank] * known, self.overlap[place] * known
-            levels.append((token, features, prob, p, overlap, known, match))
-            if hidden is not None and self.hidden is not None:
-                hidden[:, level[0] - 1 : level[-1]] = self.hidden[place, fed]
-            place = torch.where(match, (place + 1).clamp_max(self.count - 1), place)
-            row = torch.where(match, 0, self.child[row, rank])
-        made = Unrolled(*(torch.cat(values, 1) for values in zip(*levels, strict=True)))
-        return made if hidden is None else replace(made, hidden=hidden)
+        parent = torch.tensor(tree.parent, device=start.device)
+        rank = torch.tensor([0, *(tree.children[tree.parent[row]].index(row) for row in range(1, len(tree)))])
+        rank = rank.to(start.device)
+        place, row = (start.new_zeros(len(start), len(tree)) for _ in range(2))  # of what each node is drawn behind
+        next_place, next_row = (start.new_zeros(len(start), len(tree)) for _ in range(2))
+        next_place[:, 0] = start
+        for level in map(torch.tensor, tree.levels[1:]):
+            above = parent[level]
+            place[:, level], row[:, level] = here, behind = next_place[:, above], next_row[:, above]
+            on_text = (behind == 0) & (self.token[here, self.at[behind], rank[level]] == self.own[here])
+            next_place[:, level] = torch.where(on_text, (here + 1).clamp_max(self.count - 1), here)
+            next_row[:, level] = torch.where(on_text, 0, self.child[behind, rank[level]])
+        place, row, rank = place[:, 1:], row[:, 1:], rank[1:]
+        fed, own = self.at[row], self.own[place]
+        token, known = self.token[place, fed, rank], (row == 0) & (own >= 0)
+        logprob = torch.cat([self.prob.new_zeros(len(start), 1), self.logprob[place, fed, rank]], 1)
+        for level in map(torch.tensor, tree.levels[2:]):
+            logprob[:, level] += logprob[:, parent[level]]
+        prob, top = self.prob[place, fed, rank], self.top[place, fed]
+        width = torch.tensor([len(tree.children[up]) for up in tree.parent[1:]], device=start.device)
+        at = torch.stack([torch.zeros_like(rank), rank, width.clamp_max(top.shape[-1] - 1)], 1)
+        depth = torch.tensor(tree.depth[1:], device=start.device)
+        post = TreeNodes(prob, logprob[:, 1:], top.gather(-1, at.expand(len(start), -1, -1)), depth, rank)
+        features = torch.cat([self.pre[place, fed], post.features(self.names[len(PRE_FEATURES) :])], -1)
+        p, overlap = self.target_prob[place, rank] * known, self.overlap[place] * known
+        hidden = None if self.hidden is None else self.hidden[place, fed]
+        return Unrolled(token, features, prob, p, overlap, known, known & (token == own), hidden)
 
 
 def _chunks(rows: Tensor, most: int) -> Sequence[Tensor]:

@@ -41,10 +41,16 @@ class WideRows(Rows):
         return self.top1_logit + self._sums[0].log()
 
     @cached_property
+    def ranked(self) -> tuple[Tensor, Tensor]:
+        """[R, 10] the largest logits, descending, and their tokens; as many as there are in a smaller vocabulary."""
+        values, tokens = self.logits.topk(min(TOP, self.logits.shape[-1]), -1)
+        return values, tokens
+
+    @cached_property
     def top(self) -> Tensor:
         """[R, 10] the largest probabilities, descending; zeros beyond the vocabulary."""
-        width = min(TOP, self.logits.shape[-1])
-        best = (self.logits.topk(width, -1).values - self.log_norm[:, None]).exp()
+        best = (self.ranked[0] - self.log_norm[:, None]).exp()
+        width = best.shape[-1]
         return torch.nn.functional.pad(best, (0, TOP - width)) if width < TOP else best
 
     @cached_property
@@ -69,26 +75,27 @@ class WideRows(Rows):
         return self.of_drawn(self.logits) - self.log_norm[:, None]
 
 
-class LevelNodes:
-    """The quantities that POST features are made of, for B nodes of one depth; names as in `features.Rows`.
+class TreeNodes:
+    """The quantities that POST features are made of, for the N nodes of n trees; names as in `features.Rows`.
 
     Args:
-        drawn_prob, path_logprob: [n, B].
-        best_scores: [n, B, 3].
-        depth: of all.
-        rank: [B].
+        drawn_prob, path_logprob: [n, N].
+        best_scores: [n, N, 3].
+        depth, rank: [N].
     """
 
-    def __init__(self, drawn_prob: Tensor, path_logprob: Tensor, best_scores: Tensor, depth: int, rank: Tensor) -> None:
+    def __init__(
+        self, drawn_prob: Tensor, path_logprob: Tensor, best_scores: Tensor, depth: Tensor, rank: Tensor
+    ) -> None:
         self.shape, self.depth = drawn_prob.shape, depth
         self.drawn_prob, self.path_logprob = drawn_prob.flatten(), path_logprob.flatten()
         self.best_scores = best_scores.flatten(0, 1)
-        self.sibling_rank = rank.to(drawn_prob.dtype).expand(self.shape).flatten()
+        self.sibling_rank = self.constant(rank)
 
-    def constant(self, value: float) -> Tensor:
-        """Return [n B], the value in every row."""
-        return torch.full_like(self.drawn_prob, value)
+    def constant(self, value: Tensor) -> Tensor:
+        """Return [n N], what each node of a tree has in all trees."""
+        return value.to(self.drawn_prob.dtype).expand(self.shape).flatten()
 
     def features(self, names: Sequence[str]) -> Tensor:
-        """Return [n, B, F] float32."""
+        """Return [n, N, F] float32."""
         return torch.stack([FEATURES[name].of(self) for name in names], -1).float().view(*self.shape, -1)
