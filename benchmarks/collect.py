@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from specstop.collect.dense import dense_rows, text_columns
+import torch
+from specstop.collect.abreast import abreast
+from specstop.collect.dense import Written, dense_rows, text_columns
 from specstop.collect.live import LiveCollector
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import reading_room
@@ -95,17 +97,20 @@ def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bar: Any, f
     for start in range(0, len(work), 16):
         batch = work[start : start + 16]
         begin = time.perf_counter()
-        texts = plain_texts(pair, [b[3] for b in batch], [b[4] for b in batch], tokens + DEPTH, temperature)
+        ids, keys = [b[3] for b in batch], [b[4] for b in batch]
+        texts = plain_texts(pair, ids, keys, tokens + DEPTH, temperature, noise=True)
         generated = time.perf_counter() - begin
         spent = []
         for each in (unroller, bushy):
             begin = time.perf_counter()
-            chunks = []
-            for one, text, rows in zip(batch, texts.tokens, texts.logits, strict=True):
+            written = []
+            for at, (one, text) in enumerate(zip(batch, texts.tokens, strict=True)):
                 last = min(len(text), tokens)
                 if last > 1:
-                    anchor = np.arange(1, last)
-                    chunks.append(text_columns(each, one, text, rows[: len(text)], last, _tensor(anchor, pair)))
+                    anchor = torch.arange(1, last, device=pair.device)
+                    noise = None if texts.noise is None else texts.noise[at]
+                    written.append(Written(one, text, texts.logits[at, : len(text)], last, anchor, None, noise))
+            chunks = abreast(each, text_columns, written)
             spent.append(time.perf_counter() - begin)
             if each is unroller:
                 anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "labelled"))
@@ -142,12 +147,6 @@ def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bar: Any, f
     )
     figures[f"the same for {TREE}, {at}"] = statistics.median(ratios_tree)
     print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
-
-
-def _tensor(values: Any, pair: Pair) -> Any:
-    import torch
-
-    return torch.from_numpy(values).to(pair.device)
 
 
 def agreement(pair: Pair, work: Batch, tokens: int, temperature: float, tree: str | None, bar: Any) -> None:

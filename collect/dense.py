@@ -7,6 +7,7 @@ visit. From each anchor the draft is unrolled (`unroll`); labels compare with th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,31 @@ from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..policies.features import ANCHOR_FEATURES, Rows, compute
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from .abreast import abreast
 from .unroll import Anchors, Unroller
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text and what the target said of it.
+
+    Attributes:
+        prompt: (sequence, prompt id, group, token ids, stream key).
+        text: generated ids; anchors look past `last`.
+        target_rows: [L, V], the target's row that each was drawn from.
+        last: tokens of the text that count.
+        anchor: [n] of 1 .. last - 1, rising.
+        target_states: [L, H] float16, the hidden states of `target_rows`, if the unroller is to record them.
+        noise: [L, V] that the text was drawn with, where it is at hand.
+    """
+
+    prompt: tuple[int, str, str, list[int], int]
+    text: list[int]
+    target_rows: Tensor
+    last: int
+    anchor: Tensor
+    target_states: Tensor | None = None
+    noise: Tensor | None = None
 
 
 def dense_rows(
@@ -33,45 +58,34 @@ def dense_rows(
         batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
         max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
     """
-    longest = max_new_tokens + unroller.depth
-    bytes_each = longest * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
-    side_by_side = max(1, min(len(batch), unroller.memory_bytes // bytes_each))
-    chunks = []
-    hidden, temperature = TARGET_HIDDEN in unroller.vectors, unroller.temperature
+    longest, temperature = max_new_tokens + unroller.depth, unroller.temperature
+    wide = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 else 1)  # rows and noise
+    side_by_side = max(1, min(len(batch), unroller.memory_bytes // (longest * wide)))
+    chunks: list[Mapping[str, Any]] = []
+    hidden = TARGET_HIDDEN in unroller.vectors
     for start in range(0, len(batch), side_by_side):
         part = batch[start : start + side_by_side]
-        texts = plain_texts(pair, [b[3] for b in part], [b[4] for b in part], longest, temperature, hidden=hidden)
-        states = [None] * len(part) if texts.states is None else texts.states
-        for one, text, rows, state in zip(part, texts.tokens, texts.logits, states, strict=True):
+        ids, keys = [b[3] for b in part], [b[4] for b in part]
+        made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=True)
+        work: list[Written] = []
+        for at, (one, text) in enumerate(zip(part, made.tokens, strict=True)):
             last = min(len(text), max_new_tokens)
             if last > 1:
-                anchor = torch.arange(1, last, device=pair.device)
-                chunks.append(text_columns(unroller, one, text, rows[: len(text)], last, anchor, state))
+                rows, states, noise = (
+                    v if v is None else v[at, : len(text)] for v in (made.logits, made.states, made.noise)
+                )
+                assert rows is not None
+                work.append(Written(one, text, rows, last, torch.arange(1, last, device=pair.device), states, noise))
+        chunks += abreast(unroller, text_columns, work)
     return chunks
 
 
-def text_columns(
-    unroller: Unroller,
-    one: tuple[int, str, str, list[int], int],
-    text: list[int],
-    target_rows: Tensor,
-    last: int,
-    anchor: Tensor,
-    target_states: Tensor | None = None,
-) -> Mapping[str, Any]:
-    """Return the columns of one text.
-
-    Args:
-        unroller: of the draft.
-        one: (sequence, prompt id, group, token ids, stream key) of the prompt.
-        text: generated ids; anchors look past `last`.
-        target_rows: [L, V], the target's row that each was drawn from.
-        last: tokens of the text that count.
-        anchor: [n] of 1 .. last - 1, rising.
-        target_states: [L, H] float16, the hidden states of `target_rows`, if the unroller is to record them.
-    """
-    sequence, name, group, prompt, key = one
-    trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key), target_rows)
+@torch.inference_mode()
+def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
+    """Return the columns of one text, its draft unrolled."""
+    sequence, name, group, prompt, key = written.prompt
+    text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
+    trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key, written.noise), target_rows)
     own = torch.tensor(text, device=target_rows.device)[anchor - 1]
     anchor_rows = Rows(target_rows[anchor - 1], tokens=own)
     ended, count = text[-1] in unroller.pair.eos, len(anchor)
@@ -95,6 +109,6 @@ def text_columns(
     columns.update(zip(unroller.features, trees.features.unbind(2), strict=True))
     if trees.hidden is not None:
         columns[DRAFT_HIDDEN] = trees.hidden
-    if target_states is not None:
-        columns[TARGET_HIDDEN] = target_states[anchor - 1]
+    if written.target_states is not None:
+        columns[TARGET_HIDDEN] = written.target_states[anchor - 1]
     return {key_: v.cpu().numpy() if isinstance(v, Tensor) else v for key_, v in columns.items()}

@@ -13,7 +13,7 @@ from ..decode.noise import gumbel, match_scores
 from ..decode.pair import Pair
 from ..policies.errors import InputError
 from ..policies.vectors import TARGET_HIDDEN, stored
-from .dense import text_columns
+from .dense import Written, text_columns
 from .unroll import Unroller
 
 
@@ -53,7 +53,8 @@ def completion_rows(
         if not anchors:
             continue
         anchor = torch.tensor(anchors, device=pair.device)
-        chunks.append(text_columns(unroller, (sequence, name, group, prompt, key), text, rows, last, anchor, states))
+        written = Written((sequence, name, group, prompt, key), text, rows, last, anchor, states)
+        chunks.append(text_columns(unroller, written))
     return chunks
 
 

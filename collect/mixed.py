@@ -19,7 +19,7 @@ from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..policies.features import CHAIN_FEATURES, Rows, compute
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, stored
-from .dense import text_columns
+from .dense import Written, text_columns
 from .unroll import Unroller
 
 _SALT = 0x317ED
@@ -54,7 +54,7 @@ def mixed_rows(
         if last < 2:
             continue
         anchor = torch.arange(1, last, device=pair.device)
-        columns = text_columns(unroller, one, text, rows[: len(text)], last, anchor, state)
+        columns = text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, state))
         chunks.append(_mixed(pair, columns, one, text[:last], temperature, share, DRAFT_HIDDEN in vectors))
     return chunks
 

@@ -29,12 +29,14 @@ class Anchors:
         prompt: length of the prompt.
         anchor: [n] int64, rising, from 1 on.
         key: of the stream.
+        noise: [L, V] that the generated tokens were drawn with, where it is at hand.
     """
 
     text: list[int]
     prompt: int
     anchor: Tensor
     key: int
+    noise: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,12 @@ class Places:
         self.key, self.noise = anchors.key, None
         places = self.count + self.shape.deepest
         if self.temperature > 0 and places * self.pair.vocabulary * BYTES_PER_SCORE <= job.memory_bytes:
-            self.noise = self._noise_at(torch.arange(places, device=device))
+            known = (
+                self.prob.new_empty(0, self.pair.vocabulary)
+                if anchors.noise is None
+                else anchors.noise[first:][:places]
+            )
+            self.noise = torch.cat([known, self._noise_at(torch.arange(len(known), places, device=device))])
 
     def _noise_at(self, place: Tensor) -> Tensor:
         """Return [., V], the noise of the tokens at these places."""

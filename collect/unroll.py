@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..decode.cache import CachedModel
+from ..decode.cache import CachedModel, token_bytes
+from ..decode.compact import CompactModel
 from ..decode.hidden import hidden_width
 from ..decode.pair import Pair
 from ..decode.topology import Topology, chain
@@ -66,6 +67,7 @@ class Unroller:
         self.vectors = tuple(vectors)
         self._hidden = hidden_width(pair.draft) if DRAFT_HIDDEN in vectors else 0
         self._model = CachedModel(pair.draft, 0, pair.vocabulary, bool(self._hidden))
+        self._crew = [self]
         self._job = Job(pair, self._shape, self.features, temperature, memory_bytes, self._hidden)
 
     @property
@@ -88,6 +90,20 @@ class Unroller:
         places.read_text(model, target_rows, max(self._rows, _SEGMENT))
         places.grow(model, self._rows)
         return places.gather(anchors.anchor - first, self.tree)
+
+    def crew(self, most: int) -> list[Unroller]:
+        """Return this unroller and further ones like it, `most` in all, that can unroll texts at the same time.
+
+        There is but one where the memory budget has no room for more, and where the draft's code is not known to bear it.
+        """
+        if self.pair.device.type != "cpu" or not isinstance(self.pair.draft, CompactModel):
+            return [self]
+        each = self._rows * (BYTES_PER_SCORE * self.pair.vocabulary + len(self._shape) * token_bytes(self.pair.draft))
+        while len(self._crew) < min(most, self.memory_bytes // each):
+            self._crew.append(
+                Unroller(self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.vectors)
+            )
+        return self._crew
 
     def _room(self, tokens: int, nodes: int) -> CachedModel:
         capacity = tokens + self._rows * nodes

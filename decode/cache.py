@@ -76,6 +76,14 @@ def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
     return torch.where(mask, zero, torch.finfo(model.dtype).min)
 
 
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes that a token takes in the cache of a model."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
 class CachedModel:
     """A causal language model and what it has read.
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..policies.draws import GOLDEN, shift, signed
+from ..policies.draws import GOLDEN, signed, wide_uniform
 from ..policies.draws import mix as mix
 
 _MASK = (1 << 64) - 1
@@ -35,9 +35,7 @@ def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
         vocabulary: V.
     """
     row = mix(mix(position[:, None] * signed(GOLDEN) + 1) ^ key)  # [R, 1]
-    token = torch.arange(1, vocabulary + 1, device=position.device) * signed(GOLDEN)  # [V]
-    bits = mix(row + token)
-    return (shift(bits, 11).double() * 2.0**-53).clamp_min(2.0**-54)
+    return wide_uniform(row, vocabulary)
 
 
 def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:

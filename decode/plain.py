@@ -23,11 +23,13 @@ class PlainTexts:
         tokens: generated ids by prompt; a text ends with its EOS or at the limit.
         logits: [B, N, V], the row that each generated token was drawn from; rows after an EOS are void.
         states: [B, N, H] float16, the last hidden states of these rows (`policies.vectors`), if asked for.
+        noise: [B, N, V], the noise that each was drawn with, if asked for and there is any.
     """
 
     tokens: list[list[int]]
     logits: Tensor
     states: Tensor | None = None
+    noise: Tensor | None = None
 
 
 @torch.inference_mode()
@@ -39,6 +41,7 @@ def plain_texts(
     temperature: float = 0.0,
     ignore_eos: bool = False,
     hidden: bool = False,
+    noise: bool = False,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 
@@ -50,6 +53,7 @@ def plain_texts(
         temperature: 0 = greedy, else sampling by the streams' keyed noise.
         ignore_eos: go on after the end-of-text token.
         hidden: return the hidden states too.
+        noise: return the noise too.
     """
     device = pair.device
     longest = max(map(len, prompts))
@@ -68,6 +72,7 @@ def plain_texts(
 
     out = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
     rows = torch.zeros(len(prompts), max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
+    kept = torch.zeros_like(rows) if noise and temperature > 0 else None
     states = None
     if hidden:
         size = (len(prompts), max_new_tokens, hidden_width(pair.target))
@@ -79,17 +84,18 @@ def plain_texts(
         rows[:, step] = logits
         if states is not None and model.states is not None:
             states[:, step] = stored(model.states[:, -1])
-        noise = None
+        drawn_with = None
         if temperature > 0:
-            at = longest + step - padding
-            noise = gumbel(stream, at, pair.vocabulary, pair.logits_dtype)
-        out[:, step] = match_scores(logits, temperature, noise).argmax(-1)
+            drawn_with = gumbel(stream, longest + step - padding, pair.vocabulary, pair.logits_dtype)
+            if kept is not None:
+                kept[:, step] = drawn_with
+        out[:, step] = match_scores(logits, temperature, drawn_with).argmax(-1)
         ended |= torch.isin(out[:, step], eos)
         end = longest + step
         if step + 1 == max_new_tokens or bool(ended.all()):
             break
         logits = model.read(out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1])[:, 0]
-    return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states)
+    return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states, kept)
 
 
 def _cut(text: list[int], eos: set[int]) -> list[int]:

@@ -25,9 +25,28 @@ def shift(value: Tensor, bits: int) -> Tensor:
 
 def mix(value: Tensor) -> Tensor:
     """Return the SplitMix64 finaliser of int64 values (Steele, Lea, Flood 2014): a bijection that scrambles all bits."""
-    value = (value ^ shift(value, 30)) * _MIX1
-    value = (value ^ shift(value, 27)) * _MIX2
-    return value ^ shift(value, 31)
+    return _mix_in_place(value.clone())
+
+
+def _mix_in_place(value: Tensor) -> Tensor:
+    """`mix` in the memory of its argument: wide rows of numbers cost more to allocate than to compute."""
+    for bits, factor in ((30, _MIX1), (27, _MIX2), (31, 1)):
+        value ^= (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+        if factor != 1:
+            value *= factor
+    return value
+
+
+def unit(bits: Tensor) -> Tensor:
+    """Return float64 uniforms in (0, 1) of 53 bits from scrambled int64 values, whose memory is used up."""
+    bits = bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    return bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)
+
+
+def wide_uniform(row: Tensor, count: int) -> Tensor:
+    """Return [R, count] uniforms as of `unit`, for scrambled counters `row` [R, 1]."""
+    at = torch.arange(1, count + 1, device=row.device) * signed(GOLDEN)
+    return unit(_mix_in_place(row + at))
 
 
 def keyed_uniform(key: Tensor, number: Tensor, count: int) -> Tensor:
@@ -38,9 +57,7 @@ def keyed_uniform(key: Tensor, number: Tensor, count: int) -> Tensor:
         number: [S] int64, which draw of the stream it is.
         count: uniforms of a draw.
     """
-    row = mix(mix(number * signed(GOLDEN) + 1) ^ key)[:, None]
-    at = torch.arange(1, count + 1, device=key.device) * signed(GOLDEN)
-    return (shift(mix(row + at), 11).double() * 2.0**-53).clamp_min(2.0**-54)
+    return wide_uniform(mix(mix(number * signed(GOLDEN) + 1) ^ key)[:, None], count)
 
 
 def keyed_normal(key: Tensor, number: Tensor, count: int) -> Tensor:

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW
+from specstop.collect.abreast import abreast
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.collect.prompts import Prompt
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import gumbel, stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.pair import Pair, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES, Rows, compute
@@ -178,6 +179,42 @@ def test_rows_do_not_depend_on_the_chunk_size(
     pieces = dense_rows(pair, Unroller(pair, DEPTH, temperature, memory_bytes=1), work, NEW)
     assert max(len(chunk["anchor"]) for chunk in whole) > 16, "no text is longer than two of the smallest chunks"
     assert_same(whole, pieces)
+
+
+def test_texts_are_unrolled_side_by_side(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> None:
+    compact, work = with_engine(pair, "compact"), batch(prompts, prompt_ids)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        unroller = Unroller(compact, DEPTH, 0.7)
+        together = dense_rows(compact, unroller, work, NEW)
+        assert len(unroller.crew(3)) == 3 and torch.get_num_threads() == 3
+        tight = Unroller(compact, DEPTH, 0.7, memory_bytes=1)
+        assert tight.crew(3) == [tight], "a further one does not fit into the budget"
+        torch.set_num_threads(1)
+        alone = dense_rows(compact, Unroller(compact, DEPTH, 0.7), work, NEW)
+    finally:
+        torch.set_num_threads(before)
+    assert [c["sequence"][0] for c in together] == [c["sequence"][0] for c in alone]
+    assert_same(together, alone)
+
+
+def test_what_goes_wrong_in_one_text_is_raised(pair: Pair) -> None:
+    compact, before = with_engine(pair, "compact"), torch.get_num_threads()
+
+    def odd(_: Unroller, item: int) -> int:
+        if item % 2:
+            raise ValueError(f"item {item}")
+        return item
+
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(ValueError, match="item 1"):
+            abreast(Unroller(compact, DEPTH, 0.0), odd, range(4))
+        assert torch.get_num_threads() == 2
+        assert abreast(Unroller(compact, DEPTH, 0.0), odd, range(0, 8, 2)) == [0, 2, 4, 6]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rows_do_not_depend_on_the_batch(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> None:

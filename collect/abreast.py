@@ -1,0 +1,44 @@
+"""Texts unrolled side by side, one a thread: the rows of a single text are too few to keep several cores busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from .unroll import Unroller
+
+Item, Made = TypeVar("Item"), TypeVar("Made")
+
+
+def abreast(unroller: Unroller, work: Callable[[Unroller, Item], Made], items: Sequence[Item]) -> list[Made]:
+    """Return `work(unroller, item)` of every item, in order; as many at once as threads and memory budget allow.
+
+    Args:
+        unroller: shared by nothing else meanwhile; each further thread gets one of its kind.
+        work: what is done with an item; it may change nothing but the unroller it is given.
+        items: of any kind.
+    """
+    threads = torch.get_num_threads()
+    crew = unroller.crew(threads)
+    if len(crew) == 1:
+        return [work(unroller, item) for item in items]
+    idle: SimpleQueue[Unroller] = SimpleQueue()
+    for one in crew:
+        idle.put(one)
+
+    def run(item: Item) -> Made:
+        one = idle.get()
+        try:
+            return work(one, item)
+        finally:
+            idle.put(one)
+
+    try:
+        with ThreadPoolExecutor(len(crew), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(run, items))
+    finally:
+        torch.set_num_threads(threads)  # the number of some libraries is that of the last thread that set one
