@@ -49,6 +49,7 @@ from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.rows import visits
 from specstop.train.heads.scores import policy_survival, survival_scores
 from specstop.train.report.intervals import Resamples
+from specstop.train.report.trust import survival
 from specstop.train.traces.bounds import clairvoyant_seconds
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import Replayed, replay
@@ -59,8 +60,10 @@ SEED = 0
 TRAIN, TEST = 600, 400
 RULES = ("confidence", "entropy", "product", "maxprob", "online")
 PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
+HIDDEN = "resnet-hidden"
 WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
         "noisy_score", "path_logprob", "drawn_prob", "depth")  # fmt: skip
+CHUNK = 4096
 LEAST_GAP, WORST, NEAR, MOST_ECE = 0.15, 0.99, 0.01, 0.02
 VERIFY_S, DRAFT_S = 20e-3, 0.6e-3
 
@@ -80,6 +83,7 @@ OURS = {
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
     "tokens": Ours("tokens", features=(*WIDE, *TOKEN_FEATURES)),
+    HIDDEN: Ours("resnet", features=WIDE[4:]),
     "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
 }
 
@@ -202,7 +206,9 @@ def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
     }
     lines = {name: table.line(name, replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name))
              for name, (_, policy) in policies.items()}  # fmt: skip
-    lines["informed estimate"] = table.line("informed estimate", informed_estimate(arrays, profile).seconds, 0.0)
+    told = in_advance(learned[HIDDEN], arrays)
+    for name, extra in (("informed estimate", None), ("informed, hidden states", told)):
+        lines[name] = table.line(name, informed_estimate(arrays, profile, extra=extra).seconds, 0.0)
     lines["clairvoyant bound"] = table.line("clairvoyant bound", table.bound, 0.0)
     mine = replay(arrays, learned[named], profile)
     _bars(place.name, lines[named], table, mine, {n: replay(arrays, p, profile) for n, p in rules.items()}, missed)
@@ -213,6 +219,13 @@ def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
         "tuned on test": _untuned(place.name, learned, validated, arrays, profile, missed),
         "ece": _reliable(place.name, learned, validated, arrays, profile, missed),
     }
+
+
+def in_advance(policy: LearnedPolicy, arrays: TraceArrays) -> torch.Tensor:
+    """Return [N, K + 1, 1], the survival that a policy without HISTORY features sees at every anchor and depth."""
+    rows = torch.arange(len(arrays.accepted))
+    parts = [survival(policy, arrays, part, torch.zeros(len(part), 4)) for part in rows.split(CHUNK)]
+    return torch.nn.functional.pad(torch.cat(parts).nan_to_num(1.0), (1, 0), value=1.0)[..., None]
 
 
 class Table:
@@ -282,8 +295,9 @@ def _machines(
 
 
 def _derived(learned: dict[str, LearnedPolicy], validated: dict[str, float]) -> LearnedPolicy:
-    """Return the policy of the derived rule that is best by validation."""
-    return learned[max((n for n in learned if learned[n].rule.kind == "derived"), key=validated.__getitem__)]
+    """Return the policy of scalars under the derived rule that is best by validation."""
+    fit = (name for name, policy in learned.items() if policy.rule.kind == "derived" and not policy.vectors)
+    return learned[max(fit, key=validated.__getitem__)]
 
 
 def _untuned(

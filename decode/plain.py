@@ -57,16 +57,9 @@ def plain_texts(
     """
     device = pair.device
     longest = max(map(len, prompts))
-    capacity = longest + max_new_tokens
-    model = CachedModel(pair.target, capacity, pair.vocabulary, hidden)
+    model = CachedModel(pair.target, longest + max_new_tokens, pair.vocabulary, hidden)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-    tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-    column = torch.arange(capacity, device=device)
-    real = column >= padding[:, None]  # [B, capacity]
-    causal = column[:longest, None] >= column[None, :longest]
-    # A padding row that sees nothing would be NaN, so it sees itself; nothing else ever sees it.
-    mask = causal & real[:, None, :longest] | torch.eye(longest, dtype=torch.bool, device=device)
-    positions = (column[None] - padding[:, None]).clamp_min(0)
+    real, positions = _columns(padding, model.capacity)
     stream = torch.tensor(list(keys), device=device)[:, None]
     eos = torch.tensor(() if ignore_eos else pair.eos, dtype=torch.int64, device=device)
 
@@ -78,7 +71,9 @@ def plain_texts(
         size = (len(prompts), max_new_tokens, hidden_width(pair.target))
         states = torch.zeros(size, dtype=torch.float16, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-    logits = model.read(tokens, 1, backend_mask(mask[:, None], pair.target), positions[:, :longest])[:, 0]
+    tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    mask = backend_mask(_prompt_mask(real[:, :longest])[:, None], pair.target)
+    logits = model.read(tokens, 1, mask, positions[:, :longest])[:, 0]
     later = backend_mask(real[:, None, None, :], pair.target)
     for step in range(max_new_tokens):
         rows[:, step] = logits
@@ -96,6 +91,20 @@ def plain_texts(
             break
         logits = model.read(out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1])[:, 0]
     return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states, kept)
+
+
+def _columns(padding: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return which columns [B, capacity] are real behind the padding [B], and the positions of the tokens there."""
+    column = torch.arange(capacity, device=padding.device)
+    return column >= padding[:, None], (column[None] - padding[:, None]).clamp_min(0)
+
+
+def _prompt_mask(real: Tensor) -> Tensor:
+    """Return [B, n, n], causal over the real columns [B, n]."""
+    count = real.shape[1]
+    causal = torch.ones(count, count, dtype=torch.bool, device=real.device).tril_()
+    # A padding row that sees nothing would be NaN, so it sees itself; nothing else ever sees it.
+    return causal & real[:, None] | torch.eye(count, dtype=torch.bool, device=real.device)
 
 
 def _cut(text: list[int], eos: set[int]) -> list[int]:

@@ -81,11 +81,12 @@ def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> No
 
 
 def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
+    """Of a benchmark, at least; what other engines are started with is theirs (`deploy.md`)."""
     pages = [cli("--help").out, *(cli(name, "--help").out for name in COMMANDS)]
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(pages)))
     known |= set(re.findall(r"--[a-z][a-z-]+", " ".join(p.read_text() for p in (ROOT / "benchmarks").glob("*.py"))))
     for page in documents():
-        for option in re.findall(r"`(--[a-z][a-z-]+)[^`]*`", page.read_text()):
+        for option in [] if page.name == "deploy.md" else re.findall(r"`(--[a-z][a-z-]+)[^`]*`", page.read_text()):
             assert option in known, f"{page.name}: {option}"
 
 
