@@ -1,4 +1,4 @@
-"""Replay: as fast, as small and as exact as it has to be, and what it predicts beside what is measured.
+"""Replay beside the live loop, for policies of every shipped kind: the same rounds, and the speeds that it predicts.
 
     python benchmarks/replay.py --check
     python benchmarks/replay.py --pair pairs/a --out replay.json
@@ -11,53 +11,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
-from specstop.collect.schema import Header, arrow_schema, parents
-from specstop.collect.store import open_for_writing, write_shard
-from specstop.decode import Pair, Settings, Speculator, load_pair
+from specstop.collect.store import Trace
+from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.alternate import run_alternating
-from specstop.decode.profile import Gauge
-from specstop.decode.topology import chain
-from specstop.policies import Confidence, FixedLength, StopPolicy
-from specstop.policies.calibration import Calibrator
-from specstop.policies.costs import CostTable, Profile
-from specstop.policies.heads import LinearHead
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Threshold
+from specstop.decode.profile import Gauge, loop_decisions
+from specstop.policies import FixedLength, StopPolicy
+from specstop.policies.costs import Profile
+from specstop.policies.features import TOKEN_FEATURES
+from specstop.policies.specs import load_policy
 from specstop.train.demo.pair import demo_pair
+from specstop.train.fit.run import train
 from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay, replay_many
+from specstop.train.traces.replay import replay
 from specstop.train.traces.static_tree import best_static_tree
 
 TREE, DEPTH = "3,2,1,1", 8
-TIE = 1e-4
-NAMES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
-
-CHILD = """
-import resource, sys
-sys.path.insert(0, sys.argv[2])
-import torch
-torch.set_num_threads(1)
-from replay import learned, made_profile
-from specstop.collect.store import open_trace
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
-policy = learned(0.4)
-arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
-played = replay(arrays, policy, made_profile())
-print(len(played.log), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
+TIE, NOISY = 1e-4, 20
+EXACT = (*TOKEN_FEATURES, "depth", "branch_rank", "temperature")
+SPECS = (
+    "confidence:0.2", "confidence:0.5", "heuristic:3", "heuristic-transient:3", "roc:0.3", "entropy:1.5", "adaedl:0.3",
+    "maxprob:0.4", "product:0.2", "online:0.4", "bandit?arms=fixed:2,fixed:4,confidence:0.4",
+    "bandit?kind=thompson&arms=fixed:1,fixed:3,product:0.2",
+)  # fmt: skip
+SPECS_TREES = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3", "gain")
 
 
 def main() -> int:
@@ -78,12 +64,11 @@ def main() -> int:
             missed.append(name)
 
     with tempfile.TemporaryDirectory() as out:
-        speed(Path(out), options.quick, bar)
         folder = options.pair or demo_pair()
         pair = load_pair(folder / "target", folder / "draft")
         count, tokens = (4, 32) if options.quick else (40, 128)
         prompts = read_prompts(folder / "prompts-test.jsonl", count)
-        other = read_prompts(folder / "prompts-train.jsonl", 32)
+        other = read_prompts(folder / "prompts-train.jsonl", 12 if options.quick else 64)
         for temperature in (0.0, 0.7):
             for tree in (None, TREE):
                 live(pair, prompts, other, tokens, temperature, tree, Path(out), bar)
@@ -96,151 +81,44 @@ def main() -> int:
     return int(options.check and (bool(missed) or not checked))
 
 
-def learned(threshold: float) -> LearnedPolicy:
-    """Return a logistic policy with made-up weights that draws about as many tokens as a trained one."""
-    if not _MADE:
-        generator = torch.Generator().manual_seed(1)
-        width = len(NAMES) + 2
-        weight = 0.4 * torch.randn(3, width, generator=generator)
-        bias = torch.full((3,), 1.0)
-        head = LinearHead(
-            NAMES, {"mean": torch.zeros(width), "scale": torch.ones(width), "weight": weight, "bias": bias}
-        )
-        calibrator = Calibrator("temperature", 1.3)
-        _MADE.append(LearnedPolicy("logistic", NAMES, head, calibrator, calibrator, Threshold("survival", 0.5), 12))
-    return _MADE[0].with_rule(Threshold("survival", threshold))
-
-
-_MADE: list[LearnedPolicy] = []
-"""The one policy: others differ from it in their thresholds alone."""
-
-
-def made_profile() -> Profile:
-    """Return costs of no machine, to depth 12."""
-    table = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, tuple(4e-3 + 1e-4 * n for n in range(13)))
-    return Profile(
-        table,
-        CostTable(400.0, (2e-3, 2.1e-3), 2e-5, tuple(6e-3 + 1e-4 * n for n in range(13))),
-        3e-5,
-        2e-4,
-        (5e-3, 1e-4),
-    )
-
-
-def write_trace(folder: Path, texts: int, length: int) -> Path:
-    """Write a trace of `texts` texts of `length` anchors at depth 12, made up."""
-    features = ("top1", "noisy_margin", "drawn_prob", "entropy", "depth")
-    header = Header(
-        "", "", {}, 99, (5,), 0.7, parents(chain(12)), features, ("anchor_top1",), length + 1, 0, 4, texts, ""
-    )  # fmt: skip
-    open_for_writing(folder, header)
-    chance = np.random.default_rng(0)
-    columns = arrow_schema(header)
-    for shard in range(4):
-        chunks = []
-        for text in range(shard, texts, 4):
-            anchor = np.arange(1, length + 1)
-            accepted = np.minimum(np.minimum(chance.geometric(0.3, length) - 1, 12), length + 1 - anchor)
-            values: dict[str, Any] = {"prompt_id": [f"p{text}"] * length, "group": [""] * length}
-            node = np.arange(12)
-            known = {
-                "sequence": np.full(length, text), "prompt_tokens": np.full(length, 60),
-                "text_tokens": np.full(length, length + 1), "anchor": anchor, "accepted_length": accepted,
-                "cut": anchor + 12 > length + 1, "accepted": node < accepted[:, None],
-                "labelled": node <= accepted[:, None], "tokens": chance.integers(6, 99, (length, 12)),
-            }  # fmt: skip
-            values |= known
-            for name in columns.names:
-                if name not in values:
-                    wide = name != "anchor_top1"
-                    values[name] = chance.random((length, 12) if wide else length, dtype=np.float32)
-            chunks.append(values)
-        write_shard(folder, header, shard, chunks)
-    return folder
-
-
-def speed(out: Path, quick: bool, bar: Any) -> None:
-    """Measure rounds a second, a sweep of thresholds, and the memory of a large trace."""
-    from specstop.collect.store import open_trace
-
-    torch.set_num_threads(1)  # one core does: more threads cost small tensors more than they bring
-    small = write_trace(out / "small", 200, 127)
-    arrays = trace_arrays(open_trace(small), NAMES)
-    policy, profile = learned(0.4), made_profile()
-    replay(arrays, policy, profile)
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        rounds = len(replay(arrays, policy, profile).log)
-        times.append(time.perf_counter() - begin)
-    alone = rounds / float(np.median(times))
-    print(f"      rounds a second, one policy on 200 prompts: {alone:,.0f}")
-    count = 50 if quick else 1000
-    begin = time.perf_counter()
-    many = replay_many(arrays, [learned(at / count) for at in range(count)], profile)
-    spent = time.perf_counter() - begin
-    bar("seconds for 1,000 thresholds on 200 prompts", spent, spent <= 60, f"{spent:.1f} for {count}; at most 60")
-    total = sum(len(played.log) for played in many)
-    bar(
-        "rounds a second, logistic policies on chains",
-        total / spent,
-        total / spent >= 1e5,
-        f"{total / spent:,.0f}; at least 100,000",
-    )
-    rows = 20_000 if quick else 1_000_000
-    large = write_trace(out / "large", rows // 125, 125)
-    command = [sys.executable, "-c", CHILD, str(large), str(Path(__file__).parent)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    peak = int(done[1]) / 1024
-    bar(
-        f"peak memory of replaying {rows:,} rows, MiB",
-        peak,
-        peak <= 1024,
-        f"{peak:.0f}, {done[0]} rounds; at most 1024",
-    )
-    torch.set_num_threads(1)
-
-
 def live(
     pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, temperature: float, tree: str | None,
     out: Path, bar: Any,
 ) -> None:  # fmt: skip
-    """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding."""
+    """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding.
+
+    Costs are measured on other prompts: decisions before the comparison, the rest by a gauge in between its texts.
+    """
     at = f"{tree or 'chain'}, T={temperature:g}"
     options = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
-    arrays = trace_arrays(collect(pair, prompts, out / at.replace(",", "-"), **options))
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
-    gauge = Gauge(
-        pair, encode(other, pair.tokenizer, reading_room(pair, 1)), depth=DEPTH, temperature=temperature, tree=tree
-    )  # fmt: skip
-    gauge.play(0)
-    deepest = arrays.depth
-    policies: list[StopPolicy] = [
-        FixedLength(0),
-        FixedLength(2),
-        FixedLength(deepest),
-        *(Confidence(c, deepest) for c in (0.2, 0.5)),
-    ]
-    if tree is not None:
-        policies.append(best_static_tree(arrays, made_profile())[0])
-    runs = [Speculator(pair, policy, Settings(temperature, tokens, tree=tree)) for policy in policies]
+    settings = Settings(temperature, tokens, tree=tree)
+    held, seen = (
+        collect(pair, side, out / f"{at}-{len(side)}".replace(",", "-"), **options) for side in (prompts, other)
+    )
+    arrays = trace_arrays(held)
+    ids, known = (encode(side, pair.tokenizer, reading_room(pair, tokens)) for side in (prompts, other))
+    gauge = Gauge(pair, known, depth=DEPTH, temperature=temperature, tree=tree)
+    for number in range(4):
+        gauge.play(number)
+    before = gauge.profile({})
+    policies = shipped(arrays, seen, before, tree)
+    decisions = loop_decisions(pair, policies, known, settings, before)
+    before = before.with_decisions(decisions)
+    runs = [Speculator(pair, policy, settings, before) for policy in policies]
     found = run_alternating(runs, list(zip([p.id for p in prompts], ids, strict=True)), gauge=gauge)
-    profile = gauge.profile({})
-    asked = [sum(r.decisions for g in texts for r in g.rounds) for texts in found]
-    spent = [sum(r.policy_s for g in texts for r in g.rounds) for texts in found]
-    profile = profile.with_decisions({p.cost_name: s / n for p, s, n in zip(policies, spent, asked, strict=True) if n})
+    profile = gauge.profile(decisions)
     rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
-    played = [replay(arrays, policy, profile) for policy in policies]
+    predicted = [replay(arrays, policy, profile).rate for policy in policies]
     worst, total, ties, wrong = 0.0, 0, 0, 0
-    for policy, rate, texts, back in zip(policies, rates, found, played, strict=True):
-        miss = (rate / rates[0]) / (back.rate / played[0].rate) - 1
+    for policy, rate, texts, guess in zip(policies, rates, found, predicted, strict=True):
+        miss = (rate / rates[0]) / (guess / predicted[0]) - 1
         worst = max(worst, abs(miss))
-        rounds = [
-            equality(arrays, policy, sequence, texts[sequence].rounds, back.log) for sequence in range(len(texts))
-        ]
-        total, ties, wrong = (a + sum(b) for a, b in zip((total, ties, wrong), zip(*rounds, strict=True), strict=True))
+        sums = equality(arrays, policy, before, texts)  # with the costs that the policy was told of
+        total, ties, wrong = total + sums[0], ties + sums[1], wrong + sums[2]
+        strange = f", {sums[1]} ties, {sums[2]} wrong" if sums[1] or sums[2] else ""
         print(
-            f"      {policy.name:<44} {rate / rates[0]:.3f} of plain, predicted {back.rate / played[0].rate:.3f}, {miss:+.1%}"
+            f"      {policy.name:<44} {rate / rates[0]:.3f} of plain, predicted {guess / predicted[0]:.3f}, {miss:+.1%}"
+            f"{strange}"
         )
     bar(
         f"predicted over measured, worst, {at}",
@@ -256,23 +134,57 @@ def live(
     )
 
 
+def shipped(arrays: TraceArrays, seen: Trace, profile: Profile, tree: str | None) -> list[StopPolicy]:
+    """Return plain decoding and policies of every shipped kind; learned ones are fitted on the trace `seen`."""
+    deepest = arrays.depth
+    made: list[StopPolicy] = [FixedLength(k) for k in (0, 2, deepest)]
+    made += [load_policy(spec).limited(deepest) for spec in SPECS + (SPECS_TREES if tree else ())]
+    if tree:
+        made += [
+            best_static_tree(arrays, profile)[0],
+            train(seen, profile, rule="gain", name="gain, learned").policy,
+        ]
+    else:
+        made += [train(seen, profile, head=head).policy for head in ("logistic", "mlp", "xgboost", "resnet")]
+        made.append(train(seen, profile, head="tokens", features=("top1", "depth", *TOKEN_FEATURES)).policy)
+        made.append(train(seen, profile, head="xgboost", rule="continuation", name="continuation").policy)
+    return made
+
+
 def equality(
-    arrays: TraceArrays, policy: StopPolicy, sequence: int, rounds: Sequence[Any], log: torch.Tensor
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, texts: Sequence[Generation]
 ) -> tuple[int, int, int]:
-    """Return rounds compared, ties and wrong ones of a text; comparison goes on from anchors that both visit."""
-    mine = {int(line[1]): line[2:].tolist() for line in log[log[:, 0] == sequence]}
-    compared = ties = wrong = 0
-    for r in rounds:
-        if r.anchor not in mine:
-            continue
-        compared += 1
-        if mine[r.anchor] != [r.drafted, r.verified, r.accepted]:
-            row = int(arrays.find(torch.tensor([sequence]), torch.tensor([r.anchor])))
-            near = float(arrays.column("noisy_margin")[row].abs().min()) < TIE
-            if isinstance(policy, Confidence):
-                near = near or float((arrays.column("drawn_prob")[row] - policy.threshold).abs().min()) < TIE
-            ties, wrong = ties + near, wrong + (not near)
-    return compared, ties, wrong
+    """Return rounds compared, ties and wrong ones; comparison goes on from anchors that both visit.
+
+    A tie is a round in which the draft's best scores are as near as float noise, or which replay plays as the live loop did
+    once such noise is put upon the features.
+    """
+    log = replay(arrays, policy, profile).log
+    mine = {(int(line[0]), int(line[1])): line[2:].tolist() for line in log}
+    met = [(s, r.anchor, [r.drafted, r.verified, r.accepted]) for s, text in enumerate(texts) for r in text.rounds]
+    met = [(s, anchor, played) for s, anchor, played in met if (s, anchor) in mine]
+    other = [(s, anchor, played) for s, anchor, played in met if mine[s, anchor] != played]
+    others = set()
+    for seed in range(NOISY if other else 0):
+        others |= {tuple(line) for line in replay(noisy(arrays, seed), policy, profile).log.tolist()}
+    ties = 0
+    for s, anchor, played in other:
+        row = int(arrays.find(torch.tensor([s]), torch.tensor([anchor])))
+        near = float(arrays.column("noisy_margin")[row].abs().min()) < TIE
+        ties += near or (s, anchor, *played) in others
+    return len(met), ties, len(other) - ties
+
+
+def noisy(arrays: TraceArrays, seed: int) -> TraceArrays:
+    """Return the trace with features that differ by float noise."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = {
+        name: values
+        if name in EXACT
+        else values + TIE * (2 * torch.rand(values.shape, generator=generator) - 1) * values.abs().clamp_min(1.0)
+        for name, values in arrays.columns.items()
+    }
+    return replace(arrays, columns=columns)
 
 
 if __name__ == "__main__":

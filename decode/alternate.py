@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..policies.progress import Progress, silent
+from .loop import Speculator
 from .noise import stream_key
 from .profile import Gauge
 from .records import Generation
@@ -44,6 +45,8 @@ def run_alternating(
     out: list[list[Generation]] = [[] for _ in runs]
     for run in runs:
         run.generate(prompts[0][1], stream_key(seed, prompts[0][0]))
+        if isinstance(run, Speculator):
+            run.renew()  # a policy that carries its state has not seen this text yet
     for number, (name, tokens) in enumerate(prompts):
         for turn in range(len(runs)):
             which = (turn + number) % len(runs)

@@ -186,12 +186,16 @@ def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[
 
 
 def loop_decisions(
-    pair: Pair, policies: Sequence[StopPolicy], prompts: Sequence[Sequence[int]], settings: Settings
-) -> dict[str, float]:
-    """Return the seconds of a decision by `cost_name`, features included: the median over texts of the live loop."""
+    pair: Pair, policies: Sequence[StopPolicy], prompts: Sequence[Sequence[int]], settings: Settings,
+    profile: Profile | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Return the seconds of a decision by `cost_name`, features included: the median over texts of the live loop.
+
+    With a profile what a policy hears of each round, the seconds among it, is a part of the price.
+    """
     seconds = {}
     for policy in policies:
-        speculator = Speculator(pair, policy, settings)
+        speculator = Speculator(pair, policy, settings, profile)
         rates = []
         for number, prompt in enumerate(prompts[:4]):
             rounds = speculator.generate(prompt, number).rounds

@@ -330,6 +330,7 @@ def test_options_that_do_not_go_together_are_one_line(collect: list[object], hom
         (("--tree", "2;1"), "--tree: expected widths"),
         (("--hidden", "both"), "--hidden: expected draft, target, or draft,target, not 'both'"),
         (("--hidden", ""), "--hidden: expected draft, target"),
+        (("--memory", 0), "--memory: expected 1 MiB or more, not 0"),
         (("--from-vllm", home / "nothing.jsonl"), "--from-vllm: expected a JSON Lines file"),
     ):
         answer = cli(*collect, *options, "--out", home / "refused")

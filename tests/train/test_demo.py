@@ -11,8 +11,10 @@ from conftest import make_prompts
 from specstop.collect.store import open_trace
 from specstop.decode.alternate import run_alternating
 from specstop.decode.loop import Speculator
+from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines_adaptive import Heuristic
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
 from specstop.policies.folder import load_policy_folder
@@ -68,3 +70,14 @@ def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: 
     assert [g.tokens for g in rows[0]] == [g.tokens for g in rows[1]]
     assert all(r.drafted == 0 for g in rows[0] for r in g.rounds)
     assert calls == [("live", i, 3) for i in (1, 2, 3)]
+
+
+def test_the_text_that_warms_up_is_not_remembered(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    from specstop.decode.loop import Settings
+
+    prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
+    runs = [Speculator(pair, Heuristic(2), Settings(0.7, 10)) for _ in range(2)]
+    alternated = run_alternating(runs[:1], prompts)[0]
+    alone = [runs[1].generate(ids, stream_key(0, name)) for name, ids in prompts]
+    assert [[r.drafted for r in g.rounds] for g in alternated] == [[r.drafted for r in g.rounds] for g in alone]
+    assert len({r.drafted for g in alone for r in g.rounds}) > 1

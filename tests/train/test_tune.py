@@ -95,8 +95,8 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
             table = costs.chain_costs(context, decision_s, first, DEPTH)
             rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
             other = replay(arrays, learned.with_rule(rule), costs).rate
-            # The iteration begins at this rho for the first of these only; the others go on from where it was left.
-            assert rate >= (other if (share, first) == (LOOK_AHEAD[0], 0) else (1 - CLOSE) * other)
+            # The iteration begins at this rho for depth 0 only; the others go on from the best rate found there.
+            assert rate >= (other if first == 0 else (1 - CLOSE) * other)
     assert (solved.head, solved.accept, solved.following) == (learned.head, learned.accept, learned.following)
     assert isinstance(solved.rule, Derived)
     assert len(solved.rule.thresholds) == DEPTH

@@ -13,7 +13,7 @@ from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived, derived_thresholds
 from ...policies.tree_gain import TreeGain
 from ..traces.data import TraceArrays, typical_context
-from ..traces.replay import Replayed, replay
+from ..traces.replay import Replayed, replay, replay_many
 from .tree_solve import solve_tree
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
@@ -63,22 +63,25 @@ def solve_rate(
     if isinstance(policy, TreeGain):
         return solve_tree(policy, arrays, profile)
     context, decision_s = typical_context(arrays), profile.decision(policy.cost_name)
-    rho = max(r.rate for r in fixed_grid(arrays, profile))
+    start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
-    for share in LOOK_AHEAD:
-        for first in range(min(LATEST + 1, policy.max_depth)):
-            costs = profile.chain_costs(context, decision_s, first, policy.max_depth)
-            ahead = [share * a for a in acceptance]
-            for _ in range(_ROUNDS):
-                known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
-                taus = [tau / known for tau in derived_thresholds(rho, costs, ahead)]
-                candidate = policy.with_rule(Derived(taus, first))
-                rate = replay(arrays, candidate, profile).rate
+    for first in range(min(LATEST + 1, policy.max_depth)):
+        costs = profile.chain_costs(context, decision_s, first, policy.max_depth)
+        known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
+        rates = dict.fromkeys(LOOK_AHEAD, max(start, best_rate))  # by share; settled ones leave
+        for _ in range(_ROUNDS):
+            candidates = []
+            for share, rho in rates.items():
+                taus = derived_thresholds(rho, costs, [share * a for a in acceptance])
+                candidates.append(policy.with_rule(Derived([tau / known for tau in taus], first)))
+            found = [played.rate for played in replay_many(arrays, candidates, profile)]
+            for candidate, rate in zip(candidates, found, strict=True):
                 if rate > best_rate:
                     best, best_rate = candidate, rate
-                if abs(rate - rho) < SETTLED * rho:
-                    break
-                rho = rate
+            now = zip(rates.items(), found, strict=True)
+            rates = {share: rate for (share, rho), rate in now if abs(rate - rho) >= SETTLED * rho}
+            if not rates:
+                break
     return best, best_rate
 
 

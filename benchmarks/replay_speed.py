@@ -1,0 +1,178 @@
+"""Replay on made-up traces: as fast and as small as it has to be.
+
+    python benchmarks/replay_speed.py --check
+
+The last line is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from specstop.collect.schema import Header, arrow_schema, parents
+from specstop.collect.store import open_for_writing, open_trace, write_shard
+from specstop.decode.topology import chain
+from specstop.policies.calibration import Calibrator
+from specstop.policies.costs import CostTable, Profile
+from specstop.policies.heads import LinearHead
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Threshold
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay, replay_many
+
+NAMES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
+
+CHILD = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+torch.set_num_threads(1)
+from replay_speed import learned, made_profile
+from specstop.collect.store import open_trace
+from specstop.train.traces.data import trace_arrays
+from specstop.train.traces.replay import replay
+policy = learned(0.4)
+arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
+played = replay(arrays, policy, made_profile())
+print(len(played.log), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="small traces: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    missed: list[str] = []
+
+    def bar(name: str, value: Any, met: bool, text: str) -> None:
+        figures[name] = value
+        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
+        if not met:
+            missed.append(name)
+
+    with tempfile.TemporaryDirectory() as out:
+        speed(Path(out), options.quick, bar)
+    line = json.dumps({"checked": not options.quick, "missed": missed, **figures})
+    if options.out:
+        options.out.write_text(line + "\n")
+    print(line)
+    return int(options.check and (bool(missed) or options.quick))
+
+
+def learned(threshold: float) -> LearnedPolicy:
+    """Return a logistic policy with made-up weights that draws about as many tokens as a trained one."""
+    if not _MADE:
+        generator = torch.Generator().manual_seed(1)
+        width = len(NAMES) + 2
+        weight = 0.4 * torch.randn(3, width, generator=generator)
+        bias = torch.full((3,), 1.0)
+        head = LinearHead(
+            NAMES, {"mean": torch.zeros(width), "scale": torch.ones(width), "weight": weight, "bias": bias}
+        )
+        calibrator = Calibrator("temperature", 1.3)
+        _MADE.append(LearnedPolicy("logistic", NAMES, head, calibrator, calibrator, Threshold("survival", 0.5), 12))
+    return _MADE[0].with_rule(Threshold("survival", threshold))
+
+
+_MADE: list[LearnedPolicy] = []
+"""The one policy: others differ from it in their thresholds alone."""
+
+
+def made_profile() -> Profile:
+    """Return costs of no machine, to depth 12."""
+    table = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, tuple(4e-3 + 1e-4 * n for n in range(13)))
+    return Profile(
+        table,
+        CostTable(400.0, (2e-3, 2.1e-3), 2e-5, tuple(6e-3 + 1e-4 * n for n in range(13))),
+        3e-5,
+        2e-4,
+        (5e-3, 1e-4),
+    )
+
+
+def write_trace(folder: Path, texts: int, length: int) -> Path:
+    """Write a trace of `texts` texts of `length` anchors at depth 12, made up."""
+    features = ("top1", "noisy_margin", "drawn_prob", "entropy", "depth")
+    header = Header(
+        "", "", {}, 99, (5,), 0.7, parents(chain(12)), features, ("anchor_top1",), length + 1, 0, 4, texts, ""
+    )  # fmt: skip
+    open_for_writing(folder, header)
+    chance = np.random.default_rng(0)
+    columns = arrow_schema(header)
+    for shard in range(4):
+        chunks = []
+        for text in range(shard, texts, 4):
+            anchor = np.arange(1, length + 1)
+            accepted = np.minimum(np.minimum(chance.geometric(0.3, length) - 1, 12), length + 1 - anchor)
+            values: dict[str, Any] = {"prompt_id": [f"p{text}"] * length, "group": [""] * length}
+            node = np.arange(12)
+            known = {
+                "sequence": np.full(length, text), "prompt_tokens": np.full(length, 60),
+                "text_tokens": np.full(length, length + 1), "anchor": anchor, "accepted_length": accepted,
+                "cut": anchor + 12 > length + 1, "accepted": node < accepted[:, None],
+                "labelled": node <= accepted[:, None], "tokens": chance.integers(6, 99, (length, 12)),
+            }  # fmt: skip
+            values |= known
+            for name in columns.names:
+                if name not in values:
+                    wide = name != "anchor_top1"
+                    values[name] = chance.random((length, 12) if wide else length, dtype=np.float32)
+            chunks.append(values)
+        write_shard(folder, header, shard, chunks)
+    return folder
+
+
+def speed(out: Path, quick: bool, bar: Any) -> None:
+    """Measure rounds a second, a sweep of thresholds, and the memory of a large trace."""
+    torch.set_num_threads(1)  # one core does: more threads cost small tensors more than they bring
+    small = write_trace(out / "small", 200, 127)
+    arrays = trace_arrays(open_trace(small), NAMES)
+    policy, profile = learned(0.4), made_profile()
+    replay(arrays, policy, profile)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        rounds = len(replay(arrays, policy, profile).log)
+        times.append(time.perf_counter() - begin)
+    alone = rounds / float(np.median(times))
+    print(f"      rounds a second, one policy on 200 prompts: {alone:,.0f}")
+    count = 50 if quick else 1000
+    begin = time.perf_counter()
+    many = replay_many(arrays, [learned(at / count) for at in range(count)], profile)
+    spent = time.perf_counter() - begin
+    bar("seconds for 1,000 thresholds on 200 prompts", spent, spent <= 60, f"{spent:.1f} for {count}; at most 60")
+    total = sum(len(played.log) for played in many)
+    bar(
+        "rounds a second, logistic policies on chains",
+        total / spent,
+        total / spent >= 1e5,
+        f"{total / spent:,.0f}; at least 100,000",
+    )
+    rows = 20_000 if quick else 1_000_000
+    large = write_trace(out / "large", rows // 125, 125)
+    command = [sys.executable, "-c", CHILD, str(large), str(Path(__file__).parent)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    peak = int(done[1]) / 1024
+    bar(
+        f"peak memory of replaying {rows:,} rows, MiB",
+        peak,
+        peak <= 1024,
+        f"{peak:.0f}, {done[0]} rounds; at most 1024",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
