@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decode.decide import _up_to_date as _has_keep_one
+from ..decode.decide import up_to_date
 from ..decode.noise import mix
 from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 
@@ -86,7 +86,7 @@ def exploring(policy: StopPolicy, share: float, depth: int) -> Exploring:
     parts: list[type] = []
     if type(policy).select is not StopPolicy.select:
         parts.append(_Selects)
-    if policy.keep_one is not None and _has_keep_one(type(policy)):
+    if policy.keep_one is not None and up_to_date(type(policy)):
         parts.append(_KeepsOne)
     made = Exploring(copy.copy(policy), share, depth)
     made.__class__ = type("Exploring", (*parts, Exploring), {})

@@ -1,8 +1,7 @@
-"""The policy's side of a round: features of what was just drawn, the policy's answer, and what happens when it fails."""
+"""The policy's side of a round: features of what was just drawn, and the policy's answer."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policies.baselines import FixedLength
-from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep, checked_select
-from ..policies.errors import SpecstopWarning
+from ..policies.contract import DraftStep, State, StopPolicy, checked_keep
 from ..policies.features import Layout, Rows, compute
 from ..policies.few import FewReader, FewRows, reads_few
 from ..policies.history import HistoryOne
 from ..policies.single import Reader, Row
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, seen
 from .candidates import Candidates
-from .guard import best_fixed, describe, make_watch
-from .settings import Text
 
 
 @dataclass(slots=True)
@@ -79,11 +74,11 @@ class Decider:
         self.policy = policy
         self.layout = Layout(policy.features)
         alone = chain and device.type == "cpu" and not policy.vectors  # `keep_one` is shown numbers only
-        self._one = policy.keep_one if alone and _up_to_date(type(policy)) else None
+        self._one = policy.keep_one if alone and up_to_date(type(policy)) else None
         self._chain, self._widths = chain, dict(widths or {})
         self._follows_path = "path_logprob" in self.layout.node
         plain = device.type == "cpu" and not policy.vectors and reads_few(self.layout.node)
-        self._keep_few = policy.keep_few if plain and _up_to_date(type(policy), "keep", "keep_few") else None
+        self._keep_few = policy.keep_few if plain and up_to_date(type(policy), "keep", "keep_few") else None
         few = plain and self._one is None and (self._keep_few is not None or not chain)
         self._read_few = FewReader(self.layout.node) if few else None
         self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
@@ -308,126 +303,7 @@ def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | Non
     return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
 
 
-def _up_to_date(kind: type[StopPolicy], full: str = "keep", short: str = "keep_one") -> bool:
+def up_to_date(kind: type[StopPolicy], full: str = "keep", short: str = "keep_one") -> bool:
     """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
     nearest = next(base for base in kind.__mro__ if full in vars(base) or short in vars(base))
     return short in vars(nearest)
-
-
-class Guard:
-    """A policy that cannot harm the text: one that raises or breaks the contract is reported once and replaced.
-
-    Args:
-        policy: the user's.
-        device: of the logits.
-        chain: whether no round has more than one branch.
-        fallback: length that is drafted after a failure.
-        mode: of the live guard: off, warn, or fallback (`guard`).
-        widths: H of each vector that the policy reads.
-
-    Attributes:
-        policy: the one in charge.
-        decider: asks it.
-        carried: its state between texts, if it carries one.
-    """
-
-    def __init__(
-        self,
-        policy: StopPolicy,
-        device: torch.device,
-        chain: bool,
-        fallback: int,
-        mode: str = "off",
-        widths: Mapping[str, int] | None = None,
-    ) -> None:
-        self.policy, self._device, self._chain, self._fallback = policy, device, chain, fallback
-        self._watch, self._mode = make_watch(policy, mode, chain), mode
-        self.decider = Decider(policy, device, chain, widths)
-        self.carried: State = None
-        self._warned = False
-        self._given = policy, self.decider
-
-    def renew(self) -> None:
-        """Put the user's policy in charge again and forget what it has carried from text to text."""
-        self.policy, self.decider = self._given
-        self._watch = make_watch(self.policy, self._mode, self._chain)
-        self.carried = None
-
-    def start(self, text: Text, key: int) -> None:
-        """Give the text its policy state."""
-        text.policy_state = self.carried
-        if self.carried is None:
-            try:
-                text.policy_state = self.policy.start(1, torch.tensor([key], device=self._device))
-            except Exception as error:  # a plugin may raise anything; the text must not suffer
-                self._fail(text, error)
-
-    def keep(
-        self, text: Text, depth: int, base: Base, level: Level | None, found: Candidates, alive: Sequence[int]
-    ) -> list[int]:
-        """Return the places to draft on from."""
-        try:
-            kept, text.policy_state = self.decider(depth, base, level, text.policy_state, found, alive)
-        except Exception as error:  # a plugin may raise anything; the text must not suffer
-            self._fail(text, error)
-            return list(alive) if depth < self._fallback else []
-        if self._watch is not None:
-            self._watch.decided(depth, text.policy_state)
-        return kept
-
-    def select(self, text: Text, found: Candidates, hide_tokens: bool) -> list[bool] | None:
-        """Return by row of the topology whether the target shall verify it; None = all."""
-        if type(self.policy).select is StopPolicy.select or not found.drafted:
-            return None
-        try:
-            if self._device.type == "cpu" and _up_to_date(type(self.policy), "select", "select_few"):
-                assert self.policy.select_few is not None
-                chosen = self.policy.select_few(*found.nodes(), text.policy_state)
-                return [True] * found.topology.roots + chosen
-            mask = checked_select(self.policy, found.tree(self._device, hide_tokens), text.policy_state)
-        except Exception as error:  # a plugin may raise anything; the text must not suffer
-            self._fail(text, error)
-            return None
-        return None if mask is None else [True] * found.topology.roots + mask[0].tolist()
-
-    def finished(self, text: Text, accepted: int, verified: int, cut: bool) -> None:
-        """Compare live acceptance with what the policy predicted; warn, or fall back, once it leaves the band."""
-        if self._watch is None:
-            return
-        self._watch.finished(accepted, verified, cut)
-        band = self._watch.band()
-        if band is None or not band.left:
-            return
-        message = describe(self.policy, band)
-        if self._mode == "fallback":
-            length = best_fixed(self.policy, self._watch.conditional(), self._fallback)
-            self._replace(text, FixedLength(length))
-            message += f"; drafting {length} tokens a round from here on"
-        self._watch = None
-        warnings.warn(message, SpecstopWarning, stacklevel=2)
-
-    def observe(self, text: Text, outcome: RoundOutcome) -> None:
-        """Tell the policy how the round went."""
-        try:
-            text.policy_state = self.policy.observe(outcome, text.policy_state)
-        except Exception as error:  # a plugin may raise anything; the text must not suffer
-            self._fail(text, error)
-
-    def _fail(self, text: Text, error: Exception) -> None:
-        """Warn once and go on with the fixed fallback length."""
-        if not self._warned:
-            warnings.warn(
-                f"policy {self.policy.name} failed ({type(error).__name__}: {error}); "
-                f"drafting {self._fallback} tokens a round from here on",
-                SpecstopWarning,
-                stacklevel=2,
-            )
-        self._warned = True
-        self._watch = None
-        self._replace(text, FixedLength(self._fallback))
-
-    def _replace(self, text: Text, policy: StopPolicy) -> None:
-        """Put another policy in charge."""
-        self.policy = policy
-        self.decider = Decider(policy, self._device, self._chain)
-        text.policy_state = self.carried = None

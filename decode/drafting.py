@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .candidates import Candidates
-from .decide import Base, Guard, Level, Logits
+from .charge import Guard
+from .decide import Base, Level, Logits
 from .drafters import Drafter
 from .hidden import KeepsStates
 from .modes import is_trimming

@@ -20,7 +20,7 @@ from ..policies.history import HistoryOne
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_sizes, check_vectors
 from .candidates import Candidates
 from .captured import open_cache
-from .decide import Guard
+from .charge import Guard
 from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
 from .hidden import KeepsStates, ask_for_states, hidden_width
