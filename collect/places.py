@@ -123,11 +123,8 @@ class Places:
         self.key, self.noise = anchors.key, None
         places = self.count + self.shape.deepest
         if self.temperature > 0 and places * self.pair.vocabulary * BYTES_PER_SCORE <= job.memory_bytes:
-            known = (
-                self.prob.new_empty(0, self.pair.vocabulary)
-                if anchors.noise is None
-                else anchors.noise[first:][:places]
-            )
+            none = self.prob.new_empty(0, self.pair.vocabulary)
+            known = none if anchors.noise is None else anchors.noise[first:][:places]
             self.noise = torch.cat([known, self._noise_at(torch.arange(len(known), places, device=device))])
 
     def _noise_at(self, place: Tensor) -> Tensor:
