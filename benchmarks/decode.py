@@ -5,8 +5,8 @@
 
 The embedded pair always runs; `--pair` adds others. For each pair, greedy and at T = 0.7, alternating per prompt: our best
 fixed length over the library's best assisted setting; the share of a round outside model calls and policy; the floor (the
-same forwards with nothing between them) over the loop; trees; memory over a long run. A way whose interval lies below the
-best of its kind after the first 6 prompts is not run on the others. The last line is one JSON object.
+same forwards with nothing between them) over the loop; trees; memory over a long run. The three ways
+of each kind that are fastest on the first 6 prompts are run on the others as well. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ FLOOR_TREE = "2,2,1,1"
 KINDS = (tuple(f"fixed:{k}" for k in LENGTHS), TREES, tuple(s.name for s in SETTINGS))
 LONG = 2048
 SCREEN = 6
-"""Prompts on which every way runs."""
+"""Prompts on which every way runs; then the fastest of each kind go on."""
+
+STAY = 3
 
 Prompts = list[tuple[str, list[int]]]
 
@@ -125,10 +127,9 @@ def measure(
 def contest(runs: dict[str, Any], prompts: Prompts, progress: Any) -> dict[str, list[Generation]]:
     """Return the texts of all ways on the first prompts, and on the others of those that may be the best of their kind."""
     texts = dict(zip(runs, run_alternating(list(runs.values()), prompts[:SCREEN], progress=progress), strict=True))
-    stay = set(runs) - set().union(*KINDS) | {FLOOR_TREE}
+    stay = {"plain", FLOOR_TREE}
     for kind in KINDS:
-        best = max(kind, key=lambda name: speed_ratio(texts[name], texts["plain"])[0])
-        stay |= {name for name in kind if speed_ratio(texts[name], texts[best])[2] >= 1.0}
+        stay |= set(sorted(kind, key=lambda name: speed_ratio(texts[name], texts["plain"])[0], reverse=True)[:STAY])
     rest = {name: run for name, run in runs.items() if name in stay}
     if prompts[SCREEN:]:
         for name, row in zip(
