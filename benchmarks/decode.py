@@ -5,7 +5,7 @@
 
 The embedded pair always runs; `--pair` adds others. For each pair, greedy and at T = 0.7, alternating per prompt: our best
 fixed length over the library's best assisted setting; the share of a round outside model calls and policy; the floor (the
-same forwards with nothing between them) over the loop; trees; memory over a long run. The three ways
+same forwards with nothing between them) over the loop; trees; memory over a long run. The two ways
 of each kind that are fastest on the first 6 prompts are run on the others as well. The last line is one JSON object.
 """
 
@@ -40,7 +40,7 @@ LONG = 2048
 SCREEN = 6
 """Prompts on which every way runs; then the fastest of each kind go on."""
 
-STAY = 3
+STAY = 2
 
 Prompts = list[tuple[str, list[int]]]
 
