@@ -11,7 +11,8 @@ import torch
 
 from .unroll import Unroller
 
-Item, Made = TypeVar("Item"), TypeVar("Made")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 def abreast(unroller: Unroller, work: Callable[[Unroller, Item], Made], items: Sequence[Item]) -> list[Made]:

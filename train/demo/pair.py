@@ -111,7 +111,7 @@ def unseen_prompts(
     described: Any = read_json(pair / "pair.json", "the pair")
     recipe = described["recipe"]
     split = split_documents(documents, recipe["held_out"], recipe["seed"], recipe["text_bytes"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(pair / "target")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(pair / "target")
     most = len(split.left) * 3 // 5
     found = []
     for side, own, more, count in (
