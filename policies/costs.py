@@ -21,6 +21,9 @@ from .files import read_json, write_json
 
 PROFILE_SCHEMA = 1
 
+CLEARLY = 0.05
+"""Share by which a verification of more tokens must be cheaper to be taken."""
+
 
 @dataclass(frozen=True)
 class CostTable:
@@ -114,9 +117,14 @@ class Profile:
         return all(record.get(key) == mine[key] for key in keys)
 
     def padded(self) -> tuple[int, ...]:
-        """Return for n = 0..K drafted tokens how many are best verified: filling up to a cheaper size costs less."""
+        """Return for n = 0..K drafted tokens how many are best verified: filling up to a size that is clearly cheaper pays.
+
+        Where verification is flat, the cheapest of several sizes is the one whose measurement was luckiest; filling up to it
+        gains nothing, and its seconds are too few.
+        """
         cost = [a + b for a, b in zip(self.low.verify_s, self.high.verify_s, strict=True)]
-        return tuple(min(range(n, len(cost)), key=cost.__getitem__) for n in range(len(cost)))
+        least = [min(range(n, len(cost)), key=cost.__getitem__) for n in range(len(cost))]
+        return tuple(m if cost[m] < (1.0 - CLEARLY) * cost[n] else n for n, m in enumerate(least))
 
     def round_seconds(
         self,

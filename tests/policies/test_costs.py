@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from specstop.policies.baselines import Confidence
-from specstop.policies.costs import Profile
+from specstop.policies.costs import CLEARLY, Profile
 from specstop.policies.errors import InputError
 
 EXACT = 1e-13  # float64
@@ -26,12 +26,13 @@ def seconds(profile: Profile, context: float, *counts: int, decision_s: float = 
 
 
 def slow_padded(p: Profile, verified: int) -> int:
-    """Return the size that verifies at least this many tokens cheapest, both contexts taken together."""
+    """Return the size that verifies at least this many tokens cheapest, both contexts taken together, if it is clearly so."""
     best = verified
     for size in range(verified, len(p.low.verify_s)):
         if p.low.verify_s[size] + p.high.verify_s[size] < p.low.verify_s[best] + p.high.verify_s[best]:
             best = size
-    return best
+    cost, own = (p.low.verify_s[size] + p.high.verify_s[size] for size in (best, verified))
+    return best if cost < (1.0 - CLEARLY) * own else verified
 
 
 def slow_seconds(p: Profile, context: float, drafted: int, verified: int, backlog: int, decisions: int) -> float:
@@ -62,6 +63,8 @@ def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None
     assert seconds(profile, 20, 5, 4, 1, 0) == seconds(profile, 20, 5, 5, 1, 0) < seconds(profile, 20, 5, 6, 1, 0)
     flat = dataclasses.replace(profile.low, verify_s=(5.0, 5.0, 5.0))
     assert dataclasses.replace(profile, low=flat, high=flat).padded() == (0, 1, 2), "nothing is filled up for nothing"
+    near = dataclasses.replace(profile.low, verify_s=(5.0, 4.9, 4.8))
+    assert dataclasses.replace(profile, low=near, high=near).padded() == (0, 1, 2), "as much as measurements differ"
     steep = dataclasses.replace(profile.low, verify_s=(5.0, 4.0, 3.0))
     assert dataclasses.replace(profile, low=steep, high=steep).padded() == (2, 2, 2)
 
