@@ -51,6 +51,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7], help="temperatures to run at")
+    parser.add_argument("--shape", nargs="+", default=["chain", TREE], help="chain, or trees; a check needs both")
     parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
@@ -69,10 +71,12 @@ def main() -> int:
         count, tokens = (4, 32) if options.quick else (40, 128)
         prompts = read_prompts(folder / "prompts-test.jsonl", count)
         other = read_prompts(folder / "prompts-train.jsonl", 12 if options.quick else 64)
-        for temperature in (0.0, 0.7):
-            for tree in (None, TREE):
+        for temperature in options.temperature:
+            for shape in options.shape:
+                tree = None if shape == "chain" else shape
                 live(pair, prompts, other, tokens, temperature, tree, Path(out), bar)
-    checked = not options.quick and len(prompts) >= 40
+    whole = len(options.temperature) > 1 and len(options.shape) > 1
+    checked = not options.quick and len(prompts) >= 40 and whole
     line = json.dumps({"checked": checked, "missed": missed, **figures})
     if options.out:
         options.out.write_text(line + "\n")
