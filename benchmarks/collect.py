@@ -38,7 +38,7 @@ NEAR = 2e-3
 Batch = list[tuple[int, str, str, list[int], int]]
 
 CHILD = """
-import resource, sys, torch
+import sys, torch
 torch.set_num_threads(1)
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import collect
@@ -46,7 +46,7 @@ from specstop.decode import load_pair
 folder, out, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 pair = load_pair(folder + "/target", folder + "/draft")
 collect(pair, read_prompts(folder + "/prompts-test.jsonl", 4), out, depth=12, max_new_tokens=tokens, temperature=0.7)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # getrusage begins with the parent's
 """
 
 

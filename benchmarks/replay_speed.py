@@ -32,19 +32,25 @@ from specstop.train.traces.replay import replay, replay_many
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 
 CHILD = """
-import resource, sys
+import sys
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
-from replay_speed import learned, made_profile
+from replay_speed import learned, made_profile, peak_kib
 from specstop.collect.store import open_trace
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 policy = learned(0.4)
 arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
 played = replay(arrays, policy, made_profile())
-print(len(played.log), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(len(played.log), peak_kib())
 """
+
+
+def peak_kib() -> int:
+    """Return this process's peak memory; `getrusage` begins a child with the peak of the process that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def main() -> int:

@@ -215,7 +215,8 @@ def trace_arrays(
         values = np.ascontiguousarray(_read(trace, name, kind)[order][of])
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
-    ids, groups = (np.asarray(_read(trace, name, None))[order][start] for name in ("prompt_id", "group"))
+    firsts = start if isinstance(order, slice) else order[start]
+    ids, groups = (trace.table([name]).column(0).take(firsts).to_pylist() for name in ("prompt_id", "group"))
     tokens = read("tokens", np.int32)
     node_names = [n for n in wanted if n in header.features]
     block = torch.empty(*tokens.shape, len(node_names))
