@@ -17,9 +17,12 @@ _PLACE = {name: place for place, name in enumerate(HISTORY_FEATURES)}
 class History:
     """Running record of S streams.
 
+    Kept in float64 and by the same operations as `HistoryOne`, so that the two agree to the last bit: a boosted tree splits
+    at values that were seen, where the least difference decides.
+
     Args:
-        record: [S, 4], the HISTORY features in the order of `HISTORY_FEATURES`.
-        weight: [S], of the past in the running means, 1 - 0.8^n after n rounds.
+        record: [S, 4] float64, the HISTORY features in the order of `HISTORY_FEATURES`.
+        weight: [S] float64, of the past in the running means, 1 - 0.8^n after n rounds.
     """
 
     def __init__(self, record: Tensor, weight: Tensor) -> None:
@@ -28,7 +31,8 @@ class History:
     @staticmethod
     def start(streams: int, device: torch.device | str = "cpu") -> History:
         """Return the history of fresh sequences: all zeros."""
-        return History(torch.zeros(streams, 4, device=device), torch.zeros(streams, device=device))
+        record = torch.zeros(streams, 4, dtype=torch.float64, device=device)
+        return History(record, torch.zeros_like(record[:, 0]))
 
     def after(self, accepted: Tensor, verified: Tensor, counts: Tensor | None = None) -> History:
         """Return the history after a round.
@@ -37,11 +41,12 @@ class History:
             accepted, verified: [S] min(A, k) and k.
             counts: [S] bool; False for streams without a round and for rounds that were cut, which change nothing.
         """
-        accepted, verified = accepted.float(), verified.float()
+        accepted, verified = accepted.double(), verified.double()
         weight = PAST_WEIGHT * self.weight + (1.0 - PAST_WEIGHT)
         share = ((1.0 - PAST_WEIGHT) / weight)[:, None]
-        news = torch.stack([accepted, (accepted == verified).float(), accepted, verified], -1)
-        means = torch.lerp(self.record[:, :2], news[:, :2], share)
+        news = torch.stack([accepted, (accepted == verified).double(), accepted, verified], -1)
+        means = self.record[:, :2]
+        means = means + share * (news[:, :2] - means)
         record = torch.cat([means, news[:, 2:]], -1)
         if counts is not None:
             record = torch.where(counts[:, None], record, self.record)
@@ -49,10 +54,10 @@ class History:
         return History(record, weight)
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Tensor:
-        """Return [S, len(names)], the named HISTORY features; zeros before the first round."""
+        """Return [S, len(names)] float32, the named HISTORY features; zeros before the first round."""
         if tuple(names) == HISTORY_FEATURES[: len(names)]:
-            return self.record[:, : len(names)]
-        return self.record[:, [HISTORY_FEATURES.index(name) for name in names]]
+            return self.record[:, : len(names)].float()
+        return self.record[:, [HISTORY_FEATURES.index(name) for name in names]].float()
 
 
 class HistoryOne:

@@ -136,7 +136,7 @@ class ToGo:
         record = torch.zeros(len(lengths), past.record.shape[1])
         while bool(active.any()):
             row = torch.where(active, at, arrays.offset)
-            visits[row[active]], record[row[active]] = True, past.record[active]
+            visits[row[active]], record[row[active]] = True, past.values()[active]
             k, zero = lengths[row], torch.zeros_like(row)
             context = arrays.prompt_tokens + self.anchor[row]
             seconds = self.profile.round_seconds(context, k, k, backlog, zero, 0.0) + decided[row]
