@@ -16,7 +16,7 @@ def speed_table(data: Data) -> Table:
     for at, line in enumerate(data["lines"]):
         path: Path = ("lines", at)
         counts: list[Cell] = ["", "", ""]
-        if line["kind"] != "bound":
+        if line["kind"] not in ("bound", "informed"):
             counts = [Num((*path, name), ".2f") for name in ("block_efficiency", "drafted", "accepted")]
         gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else spread((*path, "gap_closed"), 2)
         told = Mark(line["verdict"]) if line["verdict"] else ""
