@@ -190,7 +190,7 @@ class Places:
         position = self.prompt + self.first + place - 1  # of the last token of the text that each sees
         text = torch.arange(model.length, device=place.device) <= position[:, None]
         end = 0
-        for depth, count in enumerate(torch.bincount(self.depth[row], minlength=2).tolist()):
+        for depth, count in enumerate(torch.bincount(self.depth[row]).tolist()):
             if not count:
                 continue
             begin, end = end, end + count

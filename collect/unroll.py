@@ -98,12 +98,13 @@ class Unroller:
         """
         if self.pair.device.type != "cpu" or not isinstance(self.pair.draft, CompactModel):
             return [self]
-        each = self._rows * (BYTES_PER_SCORE * self.pair.vocabulary + len(self._shape) * token_bytes(self.pair.draft))
+        scores = max(self._rows, _SEGMENT) * BYTES_PER_SCORE * self.pair.vocabulary
+        each = scores + self._rows * len(self._shape) * token_bytes(self.pair.draft)
         while len(self._crew) < min(most, self.memory_bytes // each):
             self._crew.append(
                 Unroller(self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.vectors)
             )
-        return self._crew
+        return self._crew[:most]
 
     def _room(self, tokens: int, nodes: int) -> CachedModel:
         capacity = tokens + self._rows * nodes

@@ -194,7 +194,7 @@ def test_texts_are_unrolled_side_by_side(compact: Pair, prompts: list[Prompt], p
         torch.set_num_threads(3)
         unroller = Unroller(compact, DEPTH, 0.7)
         together = dense_rows(compact, unroller, work, NEW)
-        assert len(unroller.crew(3)) == 3 and torch.get_num_threads() == 3
+        assert len(unroller.crew(3)) == 3 and len(unroller.crew(2)) == 2 and torch.get_num_threads() == 3
         tight = Unroller(compact, DEPTH, 0.7, memory_bytes=1)
         assert tight.crew(3) == [tight], "a further one does not fit into the budget"
         torch.set_num_threads(1)
