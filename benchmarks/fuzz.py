@@ -107,7 +107,8 @@ def decisions(policy: LearnedPolicy) -> str:
         keep, state = policy.keep(DraftStep(depth, alive, parent, x, vectors), state)
         assert keep.dtype == torch.bool and keep.shape == alive.shape
         for s in range(streams if policy.keep_one is not None else 0):
-            go_on, alone[s] = policy.keep_one(depth, x[s, 0].tolist(), alone[s])
+            hidden = [{name: states[s, 0].numpy() for name, states in vectors.items()}] if vectors else []
+            go_on, alone[s] = policy.keep_one(depth, x[s, 0].tolist(), alone[s], *hidden)
             assert isinstance(go_on, bool)
         answers += [keep.tolist(), [f"{v:.5g}" for v in state[:, 0].tolist()]]
     return repr(answers)

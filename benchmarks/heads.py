@@ -37,7 +37,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.vectors import DRAFT_HIDDEN
+from specstop.policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.continuation import informed_estimate
@@ -159,7 +159,7 @@ def prepare(where: Path, prompts: Prompts, temperature: float, work: Path, token
                 collect(
                     pair, asked, at, target=str(where / "target"),
                     draft=str(where / "draft"), depth=DEPTH, temperature=temperature, max_new_tokens=tokens, seed=SEED,
-                    vectors=(DRAFT_HIDDEN,), progress=progress,
+                    vectors=(DRAFT_HIDDEN, TARGET_HIDDEN), progress=progress,
                 )  # fmt: skip
         sides[side] = open_trace(at)
     if not (folder / "profile.json").exists():

@@ -72,12 +72,12 @@ class _KeepsOne:
     inner: Any
     explores: Any
 
-    def keep_one(self, depth: int, features: Any, state: State) -> tuple[bool, State]:
+    def keep_one(self, depth: int, features: Any, state: State, *vectors: Any) -> tuple[bool, State]:
         """Ask the policy's `keep_one`; see `StopPolicy.keep_one`."""
         inner, key, number = state
         kept = False
         if self.inner.first <= depth < self.inner.max_depth:
-            kept, inner = self.inner.keep_one(depth, features, inner)
+            kept, inner = self.inner.keep_one(depth, features, inner, *vectors)
         return kept or bool(self.explores(state)), (inner, key, number)
 
 

@@ -73,9 +73,9 @@ class Decider:
     ) -> None:
         self.policy = policy
         self.layout = Layout(policy.features)
-        alone = chain and device.type == "cpu" and not policy.vectors  # `keep_one` is shown numbers only
+        alone = chain and device.type == "cpu"
         self._one = policy.keep_one if alone and up_to_date(type(policy)) else None
-        self._chain, self._widths = chain, dict(widths or {})
+        self._chain, self._widths, self._device = chain, dict(widths or {}), device
         self._follows_path = "path_logprob" in self.layout.node
         plain = device.type == "cpu" and not policy.vectors and reads_few(self.layout.node)
         self._keep_few = policy.keep_few if plain and up_to_date(type(policy), "keep", "keep_few") else None
@@ -101,7 +101,7 @@ class Decider:
             token = found.tokens[places[0]]
             last = found.tokens[found.parent[places[0]]]
             row = Row(logits.raw, temperature, logits.scores, token, parent, depth, logits.sampled, last)
-            return Level(places, row)
+            return Level(places, row, logits.states)
         if self._read_few is not None:
             return Level(places, self._few_rows(found, places, logits, temperature, above))
         device = logits.raw.device
@@ -175,14 +175,15 @@ class Decider:
             hidden: [1, H], the target's last hidden state of that row, if the policy reads it.
         """
         past = history.values(self.layout.history)
+        states = seen(hidden) if hidden is not None and self.policy.vectors else None
         if self._one is not None or self._read_few is not None:
             if self.layout.anchor:
                 past = self._read_anchor(Row(anchor_row, temperature, None, anchor)) + past
-            return Base(row=past)
+            return Base(row=past, hidden=states)
         device = anchor_row.device
         rows = Rows(anchor_row, temperature, tokens=torch.tensor([anchor], device=device))
         columns = self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device))
-        return Base(columns, hidden=seen(hidden) if hidden is not None and self.policy.vectors else None)
+        return Base(columns, hidden=states)
 
     def _vectors(self, base: Base, level: Level | None) -> dict[str, Tensor]:
         """Return the vectors that the policy reads, [R, H] for the R branches of a depth."""
@@ -192,8 +193,7 @@ class Decider:
                 assert base.hidden is not None
                 out[name] = base.hidden.repeat(1 if level is None else len(level.places), 1)
             elif level is None:
-                assert base.columns is not None
-                out[name] = base.columns.new_zeros(1, self._widths[DRAFT_HIDDEN], dtype=torch.float32)
+                out[name] = torch.zeros(1, self._widths[DRAFT_HIDDEN], device=self._device)
             else:
                 assert level.states is not None
                 out[name] = seen(level.states)
@@ -236,7 +236,12 @@ class Decider:
             if level is not None:
                 assert isinstance(level.rows, Row)
                 nodes = self._read(level.rows)
-            go_on, state = self._one(depth, self.layout.step_one(base.row, nodes), state)
+            row = self.layout.step_one(base.row, nodes)
+            if self.policy.vectors:
+                hidden = {name: states[0].numpy() for name, states in self._vectors(base, level).items()}
+                go_on, state = self._one(depth, row, state, hidden)
+            else:
+                go_on, state = self._one(depth, row, state)
             return list(alive) if go_on else [], state
         if self._read_few is not None:
             assert base.row is not None

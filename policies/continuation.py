@@ -12,6 +12,7 @@ from .contract import DraftStep, State
 from .errors import PolicyError
 from .features import Kind, feature
 from .heads import Head
+from .heads_base import NO_ARRAYS, Arrays
 from .learned import Facts, LearnedPolicy
 from .rules import Continuation, Rule
 
@@ -56,7 +57,9 @@ class ContinuationPolicy(LearnedPolicy):
             raise PolicyError(f"{self.name}: a head of values goes with the rule continuation, not {rule.kind}")
         return ContinuationPolicy(self.name, self.features, self.head, rule, self.max_depth, self.facts)
 
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+    def keep_one(
+        self, depth: int, features: Sequence[float], state: State, vectors: Arrays = NO_ARRAYS
+    ) -> tuple[bool, State]:
         """Decide for one row; see `StopPolicy.keep_one`. The state is what is remembered of this depth."""
         row: Sequence[float] = features
         if self._memory:

@@ -108,7 +108,8 @@ class StopPolicy:
 
     keep_one: ClassVar[Callable[..., tuple[bool, State]] | None] = None
     """`keep` for one stream with one branch on the CPU, without tensors: (depth, F features as plain float32 numbers, state)
-    -> (draft on, state). Optional; it must decide as `keep` does. Its state is its own."""
+    -> (draft on, state). A policy with `vectors` is handed them as a fourth argument, float32 arrays [H] by name. Optional;
+    it must decide as `keep` does. Its state is its own."""
 
     keep_few: ClassVar[Callable[..., tuple[list[bool], State]] | None] = None
     """`keep` for one stream with few branches on the CPU, without tensors: (depth, alive, parent, rows of F features, state),

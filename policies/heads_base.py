@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import log
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .errors import PolicyError
 from .features import Kind, feature
+from .layers import Array
 
 _KINDS = {"feature": torch.int64, "missing_left": torch.bool, "order": torch.int64}
 _EDGE = 1e-6
@@ -21,6 +22,11 @@ EDGES = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))
 
 _LOW, _HIGH = EDGES
 NO_VECTORS: Mapping[str, Tensor] = MappingProxyType({})
+Arrays = Mapping[str, Array]
+"""The hidden states [H] of one row, float32, by name."""
+
+NO_ARRAYS: Arrays = MappingProxyType({})
+_States = TypeVar("_States", Tensor, Array)
 
 
 class Head(Protocol):
@@ -39,8 +45,8 @@ class Head(Protocol):
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
         """Return [..., 2], accept and next, of features [..., F] and vectors [..., H] at one depth."""
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
-        """Return [accept, next] of one row of F float32 numbers: what `logits` returns for it. Heads of scalars only."""
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
+        """Return [accept, next] of one row of F float32 numbers and arrays [H]: what `logits` returns for it."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that the head consists of."""
@@ -160,9 +166,19 @@ def vector(vectors: Mapping[str, Tensor], name: str, size: int) -> Tensor:
     Raises:
         PolicyError: there are none, or they are of another size: the head was fitted for another model.
     """
+    states = _of_size(vectors, name, size)
+    return states.float()
+
+
+def array(vectors: Arrays, name: str, size: int) -> Array:
+    """Return the hidden state [H] called `name` of one row; raises as `vector` does."""
+    return _of_size(vectors, name, size)
+
+
+def _of_size(vectors: Mapping[str, _States], name: str, size: int) -> _States:
     if name not in vectors:
         raise PolicyError(f"the head reads {name}, which it was not given")
     states = vectors[name]
     if states.shape[-1] != size:
         raise PolicyError(f"the head reads {name} of size {size}, but this model's is {states.shape[-1]}")
-    return states.float()
+    return states

@@ -11,7 +11,8 @@ from torch.nn.functional import linear, relu
 
 from .errors import PolicyError
 from .features import TOP
-from .heads_base import NO_VECTORS, OnDevice, TensorHead, expect, take, vector, width_of
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, OnDevice, TensorHead, array, expect, take, vector, width_of
+from .layers import Array
 from .vectors import DRAFT_HIDDEN
 
 HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))
@@ -59,6 +60,8 @@ class DynaSDHead(TensorHead):
             raise PolicyError(f"{self.kind} head: expected 1 output, got {width if count else 'no layer'}")
         self._inputs = inputs
         self._placed = OnDevice(*(self._tensors[name] for name in layers), self._tensors["first"])
+        self._one = [(self._tensors[f"weight.{i}"].numpy(), self._tensors[f"bias.{i}"].numpy()) for i in range(count)]
+        self._opening = [float(self._tensors["first"])] * 2
 
     def _score(self, x: Tensor, depth: int) -> Tensor:
         """Return [..., 2] for inputs [..., in]."""
@@ -68,6 +71,14 @@ class DynaSDHead(TensorHead):
         for at, (weight, bias) in enumerate(zip(layers[::2], layers[1::2], strict=True)):
             x = linear(relu(x) if at else x, weight, bias)
         return x.expand(*x.shape[:-1], 2)
+
+    def _score_one(self, x: Array, depth: int) -> list[float]:
+        """Return the two scores of one row of inputs."""
+        if depth == 0:
+            return list(self._opening)
+        for at, (weight, bias) in enumerate(self._one):
+            x = weight.dot(np.maximum(x, 0.0) if at else x) + bias
+        return [float(x[0])] * 2
 
 
 class SoftHead(DynaSDHead):
@@ -84,9 +95,9 @@ class SoftHead(DynaSDHead):
         """Return [..., 2], twice the same; see `Head`."""
         return self._score(vector(vectors, DRAFT_HIDDEN, self._inputs), depth)
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
-        """Refuse: hidden states come as tensors; see `Head`."""
-        raise PolicyError("dynasd-soft head: it reads hidden states, which come as tensors")
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
+        """Return [accept, next] of one row, twice the same; see `Head`."""
+        return self._score_one(array(vectors, DRAFT_HIDDEN, self._inputs), depth)
 
 
 class HardHead(DynaSDHead):
@@ -99,19 +110,11 @@ class HardHead(DynaSDHead):
         super().__init__(names, tensors)
         if self._inputs != len(self.reads):
             raise PolicyError(f"dynasd-hard head: expected weight.0 for {len(self.reads)} inputs, got {self._inputs}")
-        count = len(self._tensors) // 2
-        self._one = [(self._tensors[f"weight.{i}"].numpy(), self._tensors[f"bias.{i}"].numpy()) for i in range(count)]
-        self._opening = [float(self._tensors["first"])] * 2
 
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
         """Return [..., 2], twice the same; see `Head`."""
         return self._score(features, depth)
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row, twice the same; see `Head`."""
-        if depth == 0:
-            return list(self._opening)
-        x = np.array(features, dtype=np.float32)
-        for at, (weight, bias) in enumerate(self._one):
-            x = weight.dot(np.maximum(x, 0.0) if at else x) + bias
-        return [float(x[0])] * 2
+        return self._score_one(np.array(features, dtype=np.float32), depth)

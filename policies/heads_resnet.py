@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 
 from .errors import PolicyError
 from .features import Kind
-from .heads_base import NO_VECTORS, Basis, OnDevice, TensorHead, expect, take, vector, width_of
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, array, expect, take, vector, width_of
 from .layers import Residual
 from .vectors import VECTORS
 
@@ -71,7 +71,7 @@ class ResNetHead(TensorHead):
         self._body = OnDevice(blocks, t["block.bias"], t["leave.weight"], t["leave.bias"])
         middle = list(zip(blocks, t["block.bias"], strict=True))
         leave = (t["leave.weight"], t["leave.bias"])
-        self._one = [Residual((e[0], e[1]), middle, leave) for e in self._entries] if not read else None
+        self._one = [Residual((e[0], e[1]), e[2:], middle, leave) for e in self._entries]
 
     def _entry(self, first: bool) -> tuple[Tensor, ...]:
         """Return the first layer on raw columns, at depth 0 if `first`: weight, bias, then a weight for each hidden state."""
@@ -98,8 +98,7 @@ class ResNetHead(TensorHead):
             x = x + silu(linear(x, block, offset))
         return linear(x, leave, beyond)
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
-        """Return [accept, next] of one row; see `Head`. Only without hidden states."""
-        if self._one is None:
-            raise PolicyError("resnet head: it reads hidden states, which come as tensors")
-        return self._one[0 if depth else 1](self.basis.expand_one(features))
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
+        """Return [accept, next] of one row; see `Head`."""
+        states = [array(vectors, name, size) for name, size in self.sizes.items()]
+        return self._one[0 if depth else 1](self.basis.expand_one(features), states)

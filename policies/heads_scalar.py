@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import PolicyError
-from .heads_base import NO_VECTORS, Basis, OnDevice, TensorHead, expect, take
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, take
 from .layers import Layers
 
 
@@ -39,7 +39,7 @@ class LinearHead(TensorHead):
         weight, bias = self._placed[0 if depth else 1](features.device)
         return torch.nn.functional.linear(self.basis.expand(features), weight, bias)
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`. A few products are cheaper than one call of an array library."""
         accept, following, above, beyond = self._one[0 if depth else 1]
         x = self.basis.expand_one(features)
@@ -86,7 +86,7 @@ class MLPHead(TensorHead):
             x = torch.nn.functional.linear(torch.nn.functional.silu(x), weight, bias)
         return x
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
         return self._one[0 if depth else 1](self.basis.expand_one(features))
 

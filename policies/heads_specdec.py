@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from .errors import PolicyError
-from .heads_base import NO_VECTORS, OnDevice, TensorHead, expect, take, vector, width_of
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, OnDevice, TensorHead, array, expect, take, vector, width_of
+from .layers import Blocks
 from .vectors import DRAFT_HIDDEN
 
 MOST_BLOCKS = 64
@@ -66,6 +67,9 @@ class SpecDecHead(TensorHead):
         self._size = size
         leave, beyond = t["leave.weight"], t["leave.bias"]
         self._placed = OnDevice(blocks, t["block.bias"], leave[1:] - leave[:1], beyond[1:] - beyond[:1], t["first"])
+        middle = [(blocks[at], t["block.bias"][at]) for at in self._order]
+        self._one = Blocks(middle, (leave[1:] - leave[:1], beyond[1:] - beyond[:1]))
+        self._opening: list[float] = t["first"].tolist()
 
     @property
     def shares(self) -> bool:
@@ -83,9 +87,13 @@ class SpecDecHead(TensorHead):
         x = linear(x, leave, beyond)
         return x.expand(*x.shape[:-1], 2)
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
-        """Refuse: hidden states come as tensors; see `Head`."""
-        raise PolicyError("specdec head: it reads hidden states, which come as tensors")
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
+        """Return [accept, next] of one row, twice the same; see `Head`."""
+        state = array(vectors, DRAFT_HIDDEN, self._size)
+        if depth == 0:
+            return self._opening * 2
+        self._one.state[:] = state
+        return self._one() * 2
 
 
 def unbiased(leave_bias: Tensor, weight: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import PolicyError
 from .features import TOKEN_FEATURES
-from .heads_base import NO_VECTORS, Basis, OnDevice, TensorHead, expect, take
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, take
 
 
 class TokenHead(TensorHead):
@@ -71,7 +71,7 @@ class TokenHead(TensorHead):
             out = out + torch.where(inside[..., None], table[:, at].T[token.clamp(0, self.vocabulary - 1)], 0.0)
         return out
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
         weight, later, accept, following = self._one[depth == 0]
         above, beyond = self._bias[min(depth, self._deepest)]

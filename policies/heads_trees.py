@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .errors import PolicyError
 from .forest import forest
-from .heads_base import NO_VECTORS, OnDevice, TensorHead, expect, take
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, OnDevice, TensorHead, expect, take
 
 _FOREST = ("feature", "threshold", "missing_left", "leaf", "base")
 DEEPEST_TREE = 16
@@ -69,7 +69,7 @@ class TreesHead(TensorHead):
         scores = leaves.view(flat.shape[0], 2, -1).sum(-1) + base
         return scores.view(*features.shape[:-1], 2)
 
-    def logits_one(self, features: Sequence[float], depth: int) -> list[float]:
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
         if self._one is not None:
             return self._one(features)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .calibration import Calibrator
 from .contract import DraftStep, State, StopPolicy
 from .heads import Head
-from .heads_base import NO_VECTORS
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays
 from .rules import AnyFork, Rule
 from .survival import SurvivalMaps
 
@@ -83,9 +83,9 @@ class LearnedPolicy(StopPolicy):
         # A head of somebody's own need know nothing of hidden states.
         self.sizes: Mapping[str, int] = getattr(head, "sizes", {})
         self.vectors = tuple(self.sizes)
-        self._lag, self._joint = getattr(head, "lag", 0), isinstance(rule, AnyFork)
-        if self.vectors:  # which come as tensors
+        if not hasattr(head, "logits_one"):
             vars(self)["keep_one"] = None
+        self._lag, self._joint = getattr(head, "lag", 0), isinstance(rule, AnyFork)
         scales = [calibrator.scale for calibrator in (accept, following)]
         self._scale = None if None in scales else torch.tensor(scales)
 
@@ -115,13 +115,18 @@ class LearnedPolicy(StopPolicy):
         # A head that lags has scored nothing of what was drawn so far.
         return torch.ones_like(accept) if 0 < depth <= self._lag else accept, following
 
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+    def keep_one(
+        self, depth: int, features: Sequence[float], state: State, vectors: Arrays = NO_ARRAYS
+    ) -> tuple[bool, State]:
         """Decide for one row; see `StopPolicy.keep_one`. The state is S_j."""
-        accept, following = self.head.logits_one(features, depth)
+        # A head of somebody's own need know nothing of hidden states.
+        scores = self.head.logits_one(features, depth, vectors) if vectors else self.head.logits_one(features, depth)
+        accept, following = scores
         following = self.following.one(following)
         if depth == 0:
             return self.rule.keep(0, 0.0, 1.0, following), 1.0
-        accept = self.accept.one(accept)
+        # A head that lags has scored nothing of what was drawn so far.
+        accept = 1.0 if depth <= self._lag else self.accept.one(accept)
         survival = accept if depth == self.first else state * accept
         table = self._maps[depth]
         if table is not None:

@@ -130,7 +130,8 @@ class PolicyTests:
             for depth in depths(policy):
                 step = make_step(policy, depth, [stream], 0, 1)
                 answer, many = checked_keep(policy, step, many)
-                one, alone = decide(depth, step.features[0, 0].tolist(), alone)
+                hidden = {name: states[0, 0].numpy() for name, states in step.vectors.items()}
+                one, alone = decide(depth, step.features[0, 0].tolist(), alone, *([hidden] if hidden else []))
                 assert isinstance(one, bool), "keep_one() must return a plain bool"
                 assert one == bool(answer), f"stream {stream}, depth {depth}: keep_one() and keep() differ"
 

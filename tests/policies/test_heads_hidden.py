@@ -96,11 +96,13 @@ def test_a_head_scores_as_plain_modules_do(name: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_the_hard_model_scores_one_row_as_many(depth: int) -> None:
-    names, head = made_head("dynasd-hard")
-    x = scalars(names, 20)
-    for row, values in zip(x, head.logits(x, depth), strict=True):
-        assert head.logits_one(row.tolist(), depth) == pytest.approx(values.tolist(), abs=NEAR)
+@pytest.mark.parametrize("name", list(MADE))
+def test_a_head_scores_one_row_as_many(name: str, depth: int) -> None:
+    names, head = made_head(name)
+    x, vectors = scalars(names, 20), states(name, 20)
+    for row, values in enumerate(head.logits(x, depth, vectors)):
+        arrays = {k: v[row].numpy() for k, v in vectors.items()}
+        assert head.logits_one(x[row].tolist(), depth, arrays) == pytest.approx(values.tolist(), abs=NEAR)
 
 
 @pytest.mark.parametrize("name", HIDDEN)
@@ -216,8 +218,12 @@ def test_states_that_are_missing_or_of_another_size_are_refused(name: str) -> No
             head.logits(x, 1, {k: v for k, v in vectors.items() if k != vector})
         with pytest.raises(PolicyError, match=f"reads {vector} of size {size}, but this model's is {size + 1}"):
             head.logits(x, 1, {**vectors, vector: draw(3, size + 1)})
-    with pytest.raises(PolicyError, match="come as tensors"):
-        head.logits_one([], 1)
+        arrays = {k: v[0].numpy() for k, v in vectors.items()}
+        row = x[0].tolist()
+        with pytest.raises(PolicyError, match=f"reads {vector}, which it was not given"):
+            head.logits_one(row, 1, {k: v for k, v in arrays.items() if k != vector})
+        with pytest.raises(PolicyError, match=f"reads {vector} of size {size}, but this model's is {size + 1}"):
+            head.logits_one(row, 1, {**arrays, vector: draw(size + 1).numpy()})
 
 
 # Policies of them
@@ -255,11 +261,19 @@ def test_any_head_goes_with_any_rule_and_comes_back_from_its_folder(tmp_path: Pa
         kept = [answer[1] for answer in answers]
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
 @pytest.mark.parametrize("name", list(MADE))
-def test_a_policy_that_reads_states_is_not_asked_for_one_row(name: str) -> None:
-    policy = policy_of(name, Threshold("step", 0.4))
-    assert (policy.keep_one is None) == bool(policy.vectors) == (name in HIDDEN)
-    assert (policy.with_rule(AnyFork(0.3)).keep_one is None) == bool(policy.vectors)
+def test_a_policy_decides_alone_as_among_many(name: str, rule: Rule) -> None:
+    policy = policy_of(name, rule)
+    assert bool(policy.vectors) == (name in HIDDEN)
+    many, alone = None, [None] * 20
+    for depth in range(policy.first, 5):
+        asked = step(policy, name, depth, 20)
+        keep, many = policy.keep(asked, many)
+        for row in range(20):
+            arrays = {k: v[row, 0].numpy() for k, v in asked.vectors.items()}
+            one, alone[row] = policy.keep_one(depth, asked.features[row, 0].tolist(), alone[row], arrays)
+            assert one == bool(keep[row, 0]) and alone[row] == pytest.approx(float(many[row, 0]), abs=NEAR)
 
 
 def test_the_lagging_head_scores_the_token_before() -> None:
