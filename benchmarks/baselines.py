@@ -130,7 +130,7 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
     table: dict[str, Any] = {}
     for rule, default in defaults.items():
         was, now, unpaid = (lines[way][rule] for way in ("default", "tuned", "free"))
-        cost = 1e6 * profile.decision(default.cost_name)
+        cost = 1e6 * profile.decision(default.cost_name).each
         changed = setting(tuned[rule], default)
         print(
             f"  {rule:<20}{_interval(was):<23}{was.gap_closed.value:>6.2f}{cost:>6.0f}   "

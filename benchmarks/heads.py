@@ -43,7 +43,7 @@ from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.continuation import informed_estimate
 from specstop.train.fit.run import FEATURES, train
 from specstop.train.fit.thresholds import settle_thresholds
-from specstop.train.fit.tune import PRICED, fixed_grid, solve_rate
+from specstop.train.fit.tune import PRICED, best_of, fixed_grid, solve_rate
 from specstop.train.fit.tune_rules import tuned_rules
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.rows import visits
@@ -60,7 +60,7 @@ SEED = 0
 TRAIN, TEST = 600, 400
 RULES = ("confidence", "entropy", "product", "maxprob", "online")
 PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
-HIDDEN = "resnet-hidden"
+HIDDEN, BOTH = "resnet-hidden", "resnet-both"
 WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
         "noisy_score", "path_logprob", "drawn_prob", "depth")  # fmt: skip
 CHUNK = 4096
@@ -75,6 +75,14 @@ class Ours:
     head: str
     rule: str = "derived"
     features: tuple[str, ...] = FEATURES
+    vectors: tuple[str, ...] | None = None
+
+    def fitted(self, traces: Trace, profile: Profile, name: str) -> LearnedPolicy:
+        """Return the policy, trained."""
+        return train(
+            traces, profile, head=self.head, rule=self.rule, features=self.features, vectors=self.vectors, name=name,
+            seed=SEED,
+        ).policy  # fmt: skip
 
 
 OURS = {
@@ -83,7 +91,8 @@ OURS = {
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
     "tokens": Ours("tokens", features=(*WIDE, *TOKEN_FEATURES)),
-    HIDDEN: Ours("resnet", features=WIDE[4:]),
+    HIDDEN: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN,)),
+    BOTH: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN, TARGET_HIDDEN)),
     "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
 }
 
@@ -171,12 +180,11 @@ def prepare(where: Path, prompts: Prompts, temperature: float, work: Path, token
 
 def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[LearnedPolicy, Profile]:
     """Return a head of ours, its rule settled for what decisions cost in the loop, and the profile with that cost."""
-    how: dict[str, Any] = {"head": ours.head, "features": ours.features, "name": name, "seed": SEED}
-    policy = train(place.train, place.profile, rule=ours.rule, **how).policy
+    policy = ours.fitted(place.train, place.profile, name)
     profile = place.profile.with_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
     if policy.rule.kind in PRICED:
         return solve_rate(policy, fitting, profile, policy.facts.acceptance)[0], profile
-    return train(place.train, profile, rule=ours.rule, **how).policy, profile
+    return ours.fitted(place.train, profile, name), profile
 
 
 def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
@@ -204,8 +212,12 @@ def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
         **{name: ("published", policy) for name, policy in published.items()},
         **{name: ("ours", policy) for name, policy in learned.items()},
     }
-    lines = {name: table.line(name, replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name))
-             for name, (_, policy) in policies.items()}  # fmt: skip
+    lines = {}
+    for name, (kind, policy) in policies.items():
+        played, spent = replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name).each
+        lines[name] = table.line(
+            name, played, spent, free(policy, fitting, arrays, profile) if kind == "ours" else None
+        )
     told = in_advance(learned[HIDDEN], arrays)
     for name, extra in (("informed estimate", None), ("informed, hidden states", told)):
         lines[name] = table.line(name, informed_estimate(arrays, profile, extra=extra).seconds, 0.0)
@@ -219,6 +231,14 @@ def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
         "tuned on test": _untuned(place.name, learned, validated, arrays, profile, missed),
         "ece": _reliable(place.name, learned, validated, arrays, profile, missed),
     }
+
+
+def free(policy: LearnedPolicy, fitting: TraceArrays, arrays: TraceArrays, profile: Profile) -> torch.Tensor:
+    """Return [S] seconds of a policy whose decisions cost nothing, its rule solved for that: what its knowledge is worth."""
+    profile = profile.with_decisions({policy.cost_name: 0.0})
+    if policy.rule.kind in PRICED:
+        policy = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
+    return replay(arrays, policy, profile).seconds
 
 
 def in_advance(policy: LearnedPolicy, arrays: TraceArrays) -> torch.Tensor:
@@ -238,16 +258,26 @@ class Table:
         self.bound = clairvoyant_seconds(arrays, profile)
         self._least = self.boot.total(self.bound)
         length = int(np.argmin([float(r.seconds.sum()) for r in grid]))
-        print(f"  best fixed: {length}\n  {'':<24}{'of best fixed':<26}{'gap':>6}{'us':>7}")
+        print(f"  best fixed: {length}\n  {'':<24}{'of best fixed':<26}{'gap':>6}{'us':>7}{'gap, free':>11}")
 
-    def line(self, name: str, seconds: torch.Tensor, decision_s: float) -> dict[str, float]:
-        """Print and return ratio, interval, gap closed, and what a decision costs."""
+    def line(
+        self, name: str, seconds: torch.Tensor, decision_s: float, free: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """Print and return ratio, interval, gap closed, what a decision costs, and the gap if it cost nothing."""
         mine = self.boot.total(seconds)
         ratio = self.boot.interval(self.fixed / mine)
-        gap = float((self.fixed[0] / mine[0] - 1.0) / max(self.fixed[0] / self._least[0] - 1.0, 1e-9))
         interval = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-        print(f"  {name:<24}{interval:<26}{gap:>6.2f}{1e6 * decision_s:>7.0f}", flush=True)
-        return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "gap": gap, "decision_us": 1e6 * decision_s}
+        found = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "gap": self.gap(mine)}
+        found["decision_us"] = 1e6 * decision_s
+        if free is not None:
+            found["gap_free"] = self.gap(self.boot.total(free))
+        last = f"{found['gap_free']:>11.2f}" if free is not None else ""
+        print(f"  {name:<24}{interval:<26}{found['gap']:>6.2f}{found['decision_us']:>7.0f}{last}", flush=True)
+        return found
+
+    def gap(self, mine: np.ndarray[Any, Any]) -> float:
+        """Return the share of the gap from the best fixed length to the clairvoyant that is closed."""
+        return float((self.fixed[0] / mine[0] - 1.0) / max(self.fixed[0] / self._least[0] - 1.0, 1e-9))
 
 
 def _bars(
@@ -265,8 +295,8 @@ def _bars(
 
 def _machines(
     place: Place, plain: Pair, policy: LearnedPolicy, fitting: TraceArrays, arrays: TraceArrays, missed: list[str]
-) -> dict[str, float]:
-    """Return the ratio to the best fixed length under other profiles, the rule solved for each on training prompts."""
+) -> dict[str, dict[str, float]]:
+    """Return ratio to the best fixed length and gap under other profiles, the rule solved for each on training prompts."""
     from specstop.decode.profile import measure_profile
 
     with progress_bars() as progress:
@@ -283,14 +313,16 @@ def _machines(
         if policy.rule.kind in PRICED:
             solved = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
         else:
-            ours = OURS[policy.name]
-            solved = train(place.train, profile, head=ours.head, rule=ours.rule, features=ours.features,
-                           name=policy.name, seed=SEED).policy  # fmt: skip
-        best = max(r.rate for r in fixed_grid(arrays, profile))
-        found[name] = replay(arrays, solved, profile).rate / best
-        print(f"  {policy.name} on the {name}: {found[name]:.3f} of best fixed there")
-        if found[name] < WORST:
-            missed.append(f"{place.name}: {found[name]:.3f} of best fixed on the {name}")
+            solved = OURS[policy.name].fitted(place.train, profile, policy.name)
+        best, mine = (
+            float(r.seconds.sum()) for r in (best_of(fixed_grid(arrays, profile)), replay(arrays, solved, profile))
+        )
+        least = float(clairvoyant_seconds(arrays, profile).sum())
+        ratio, gap = best / mine, (best / mine - 1.0) / max(best / least - 1.0, 1e-9)
+        found[name] = {"ratio": ratio, "gap": gap}
+        print(f"  {policy.name} on the {name}: {ratio:.3f} of best fixed there, {gap:.2f} of the gap closed")
+        if ratio < WORST:
+            missed.append(f"{place.name}: {ratio:.3f} of best fixed on the {name}")
     return found
 
 

@@ -109,7 +109,7 @@ def live(
     decisions = loop_decisions(pair, policies, known, settings, before)
     before = before.with_decisions(decisions)
     runs = [Speculator(pair, policy, settings, before) for policy in policies]
-    found = run_alternating(runs, list(zip([p.id for p in prompts], ids, strict=True)), gauge=gauge)
+    found = run_alternating(runs, list(zip([p.id for p in prompts], ids, strict=True)), gauge=gauge, gauge_every=2)
     profile = gauge.profile(decisions)
     rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
     predicted = [replay(arrays, policy, profile).rate for policy in policies]

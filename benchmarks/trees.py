@@ -224,7 +224,7 @@ class Run:
             "static tree, decisions free": samples.interval(rates["free"] / rates["static"]),
         }
         shape = subtree(arrays.tree, choice.nodes)
-        decision_us = 1e6 * profile.decision(choice.policy.cost_name)
+        decision_us = 1e6 * profile.decision(choice.policy.cost_name).each
         which = f"{choice.policy.name} of {len(choice.nodes)} nodes, asked from depth {choice.policy.first}"
         print(f"{name}: {which}, a decision {decision_us:.0f} us")
         for key, r in played.items():

@@ -203,6 +203,11 @@ def _profile(path: Path) -> dict[str, Any]:
         },
         "outside, ms a round": profile.round_s * 1e3,
         "outside, ms a drafted token": profile.step_s * 1e3,
-        **{f"decision of {name}, us": value * 1e6 for name, value in profile.decision_s.items()},
+        **{f"decision of {name}, us": profile.decision(name).each * 1e6 for name in profile.decision_s},
+        **{
+            f"the first of a round besides, us: {name}": profile.decision(name).opening * 1e6
+            for name in profile.decision_s
+            if profile.decision(name).opening
+        },
         **dict(profile.facts),
     }

@@ -12,7 +12,7 @@ from .profile import Gauge
 from .records import Generation
 
 GAUGE_EVERY = 3
-"""Prompts between two texts of the gauge."""
+"""Prompts between two texts of the gauge, where there are dozens of them."""
 
 
 class Runner(Protocol):
@@ -27,6 +27,7 @@ def run_alternating(
     prompts: Sequence[tuple[str, Sequence[int]]],
     *,
     gauge: Gauge | None = None,
+    gauge_every: int = GAUGE_EVERY,
     seed: int = 0,
     progress: Progress = silent,
 ) -> list[list[Generation]]:
@@ -36,6 +37,7 @@ def run_alternating(
         runs: the ways.
         prompts: (id, token ids); the first one is decoded once more at the start, to warm up.
         gauge: plays its texts in between, so that a profile of these very minutes comes out.
+        gauge_every: prompts between two of its texts.
         seed: of the streams.
         progress: see `Progress`.
 
@@ -51,7 +53,7 @@ def run_alternating(
         for turn in range(len(runs)):
             which = (turn + number) % len(runs)
             out[which].append(runs[which].generate(tokens, stream_key(seed, name)))
-        if gauge is not None and number % GAUGE_EVERY == 0:
-            gauge.play(number // GAUGE_EVERY)
+        if gauge is not None and number % gauge_every == 0:
+            gauge.play(number // gauge_every)
         progress("live", number + 1, len(prompts))
     return out

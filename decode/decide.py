@@ -83,6 +83,10 @@ class Decider:
         self._read_few = FewReader(self.layout.node) if few else None
         self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
 
+    def wants(self, depth: int, deepest: int) -> bool:
+        """Whether the tokens of a depth matter: the policy is asked there, or follows paths through it."""
+        return self._follows_path or self.policy.first <= depth < deepest
+
     def level(
         self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
     ) -> Level:

@@ -141,7 +141,13 @@ class DraftPhase:
         logits = Logits(raw, shaped, drawn.scores, owner, states)
         if self._on_level is not None:
             self._on_level(found, places, logits)
-        return places, self._guard.decider.level(found, places, logits, self._temperature, above)
+        decider = self._guard.decider
+        if not decider.wants(found.depth[places[0]], self._topology.deepest):
+            return places, None
+        watch.start()
+        level = decider.level(found, places, logits, self._temperature, above)
+        watch.lap("policy")  # it is what the decision is made of
+        return places, level
 
     def _selected(self, text: Text, found: Candidates, places: Sequence[int], alive: list[int]) -> list[int]:
         """Drop those of `places` that the policy does not select, and return what is left of `alive`."""

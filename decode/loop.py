@@ -313,9 +313,9 @@ class Speculator:
         if self.policy.reads_clock or self.profile is None:
             seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
         else:
-            decision_s = self.profile.decision(self.policy.cost_name)
+            price = self.profile.decision(self.policy.cost_name)
             fed = None if found.topology.is_chain else torch.tensor([found.fed()], device=one.device)
             seconds = self.profile.round_seconds(
-                one * context, drafted, sent, one * backlog, one * found.decisions, decision_s, fed
+                one * context, drafted, sent, one * backlog, one * found.decisions, price, fed
             )
         return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))

@@ -7,9 +7,11 @@ plain decoding beside it.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from ..policies.baselines import FixedLength
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
-from ..policies.costs import CostTable, Profile
+from ..policies.costs import CostTable, Price, Profile
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
 from ..policies.progress import Progress, silent
@@ -25,21 +27,28 @@ from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .candidates import Candidates
 from .decide import Decider, Logits
 from .loop import Speculator
-from .noise import mix
 from .pair import Pair
 from .records import Generation, Round
 from .settings import Settings, Stopwatch
+from .timings import line, typical
 from .topology import chain
 from .tree_gauge import TreeGauge
 
 DECISIONS = 200
+TWICE = 2
+TEXTS, CARRIED = 4, 8
+"""Texts that decisions are priced on; more for policies that go on learning from one to the next."""
+
 HIDDEN = 1024
 """Width of hidden states that nobody has told."""
 SCRATCH = 1536
 
 
 class Scripted(StopPolicy):
-    """Drafts lengths from a shuffled deck of 0..K, whatever the text is; K = 0 is plain decoding."""
+    """Drafts lengths from a shuffled deck of 0..K, each twice in a row, whatever the text is; K = 0 is plain decoding.
+
+    A size that comes again is a little cheaper, and with real policies about every other one does. It works in plain numbers: what a script does between model calls cools the caches that these are timed on.
+    """
 
     first = 0
 
@@ -48,21 +57,31 @@ class Scripted(StopPolicy):
         self.name = f"scripted:{depth}"
 
     def start(self, streams: int, key: Tensor) -> State:
-        """Return the round counter, and the key that shuffles the decks."""
-        return torch.zeros(streams, dtype=torch.int64, device=key.device), key
+        """Return by stream its key and the number of its round."""
+        return [(one, 0) for one in key.tolist()]
+
+    def _length(self, key: int, number: int) -> int:
+        deck, place = divmod(number // TWICE, self.max_depth + 1)
+        return _shuffled(self.max_depth + 1, key, deck)[place]
+
+    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
+        """Go on up to the length on the deck."""
+        return depth < self._length(*state[0]), state
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep up to the length on the deck."""
-        rounds, key = state
-        deck, place = rounds // (self.max_depth + 1), rounds % (self.max_depth + 1)
-        cards = torch.arange(self.max_depth + 1, device=key.device)
-        order = mix(mix(key + deck)[:, None] + cards).argsort(-1)
-        length = order.gather(1, place[:, None])
+        length = torch.tensor([[self._length(*stream)] for stream in state], device=step.alive.device)
         return step.alive & (step.depth < length), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Turn to the next card."""
-        return state[0] + outcome.active, state[1]
+        active = outcome.active.tolist()
+        return [(key, number + on) for (key, number), on in zip(state, active, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _shuffled(cards: int, key: int, deck: int) -> list[int]:
+    return random.Random(f"{key} {deck}").sample(range(cards), cards)
 
 
 def measure_profile(
@@ -94,14 +113,14 @@ def measure_profile(
         tree: a topology whose rounds are timed too.
 
     Returns:
-        Medians over rounds; `facts["spread"]` is the relative interquartile range of the verification times.
+        Averages over rounds; `facts["spread"]` is the relative interquartile range of the verification times.
     """
     gauge = Gauge(pair, prompts, depth=depth, temperature=temperature, new_tokens=new_tokens, tree=tree)
     total = repeats + 1 + len(policies)
     for repeat in range(repeats + 1):
         gauge.play(repeat)
         progress("profile", repeat + 1, total)
-    decisions: dict[str, float] = {}
+    decisions: dict[str, float | Price] = {}
     for number, policy in enumerate(policies, 1):
         decisions.update(loop_decisions(pair, [policy], prompts, gauge.settings))
         progress("profile", repeats + 1 + number, total)
@@ -149,13 +168,13 @@ class Gauge:
         if self._tree is not None:
             self._tree.play(number, [_stretch(self._prompts, length, number) for length in self._contexts])
 
-    def profile(self, decisions: Mapping[str, float], facts: Mapping[str, Any] | None = None) -> Profile:
+    def profile(self, decisions: Mapping[str, float | Price], facts: Mapping[str, Any] | None = None) -> Profile:
         """Return the profile of the texts played so far, at least one after the warm-up."""
         rounds = [[r for g in side for r in g.rounds if not r.cut] for side in self._runs]
         every = rounds[0] + rounds[1]
         step_s, round_s = _overhead(every)
         low, high = (
-            _table(side, self.settings.max_depth, every, _median([r.verify_s for r in alone]))
+            _table(side, self.settings.max_depth, every, typical([r.verify_s for r in alone]))
             for side, alone in zip(rounds, self._idle, strict=True)
         )
         known = {**(facts or {}), "spread": _spread(every), "rounds": len(every)}
@@ -188,22 +207,25 @@ def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[
 def loop_decisions(
     pair: Pair, policies: Sequence[StopPolicy], prompts: Sequence[Sequence[int]], settings: Settings,
     profile: Profile | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """Return the seconds of a decision by `cost_name`, features included: the median over texts of the live loop.
+) -> dict[str, Price]:  # fmt: skip
+    """Return the price of decisions by `cost_name`, features included, as a few texts of the live loop have it.
 
     With a profile what a policy hears of each round, the seconds among it, is a part of the price.
     """
-    seconds = {}
+    prices = {}
     for policy in policies:
         speculator = Speculator(pair, policy, settings, profile)
-        rates = []
-        for number, prompt in enumerate(prompts[:4]):
-            rounds = speculator.generate(prompt, number).rounds
-            if asked := sum(r.decisions for r in rounds):
-                rates.append(sum(r.policy_s for r in rounds) / asked)
-        if rates:
-            seconds[policy.cost_name] = _median(rates)
-    return seconds
+        by_count: dict[int, list[float]] = defaultdict(list)
+        for number, prompt in enumerate(prompts[: CARRIED if policy.carries else TEXTS]):
+            for r in speculator.generate(prompt, number).rounds:
+                if r.decisions:
+                    by_count[r.decisions].append(r.policy_s)
+        if len(by_count) > 1:
+            prices[policy.cost_name] = Price(*line([((count, 1), values) for count, values in by_count.items()]))
+        elif by_count:
+            ((count, values),) = by_count.items()
+            prices[policy.cost_name] = Price(typical(values) / count)
+    return prices
 
 
 @torch.inference_mode()
@@ -264,40 +286,53 @@ def add_decisions(
 
 
 def _overhead(rounds: Sequence[Round]) -> tuple[float, float]:
-    """Return the seconds outside models and policy per drafted token and per round: medians by length, then a line."""
+    """Return the seconds outside models and policy per drafted token and per round."""
     by_length: dict[int, list[float]] = defaultdict(list)
     for r in rounds:
         by_length[r.drafted].append(r.outside_s)
     if len(by_length) == 1:
-        return 0.0, _median(next(iter(by_length.values())))
-    slope, intercept = statistics.linear_regression(
-        list(map(float, by_length)), [_median(values) for values in by_length.values()]
-    )
-    return max(slope, 0.0), max(intercept, 0.0)
+        return 0.0, typical(next(iter(by_length.values())))
+    per_token, per_round = line([((length, 1), values) for length, values in by_length.items()])
+    return per_token, per_round
 
 
 def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round], plain_s: float) -> CostTable:
-    """Return the medians at one context; what was never seen there is taken from both contexts together."""
+    """Return the costs at one context; what was never seen there is taken from both contexts together."""
 
     def first_steps(backlog: int) -> float:
         times = [[r.first_draft_s for r in some if r.drafted and r.backlog == backlog] for some in (rounds, every)]
-        return _median(times[0] or times[1])
+        return typical(times[0] or times[1])
 
     def verifications(count: int) -> float:
         times = [[r.verify_s for r in some if r.verified == count] for some in (rounds, every)]
-        return _median(times[0] or times[1])
+        return typical(times[0] or times[1])
 
-    later = [[r.draft_s / (r.drafted - 1) for r in some if r.drafted > 1] for some in (rounds, every)]
-    one = first_steps(1) or _median(later[0] or later[1])
+    second, later = _later_steps(rounds) or _later_steps(every) or (0.0, 0.0)
+    one = first_steps(1) or second
     two = first_steps(2) or one
     long = [
         [(r.first_draft_s - two) / (r.backlog - 2) for r in some if r.drafted and r.backlog > 8]
         for some in (rounds, every)
     ]
-    slope = _median(long[0] or long[1])
-    context = _median([float(r.context) for r in rounds])
+    slope = typical(long[0] or long[1])
+    context = typical([float(r.context) for r in rounds])
     verify = _filled([plain_s or verifications(0), *(verifications(n) for n in range(1, depth + 1))])
-    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify, _median(later[0] or later[1]) or one)
+    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify, later or one, second_draft_s=second or one)
+
+
+def _later_steps(rounds: Sequence[Round]) -> tuple[float, float] | None:
+    """Return the seconds of the second draft step and of each behind it; None where there was none."""
+    by_length: dict[int, list[float]] = defaultdict(list)
+    for r in rounds:
+        if r.drafted > 1:
+            by_length[r.drafted].append(r.draft_s)
+    if not by_length:
+        return None
+    if len(by_length) == 1:
+        ((length, values),) = by_length.items()
+        return typical(values) / (length - 1), typical(values) / (length - 1)
+    second, later = line([((1, length - 2), values) for length, values in by_length.items()])
+    return second, later
 
 
 def _filled(seconds: Sequence[float]) -> tuple[float, ...]:
@@ -311,7 +346,7 @@ def _filled(seconds: Sequence[float]) -> tuple[float, ...]:
 def _prefill(runs: Sequence[Sequence[Generation]]) -> tuple[float, float]:
     """Return (constant, per token) of reading a prompt."""
     length = [float(side[0].prompt_tokens) for side in runs]
-    seconds = [_median([g.prefill_s for g in side]) for side in runs]
+    seconds = [typical([g.prefill_s for g in side]) for side in runs]
     slope = max((seconds[1] - seconds[0]) / (length[1] - length[0]), 0.0)
     return seconds[0] - slope * length[0], slope
 
@@ -327,7 +362,3 @@ def _spread(rounds: Sequence[Round]) -> float:
             quarter, middle, three = statistics.quantiles(values, n=4)
             shares.append((three - quarter) / middle)
     return statistics.fmean(shares) if shares else 0.0
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0

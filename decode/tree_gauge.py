@@ -6,12 +6,9 @@ As the profile of chains, it is measured through the loop itself, driven by a sc
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +17,19 @@ from ..policies.costs import CostTable, Profile
 from .candidates import Candidates
 from .decide import Logits
 from .loop import Speculator
-from .noise import mix
 from .observer import Seen
 from .pair import Pair
 from .records import Round
 from .settings import Settings
+from .timings import line, typical
 
+_BITS = (1 << 64) - 1
 LEAST = 3
 """Rounds that a size must have come up in to count."""
 
 
 class RandomTree(StopPolicy):
-    """Extends and verifies branches at random, whatever the text is: in each round with another chance."""
+    """Extends and verifies branches at random, whatever the text is: in each round with another chance; in plain numbers."""
 
     name = "random-tree"
 
@@ -40,31 +38,44 @@ class RandomTree(StopPolicy):
         self.first = min(1, depth)
 
     def start(self, streams: int, key: Tensor) -> State:
-        """Return the key and the number of the round."""
-        return key, torch.zeros_like(key)
+        """Return the stream's key and the number of the round; there is one stream."""
+        return int(key), 0
 
-    def _coin(self, state: State, salt: int, count: int) -> Tensor:
-        """Return [S, count] bool, true with the round's own chance: a third, two thirds or always."""
-        key, number = state
-        seed = mix(key + 31 * number)
-        chance = 1 + (seed & 0xFFFF) % 3
-        cells = torch.arange(count, device=key.device)
-        return (mix(mix(seed[:, None] + 7919 * salt) + cells) & 0xFFFF) % 3 < chance[:, None]
+    def keep_few(
+        self, depth: int, alive: Sequence[bool], parent: Sequence[int], rows: Sequence[Sequence[float]], state: State
+    ) -> tuple[list[bool], State]:
+        """Keep some branches, with the round's own chance: a third, two thirds or always."""
+        chance = 1 + _hash(*state) % 3
+        return [on and _hash(*state, depth, at) % 3 < chance for at, on in enumerate(alive)], state
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep some branches."""
-        return step.alive & self._coin(state, step.depth, step.alive.shape[1]), state
+        kept, state = self.keep_few(step.depth, step.alive[0].tolist(), (), (), state)
+        return torch.tensor([kept], device=step.alive.device), state
+
+    def select_few(
+        self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], state: State
+    ) -> list[bool]:
+        """Verify all nodes up to a random one."""
+        limit = _hash(*state, -1) % (2 * len(drawn) + 2)
+        return [on and (limit > len(drawn) or at < limit) for at, on in enumerate(drawn)]
 
     def select(self, tree: DraftTree, state: State) -> Tensor:
         """Verify all nodes up to a random one."""
-        count = tree.drawn.shape[1]
-        seed = mix(mix(state[0] + 31 * state[1]) + 3)
-        limit = torch.where(seed & 1 == 0, count, (seed >> 1 & 0xFFFF) % (count + 1))
-        return tree.drawn & (torch.arange(count, device=seed.device) < limit[:, None])
+        return torch.tensor([self.select_few((), (), tree.drawn[0].tolist(), state)], device=tree.drawn.device)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Count the round."""
-        return state[0], state[1] + outcome.active
+        return state[0], state[1] + 1
+
+
+def _hash(*numbers: int) -> int:
+    """Return 31 bits that are mixed well enough to toss a coin with."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed ^ number & _BITS) * 0x9E3779B97F4A7C15 & _BITS
+        mixed ^= mixed >> 29
+    return mixed >> 33
 
 
 class _Watching:
@@ -111,7 +122,7 @@ class TreeGauge:
         sides = [watching.rounds for watching in self._watching]
         every = sides[0] + sides[1]
         low, high = (
-            dataclasses.replace(table, tree_draft_s=_draft(side, table), tree_verify_s=_verify(side, every))
+            dataclasses.replace(table, tree_draft_s=_draft(side, table), tree_verify_s=_verify(side, every, table))
             for side, table in zip(sides, (profile.low, profile.high), strict=True)
         )
         return dataclasses.replace(profile, low=low, high=high, tree_outside_s=_outside(every))
@@ -121,7 +132,7 @@ _Rounds = Sequence[tuple[list[int], Round]]
 
 
 def _draft(rounds: _Rounds, table: CostTable) -> tuple[tuple[int, float], ...]:
-    """Return the line that the later draft steps lie on: seconds = steps * a + rows * b, by medians of like rounds."""
+    """Return the line that the later draft steps lie on: seconds = steps * a + rows * b, by averages of like rounds."""
     groups: dict[tuple[int, int], list[float]] = defaultdict(list)
     for fed, record in rounds:
         later = [rows for rows in fed[1:] if rows]
@@ -130,18 +141,21 @@ def _draft(rounds: _Rounds, table: CostTable) -> tuple[tuple[int, float], ...]:
     most = max((rows for fed, _ in rounds for rows in fed[1:]), default=1)
     if len({rows / steps for steps, rows in groups}) < 2:
         return table.tree_draft_s
-    per_step, per_row = _line([(key, values) for key, values in groups.items()])
+    per_step, per_row = line([(key, values) for key, values in groups.items()])
     return ((1, per_step + per_row), (most, per_step + most * per_row)) if most > 1 else ((1, per_step + per_row),)
 
 
-def _verify(rounds: _Rounds, every: _Rounds) -> tuple[tuple[int, float], ...]:
-    """Return the medians by verified tokens; of both contexts together where a size is rare."""
-    points = []
-    for count in sorted({record.verified for _, record in every}):
+def _verify(rounds: _Rounds, every: _Rounds, table: CostTable) -> tuple[tuple[int, float], ...]:
+    """Return the seconds by verified tokens; of both contexts together where a size is rare.
+
+    None is what plain decoding verifies, on caches that no draft has emptied: it is timed there, not behind a tree.
+    """
+    points = [(0, table.verify_s[0])]
+    for count in sorted({record.verified for _, record in every if record.verified}):
         times = [[r.verify_s for _, r in some if r.verified == count] for some in (rounds, every)]
         chosen = times[0] if len(times[0]) >= LEAST else times[1]
         if len(chosen) >= LEAST:
-            points.append((count, statistics.median(chosen)))
+            points.append((count, typical(chosen)))
     return tuple(points)
 
 
@@ -152,22 +166,5 @@ def _outside(rounds: _Rounds) -> tuple[float, float, float] | None:
         groups[1, sum(bool(rows) for rows in fed), record.drafted].append(record.outside_s)
     if len(groups) < 3:
         return None
-    per_round, per_step, per_token = _line(list(groups.items()))
+    per_round, per_step, per_token = line(list(groups.items()))
     return per_round, per_step, per_token
-
-
-def _line(groups: Sequence[tuple[Any, list[float]]]) -> list[float]:
-    """Return the coefficients, none below 0, that the medians of the groups are nearest to, weighted by their size."""
-    weight = np.sqrt([len(values) for _, values in groups])
-    x = np.array([key for key, _ in groups], dtype=np.float64) * weight[:, None]
-    y = np.array([statistics.median(values) for _, values in groups]) * weight
-    columns = list(range(x.shape[1]))
-    while columns:
-        found, *_ = np.linalg.lstsq(x[:, columns], y, rcond=None)
-        if (found >= 0).all():
-            break
-        columns.pop(int(found.argmin()))
-    out = [0.0] * x.shape[1]
-    for column, value in zip(columns, found if columns else [], strict=True):
-        out[column] = float(value)
-    return out

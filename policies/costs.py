@@ -26,6 +26,37 @@ CLEARLY = 0.05
 
 
 @dataclass(frozen=True)
+class Price:
+    """Seconds of a policy's decisions in a round, features included.
+
+    Attributes:
+        each: of one decision.
+        opening: besides, once in a round that has any: the first decision runs on caches that the models have emptied, and a
+            policy that hears how rounds went does so once.
+    """
+
+    each: float = 0.0
+    opening: float = 0.0
+
+    def of(self, decisions: Tensor) -> Tensor:
+        """Return [S] float64 seconds of rounds in which the policy was asked so often."""
+        return self.each * decisions.double() + self.opening * (decisions > 0).double()
+
+    def times(self, factor: float) -> Price:
+        """Return the price of decisions that cost `factor` as much."""
+        return Price(self.each * factor, self.opening * factor)
+
+    @staticmethod
+    def read(value: Any) -> Price:
+        """Return the price, of itself, a number (of each decision) or its JSON form; raises as `float` does."""
+        if isinstance(value, Price):
+            return value
+        if isinstance(value, Mapping):
+            return Price(float(value["each"]), float(value["opening"]))
+        return Price(float(value))
+
+
+@dataclass(frozen=True)
 class CostTable:
     """Seconds of the model calls of a chain round at one context length.
 
@@ -40,6 +71,7 @@ class CostTable:
             as much dearer than one row as verifying is.
         tree_verify_s: of a tree, points (drafted tokens, seconds) of a verification; none = as of chains. Between points
             costs are linear.
+        second_draft_s: the second draft step, the last one on caches that are still cold; None = as later ones.
     """
 
     context: float
@@ -49,6 +81,7 @@ class CostTable:
     later_draft_s: float | None = None
     tree_draft_s: tuple[tuple[int, float], ...] = ()
     tree_verify_s: tuple[tuple[int, float], ...] = ()
+    second_draft_s: float | None = None
 
     def tree_draft(self, most: int) -> tuple[float, ...]:
         """Return the seconds of a later draft step of a tree that reads 0, 1, ..., `most` rows; none cost nothing."""
@@ -80,7 +113,7 @@ class Profile:
         step_s: outside the models, per drafted token.
         round_s: outside the models, per round.
         prefill_s: reading a prompt: (constant, per token).
-        decision_s: one decision, features included, by the policy's `cost_name`.
+        decision_s: decisions, by the policy's `cost_name`; a number is that of each.
         temperature: of the sampling it was measured under.
         facts: device, dtype, threads, versions, spread: what a reader wants to know.
         tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
@@ -92,7 +125,7 @@ class Profile:
     step_s: float
     round_s: float
     prefill_s: tuple[float, float]
-    decision_s: Mapping[str, float] = field(default_factory=dict)
+    decision_s: Mapping[str, float | Price] = field(default_factory=dict)
     temperature: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
     tree_outside_s: tuple[float, float, float] | None = None
@@ -102,11 +135,11 @@ class Profile:
         """The deepest chain whose verification was measured."""
         return len(self.low.verify_s) - 1
 
-    def decision(self, name: str) -> float:
-        """Return the seconds of one decision of the policy whose `cost_name` is `name`; 0 where they were not measured."""
-        return self.decision_s.get(name, 0.0)
+    def decision(self, name: str) -> Price:
+        """Return what decisions of the policy whose `cost_name` is `name` cost; nothing where they were not measured."""
+        return Price.read(self.decision_s.get(name, 0.0))
 
-    def with_decisions(self, seconds: Mapping[str, float]) -> Profile:
+    def with_decisions(self, seconds: Mapping[str, float | Price]) -> Profile:
         """Return this profile with the decisions of more policies."""
         return dataclasses.replace(self, decision_s={**self.decision_s, **seconds})
 
@@ -133,7 +166,7 @@ class Profile:
         verified: Tensor,
         backlog: Tensor,
         decisions: Tensor,
-        decision_s: float,
+        decision: float | Price,
         fed: Tensor | None = None,
     ) -> Tensor:
         """Return [S] float64 seconds of rounds.
@@ -143,10 +176,10 @@ class Profile:
             drafted, verified: [S] tokens drawn, tokens sent to the target.
             backlog: [S] committed tokens that the draft has not read yet.
             decisions: [S] times the policy was asked.
-            decision_s: of the policy.
+            decision: of the policy.
             fed: [S, K] of trees: how many tokens the draft read at each of its steps; None = chains, one a step.
         """
-        decided = decision_s * decisions.double()
+        decided = Price.read(decision).of(decisions)
         if fed is not None:
             low, high = (self._tree_calls(side, verified, backlog, fed) for side in (self.low, self.high))
             per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
@@ -184,9 +217,11 @@ class Profile:
         verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
         first, drafted = cls._first_step(table, backlog), drafted.double()
         later = one if table.later_draft_s is None else table.later_draft_s
-        return (first + (drafted - 1) * later) * (drafted > 0) + verify[verified]
+        second = later if table.second_draft_s is None else table.second_draft_s
+        drafts = first + second * (drafted > 1).double() + later * (drafted - 2).clamp_min(0)
+        return drafts * (drafted > 0) + verify[verified]
 
-    def chain_costs(self, context: float, decision_s: float, first: int = 0, depth: int | None = None) -> Tensor:
+    def chain_costs(self, context: float, decision: float | Price, first: int = 0, depth: int | None = None) -> Tensor:
         """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
 
         A policy that is asked from depth `first` on decides k - first + 1 times, but not at depth K.
@@ -195,7 +230,7 @@ class Profile:
         k = torch.arange(depth + 1)
         asked = (torch.minimum(k, torch.tensor(depth - 1)) - first + 1).clamp_min(0)
         one = torch.ones_like(k)
-        return self.round_seconds(one * context, k, k, one, asked, decision_s)
+        return self.round_seconds(one * context, k, k, one, asked, decision)
 
     def prefill_seconds(self, length: Tensor) -> Tensor:
         """Return [S] float64 seconds to read prompts of `length` [S] tokens with the target."""
@@ -230,7 +265,11 @@ class Profile:
                     float(raw[side]["draft_token_s"]),
                     tuple(float(x) for x in raw[side]["verify_s"]),
                     None if raw[side].get("later_draft_s") is None else float(raw[side]["later_draft_s"]),
-                    *(_points(raw[side].get(name)) for name in ("tree_draft_s", "tree_verify_s")),
+                    _points(raw[side].get("tree_draft_s")),
+                    _points(raw[side].get("tree_verify_s")),
+                    second_draft_s=None
+                    if raw[side].get("second_draft_s") is None
+                    else float(raw[side]["second_draft_s"]),
                 )
                 for side in ("low", "high")
             ]
@@ -243,7 +282,7 @@ class Profile:
                 float(raw["step_s"]),
                 float(raw["round_s"]),
                 (float(raw["prefill_s"][0]), float(raw["prefill_s"][1])),
-                {str(k): float(v) for k, v in raw["decision_s"].items()},
+                {str(k): Price.read(v) if isinstance(v, Mapping) else float(v) for k, v in raw["decision_s"].items()},
                 float(raw["temperature"]),
                 dict(raw["facts"]),
                 None if outside is None else (float(outside[0]), float(outside[1]), float(outside[2])),

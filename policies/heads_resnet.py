@@ -10,7 +10,19 @@ from torch.nn.functional import linear, silu
 
 from .errors import PolicyError
 from .features import Kind
-from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, array, expect, take, vector, width_of
+from .heads_base import (
+    NO_ARRAYS,
+    NO_VECTORS,
+    Arrays,
+    Basis,
+    OnDevice,
+    TensorHead,
+    array,
+    expect,
+    take,
+    vector,
+    width_of,
+)
 from .layers import Residual
 from .vectors import VECTORS
 

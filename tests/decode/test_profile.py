@@ -14,7 +14,7 @@ from conftest import VOCABULARY
 from specstop.decode.cache import CachedModel
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.pair import Pair
-from specstop.decode.profile import Scripted, add_decisions, measure_decision, measure_profile
+from specstop.decode.profile import TWICE, Scripted, add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.sampling import Sampler
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
@@ -119,7 +119,7 @@ def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair,
     assert min(profile.step_s, profile.prefill_s[1]) >= 0 < profile.round_s
     assert profile.prefill_seconds(torch.tensor([12])) > 0
     assert set(profile.decision_s) == {"confidence", "trimming"}
-    assert min(profile.decision_s.values()) > 0
+    assert all(float(profile.decision(name).of(torch.tensor([2]))) > 0 for name in profile.decision_s)
     assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
     assert profile.facts["rounds"] > 10
     profile.save(tmp_path / "p.json")
@@ -135,7 +135,7 @@ def test_the_script_deals_every_length_equally_often(depth: int) -> None:
     alive, parent = torch.ones(streams, 1, dtype=torch.bool), torch.zeros(streams, 1, dtype=torch.int64)
     state = policy.start(streams, torch.arange(streams) * 7919)
     dealt: list[list[int]] = []
-    for _ in range(decks * (depth + 1)):
+    for _ in range(decks * (depth + 1) * TWICE):
         length = torch.zeros(streams, dtype=torch.int64)
         for j in range(depth):
             keep, state = policy.keep(DraftStep(j, alive, parent, torch.zeros(streams, 1, 0)), state)
@@ -144,6 +144,8 @@ def test_the_script_deals_every_length_equally_often(depth: int) -> None:
         dealt.append(length.tolist())
         zero = torch.zeros(streams, dtype=torch.int64)
         state = policy.observe(RoundOutcome(alive[:, 0], length, length, zero, ~alive[:, 0], zero.double()), state)
+    assert dealt[::2] == dealt[1::2], "each comes twice in a row"
+    dealt = dealt[::TWICE]
     for s in range(streams):
         mine = [row[s] for row in dealt]
         for at in range(0, len(mine), depth + 1):
@@ -157,7 +159,7 @@ def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
     run = Speculator(pair, Scripted(3), Settings(0.7, 90, ignore_eos=True)).generate(PROMPTS[0], 1)
     counts = Counter(r.drafted for r in run.rounds if not r.cut)
     assert set(counts) == {0, 1, 2, 3}
-    assert max(counts.values()) - min(counts.values()) <= 1
+    assert max(counts.values()) - min(counts.values()) <= TWICE
 
 
 def test_a_decision_is_timed_without_a_model() -> None:
@@ -215,3 +217,54 @@ def test_the_record_is_plain_json(profile: Profile) -> None:
     assert Profile.from_dict(raw, "here") == profile
     assert CostTable(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw["low"].items()}) == profile.low
     assert dataclasses.replace(profile, facts={}) != profile
+
+
+class OnTheClock(Scripted):
+    """Takes its time to decide, and to hear how a round went."""
+
+    def __init__(self, depth: int, now: list[float]) -> None:
+        super().__init__(depth)
+        self.now = now
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        self.now[0] += 5e-5
+        return super().keep(step, state)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        self.now[0] += 2e-4
+        return super().observe(outcome, state)
+
+
+def test_the_price_of_decisions_is_found_again(pair: Pair, clock: list[float]) -> None:
+    policy = OnTheClock(DEPTH, clock)
+    price = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, DEPTH, ignore_eos=True))[policy.cost_name]
+    assert (price.each, price.opening) == pytest.approx((5e-5, 2e-4), abs=EXACT)
+
+
+def test_one_count_of_decisions_is_priced_by_the_decision(pair: Pair, clock: list[float]) -> None:
+    policy = OnTheClock(1, clock)
+    price = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, 1, ignore_eos=True))[policy.cost_name]
+    assert (price.each, price.opening) == pytest.approx((2.5e-4, 0.0), abs=EXACT)
+
+
+def test_a_second_step_on_cold_caches_is_found_again(
+    pair: Pair, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, steps = CachedModel.read, [0]
+
+    def cold(self: CachedModel, tokens: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
+        steps[0] = 0 if self.model is pair.target else steps[0] + 1
+        clock[0] += 4e-4 if steps[0] == 2 else 0.0
+        return read(self, tokens, *args, **more)
+
+    monkeypatch.setattr(CachedModel, "read", cold)
+    table = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=2).low
+    assert table.second_draft_s is not None and table.later_draft_s is not None
+    assert table.second_draft_s - table.later_draft_s == pytest.approx(4e-4, abs=1e-5)
+
+
+def test_plain_decoding_costs_the_same_in_a_profile_of_trees(pair: Pair, clock: list[float]) -> None:
+    profile = measure_profile(pair, PROMPTS, depth=2, new_tokens=40, repeats=2, tree="2,1")
+    for table in (profile.low, profile.high):
+        assert table.tree_verify_s[0] == (0, table.verify_s[0])
+        assert [count for count, _ in table.tree_verify_s] == sorted({count for count, _ in table.tree_verify_s})

@@ -12,7 +12,7 @@ from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines import FixedLength
 from specstop.policies.continuation import remembered
-from specstop.policies.costs import CostTable, Profile
+from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.rules import Continuation, build_rule
@@ -76,7 +76,7 @@ def test_backward_regression_stops_where_brute_force_does() -> None:
     seen = seen_features(
         arrays, ("entropy", "anchor_entropy"), torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4)
     )
-    stages = backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(togo.bound)), value, 0.0, firsts=(0,))
+    stages = backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(togo.bound)), value, Price(), firsts=(0,))
     outcome = togo.outcomes(value)
     taken = outcome.gather(1, stages.lengths[:, None])[:, 0]
     use = ~arrays.cut
@@ -93,7 +93,7 @@ def test_decisions_that_cost_more_are_taken_less_often() -> None:
     seen = seen_features(arrays, ("entropy",), torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
     value = togo.value(torch.full_like(togo.bound, 2))
     asked = [
-        float(backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, price).asked.mean())
+        float(backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, Price(price)).asked.mean())
         for price in (0.0, 1.0)
     ]
     assert asked[1] < asked[0]

@@ -15,7 +15,7 @@ from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
-from specstop.policies.costs import Profile
+from specstop.policies.costs import Price, Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.folder import load_policy_folder
@@ -165,7 +165,7 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
 
 def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Profile) -> None:
     arrays = trace_arrays(forest[0.0])
-    seconds = tree_seconds(arrays, profile, 5e-5)
+    seconds = tree_seconds(arrays, profile, Price(5e-5))
     context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
     one = torch.ones(1, dtype=torch.int64)
 
@@ -181,7 +181,7 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
 def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
     arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
     assert arrays.tree.is_chain
-    seconds = tree_seconds(arrays, profile, 0.0)
+    seconds = tree_seconds(arrays, profile, Price())
     costs = profile.chain_costs(typical_context(arrays), 0.0, depth=3).diff().tolist()
     for length in (2, 3):  # padded to the cheaper size
         more = seconds["verify_s"][length] - seconds["verify_s"][length - 1]

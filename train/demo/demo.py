@@ -190,7 +190,7 @@ def demo(
     settings = Settings(temperature, sizes.tokens, sizes.depth)
     gauge = offline.gauge()
     runs = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
-    generations = run_alternating(runs, prompts, gauge=gauge, seed=seed, progress=progress)
+    generations = run_alternating(runs, prompts, gauge=gauge, gauge_every=1, seed=seed, progress=progress)
     live = compare_live(generations, policies, arrays, gauge.profile(offline.profile.decision_s))
     return Demo(offline.folder, offline.report, live)
 

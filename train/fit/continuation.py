@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...policies.costs import Profile
+from ...policies.costs import Price, Profile
 from ...policies.features import CHAIN_FEATURES
 from ...policies.history import HISTORY_FEATURES
 from ..heads.continuation_heads import ValueRows, boost
@@ -56,7 +56,7 @@ class Stages:
 
 
 def backward(
-    togo: ToGo, seen: Tensor, folds: Folds, weight: Tensor, value: Tensor, decision_s: float, seed: int = 0,
+    togo: ToGo, seen: Tensor, folds: Folds, weight: Tensor, value: Tensor, price: Price, seed: int = 0,
     firsts: Sequence[int] = tuple(range(LATEST + 1)),
 ) -> Stages:  # fmt: skip
     """Regress the gain of drafting on, from the deepest decision to the first.
@@ -67,7 +67,7 @@ def backward(
         folds: of the prompts.
         weight: [N] of the anchors.
         value: [N + 1] seconds to go after the round (`ToGo.value`).
-        decision_s: of one decision.
+        price: of decisions.
         seed: of the trees.
         firsts: first decisions to choose from.
     """
@@ -80,7 +80,9 @@ def backward(
     best: tuple[float, int, Tensor, Tensor, Tensor] | None = None
     for j in range(deepest - 1, -1, -1):
         open_ = togo.bound > j
-        later = stop.gather(1, length[:, None])[:, 0] + decision_s * asked
+        later = (
+            stop.gather(1, length[:, None])[:, 0] + price.each * asked
+        )  # what opens a round's decisions is spent by now
         gain[:, j] = (rho * (stop[:, j] - later)).float()
         for one in range(folds.count):
             use, mine = open_ & ~cut & (fold != one), open_ & (fold == one)
@@ -91,7 +93,7 @@ def backward(
         length = torch.where(open_ & ~on, j, length)
         asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)
         if j in firsts:
-            seconds = togo.play(length, decision_s * asked).seconds
+            seconds = togo.play(length, price.of(asked)).seconds
             if best is None or float(seconds.sum()) < best[0]:
                 best = float(seconds.sum()), j, length, asked, seconds
     assert best is not None
@@ -173,7 +175,7 @@ def informed_estimate(
         if extra is not None:
             seen = torch.cat([seen, extra], -1)
         weight = played.visits.float().clamp_min(UNVISITED)
-        stages = backward(togo, seen, folds, weight, togo.value(lengths), 0.0, seed)
+        stages = backward(togo, seen, folds, weight, togo.value(lengths), Price(), seed)
         lengths, played = stages.lengths, togo.play(stages.lengths)
         if best is None or stages.rate > best.rate:
             best = stages

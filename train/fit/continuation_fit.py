@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...policies.continuation import ContinuationPolicy, head_names, remembered
-from ...policies.costs import Profile
+from ...policies.costs import Price, Profile
 from ...policies.errors import InputError
 from ...policies.heads import Head
 from ...policies.progress import Progress, silent
@@ -79,7 +79,7 @@ def fit_continuation(
     if kind not in VALUE_FITTERS:
         raise InputError(f"--head: rule continuation has heads {', '.join(VALUE_FITTERS)}, not {kind}")
     togo, folds = ToGo(arrays, profile), prompt_folds(arrays, FOLDS, seed)
-    decision_s = profile.decision(name.partition(":")[0])
+    price = profile.decision(name.partition(":")[0])
     every = torch.arange(len(togo.bound))
     inner = folds.of[togo.sequence]
 
@@ -91,16 +91,16 @@ def fit_continuation(
         value, played = state
         seen = seen_features(arrays, names, every, played.history)
         weight = played.visits.float().clamp_min(UNVISITED)
-        stages = backward(togo, with_memory(seen, places, 0), folds, weight, value, decision_s, seed)
+        stages = backward(togo, with_memory(seen, places, 0), folds, weight, value, price, seed)
         seen = with_memory(seen, places, stages.first)
         rows = value_rows(stages, togo, seen, played.visits)
         head = _fitted(kind, rows, inner[rows_of(togo, stages.first)], columns, seed)
         firsts = (stages.first,) if places else range(LATEST + 1)
-        chosen = choose(togo, values(head, seen), decision_s, margins, firsts)
+        chosen = choose(togo, values(head, seen), price, margins, firsts)
         rule = Continuation(chosen.margin, chosen.first, remembers)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
-        after = togo.play(chosen.lengths, decision_s * chosen.asked)
-        onward = going(chosen.lengths, decision_s * chosen.asked)
+        after = togo.play(chosen.lengths, price.of(chosen.asked))
+        onward = going(chosen.lengths, price.of(chosen.asked))
         return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
 
     going = togo.value if starts else togo.level
@@ -135,7 +135,7 @@ def values(head: Head, seen: Tensor) -> Tensor:
     return torch.stack([head.logits(seen[:, j], j)[..., 1] for j in range(seen.shape[1] - 1)], 1)
 
 
-def choose(togo: ToGo, value: Tensor, decision_s: float, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
+def choose(togo: ToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
     """Return the settings of the rule that decode the traces fastest.
 
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
@@ -146,7 +146,7 @@ def choose(togo: ToGo, value: Tensor, decision_s: float, margins: Sequence[float
         if first >= deepest:
             continue
         lengths, asked = rounds_of(togo, value, first, deepest, margin)
-        seconds = float(togo.play(lengths, decision_s * asked).seconds.sum())
+        seconds = float(togo.play(lengths, price.of(asked)).seconds.sum())
         if best is None or seconds < best[0]:
             best = seconds, Chosen(first, deepest, margin, lengths, asked)
     assert best is not None

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...policies.costs import Profile
+from ...policies.costs import Price, Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived
 from ..traces.data import TraceArrays, seen_features
@@ -54,14 +54,14 @@ def settle_thresholds(
         turn: tuple[float, LearnedPolicy, Tensor, Tensor, Played] | None = None
         for first in (f for f in firsts if f < deepest):
             rule, lengths, asked = _backward(togo, scores(policy, outputs, first), first, value, played.visits, price)
-            now = togo.play(lengths, price * asked)
+            now = togo.play(lengths, price.of(asked))
             total = float(now.seconds.sum())
             if turn is None or total < turn[0]:
                 turn = total, policy.with_rule(rule), lengths, asked, now
         assert turn is not None
         if best is None or turn[0] < best[0]:
             best = turn[0], turn[1]
-        value, played = togo.value(turn[2], price * turn[3]), turn[4]
+        value, played = togo.value(turn[2], price.of(turn[3])), turn[4]
     assert best is not None
     return best[1], replay(arrays, best[1], profile).rate
 
@@ -90,7 +90,7 @@ def scores(policy: LearnedPolicy, outputs: tuple[Tensor, Tensor], first: int) ->
 
 
 def _backward(
-    togo: ToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: float
+    togo: ToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: Price
 ) -> tuple[Derived, Tensor, Tensor]:
     """Return the rule, and the [N] lengths and decisions of its rounds."""
     deepest = score.shape[1]
@@ -101,7 +101,7 @@ def _backward(
     taus = [NEVER] * deepest
     for j in range(deepest - 1, first - 1, -1):
         open_ = bound > j
-        later = stop.gather(1, length[:, None])[:, 0] + price * asked
+        later = stop.gather(1, length[:, None])[:, 0] + price.each * asked
         use = open_ & ~togo.arrays.cut
         taus[j] = cut_where_it_pays(score[use, j], (weight * (stop[:, j] - later))[use])
         on = score[:, j] > taus[j]

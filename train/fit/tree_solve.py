@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...policies.costs import CostTable, Profile
+from ...policies.costs import CostTable, Price, Profile
 from ...policies.tree_gain import TreeGain
 from ...policies.tree_rule import MOST_NODES
 from ..traces.data import TraceArrays, typical_context
@@ -17,13 +17,13 @@ SETTLED = 3e-3
 ROUNDS = 4
 
 
-def tree_seconds(arrays: TraceArrays, profile: Profile, decision_s: float) -> dict[str, Any]:
+def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[str, Any]:
     """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
 
     Args:
         arrays: a trace of trees, or of chains, whose rounds cost less.
         profile: what rounds cost.
-        decision_s: of one decision.
+        price: of decisions.
     """
     tree, low, high = arrays.tree, profile.low, profile.high
     span = high.context - low.context
@@ -48,8 +48,8 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, decision_s: float) -> di
         drafts = both(lambda table: table.tree_draft(max(tree.width, 1))[1:])
         verify = both(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
     return {
-        "opening_s": opening + per_step + per_token * len(tree.children[0]) + decision_s,
-        "draft_s": [s + per_step + per_token * below * rows + decision_s for rows, s in enumerate(drafts, 1)],
+        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price.opening + price.each,
+        "draft_s": [s + per_step + per_token * below * rows + price.each for rows, s in enumerate(drafts, 1)],
         "verify_s": verify,
     }
 

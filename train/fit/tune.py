@@ -62,11 +62,11 @@ def solve_rate(
     """
     if isinstance(policy, TreeGain):
         return solve_tree(policy, arrays, profile)
-    context, decision_s = typical_context(arrays), profile.decision(policy.cost_name)
+    context, price = typical_context(arrays), profile.decision(policy.cost_name)
     start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
     for first in range(min(LATEST + 1, policy.max_depth)):
-        costs = profile.chain_costs(context, decision_s, first, policy.max_depth)
+        costs = profile.chain_costs(context, price, first, policy.max_depth)
         known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
         rates = dict.fromkeys(LOOK_AHEAD, max(start, best_rate))  # by share; settled ones leave
         for _ in range(_ROUNDS):

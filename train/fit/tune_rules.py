@@ -151,7 +151,7 @@ def fastest(policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profil
 def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
     """Return where rules are tuned: the depth of the trace and the profile, and prices at `rho` tokens per second."""
     chain = arrays.tree.is_chain
-    decision_s = profile.decision("gain")  # each step is followed by one more
+    decision_s = profile.decision("gain").each  # each step is followed by one more
     depth = min(arrays.depth, profile.max_depth) if chain else arrays.depth
     widest = max(len(level) for level in arrays.tree.levels)
     low, high = profile.low, profile.high

@@ -80,7 +80,7 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         drafted, verified, decisions, unseen = _draft(walk, trace, row, trace.explored[row] & recorded)
         tokens = trace.tokens(row, verified)
         context = arrays.prompt_tokens + walk.anchor
-        seconds = profile.round_seconds(context, drafted, verified, walk.backlog, decisions, walk.decision_s)
+        seconds = profile.round_seconds(context, drafted, verified, walk.backlog, decisions, walk.price)
         own = ~unseen & (not recorded)
         sent = torch.where(own, verified, trace.sent[row])
         accepted = torch.minimum(arrays.accepted[row], sent)
@@ -98,11 +98,9 @@ def recorded_rounds(arrays: TraceArrays, profile: Profile) -> tuple[Array, Array
     """Return [N] tokens and [N] modelled seconds of the rounds as they were recorded; arguments as of `shown_rounds`."""
     trace, row = _Recorded(arrays), torch.arange(len(arrays.accepted))
     prompt = torch.repeat_interleave(arrays.prompt_tokens, arrays.rows)
-    decision_s = profile.decision(arrays.header.policy.partition(":")[0])
+    price = profile.decision(arrays.header.policy.partition(":")[0])
     decisions = arrays.extra["decisions"].long()
-    seconds = profile.round_seconds(
-        prompt + trace.anchors, trace.drawn, trace.sent, trace.backlog, decisions, decision_s
-    )
+    seconds = profile.round_seconds(prompt + trace.anchors, trace.drawn, trace.sent, trace.backlog, decisions, price)
     return trace.tokens(row, trace.sent).numpy(), seconds.numpy()
 
 

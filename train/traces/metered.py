@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
-from ...policies.costs import CostTable, Profile
+from ...policies.costs import CostTable, Price, Profile
 from .data import TraceArrays
 from .replay import Replayed, replay
 
@@ -29,12 +29,12 @@ class _Meter(Profile):
         verified: Tensor,
         backlog: Tensor,
         decisions: Tensor,
-        decision_s: float,
+        decision: float | Price,
         fed: Tensor | None = None,
     ) -> Tensor:
         """See `Profile.round_seconds`."""
         self.calls.append((context, drafted, verified, backlog, decisions, fed))
-        return super().round_seconds(context, drafted, verified, backlog, decisions, decision_s, fed)
+        return super().round_seconds(context, drafted, verified, backlog, decisions, decision, fed)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Rounds:
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
-        return profile.decision(self.cost_name) * self.decisions.double()
+        return profile.decision(self.cost_name).of(self.decisions)
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""
@@ -142,14 +142,11 @@ def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: 
             draft_s=(side.draft_s[0] * draft, side.draft_s[1] * draft),
             draft_token_s=side.draft_token_s * draft,
             later_draft_s=None if side.later_draft_s is None else side.later_draft_s * draft,
+            second_draft_s=None if side.second_draft_s is None else side.second_draft_s * draft,
             tree_draft_s=tuple((rows, s * draft) for rows, s in side.tree_draft_s),
             verify_s=tuple(s * verify for s in side.verify_s),
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
         )
 
-    return dataclasses.replace(
-        profile,
-        low=table(profile.low),
-        high=table(profile.high),
-        decision_s={name: s * decision for name, s in profile.decision_s.items()},
-    )
+    prices = {name: profile.decision(name).times(decision) for name in profile.decision_s if decision != 1.0}
+    return dataclasses.replace(profile.with_decisions(prices), low=table(profile.low), high=table(profile.high))

@@ -83,7 +83,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         made = draft_trees(walk, shape, row)
         seconds = profile.round_seconds(
             arrays.prompt_tokens + walk.anchor, made.drafted, made.verified, walk.backlog, made.decisions,
-            walk.decision_s, made.fed,
+            walk.price, made.fed,
         )  # fmt: skip
         expected = _expected(arrays, row, made) if soft else made.accepted.double()
         outcome = RoundOutcome(walk.active, made.drafted, made.verified, made.accepted, made.capped, seconds)

@@ -55,7 +55,7 @@ class Walk:
         self.layout = Layout(policy.features)
         self.anchor_columns, self.node_columns = arrays.tensors(policy.features)
         self._vectors = {name: arrays.vector(name) for name in policy.vectors}
-        self.decision_s = profile.decision(policy.cost_name)
+        self.price = profile.decision(policy.cost_name)
         self.turn = torch.zeros(len(queues), dtype=torch.int64)
         self.sequence = queues[:, 0]
         self.state: State = policy.start(len(queues), arrays.keys[self.sequence])
@@ -144,7 +144,7 @@ class Walk:
         committed = torch.minimum(accepted + 1, text - self.anchor) * active
         context = arrays.prompt_tokens[self.sequence] + self.anchor
         seconds = self.profile.round_seconds(
-            context, made.drafted, made.verified, self.backlog, made.decisions, self.decision_s, made.fed
+            context, made.drafted, made.verified, self.backlog, made.decisions, self.price, made.fed
         )
         seconds = seconds * active
         ends = self.anchor + committed >= text

@@ -1,0 +1,40 @@
+"""Averages that outliers do not move, lines through them, and the price of decisions that comes of both."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from specstop.decode.timings import ENOUGH, STALL, line, typical
+
+
+def test_timings_count_by_their_mean() -> None:
+    """A median would say 1 for the last two: sums are what is predicted."""
+    assert typical([]) == 0.0
+    assert typical([3.0]) == 3.0
+    assert typical([1.0, 2.0]) == 1.5
+    assert typical([1.0] * 60 + [2.0] * 40) == pytest.approx(1.4)
+    assert typical([1.0] * 80 + [2.0] * 20) == pytest.approx(1.2)
+
+
+def test_a_stall_counts_for_little() -> None:
+    values = [float(v) for v in range(5, 25)]
+    random.Random(0).shuffle(values)
+    assert typical([*values, 1e6]) == pytest.approx((sum(values) + STALL * 15.0) / 21)
+
+
+def test_a_line_goes_through_its_groups() -> None:
+    groups = [((count, 1), [5.0 * count + 2.0] * (count + 1)) for count in range(1, 6)]
+    assert line(groups) == pytest.approx([5.0, 2.0])
+
+
+def test_no_coefficient_is_below_zero() -> None:
+    """Times that fall with the count are a constant: no part of a round gives time back."""
+    slope, constant = line([((1, 1), [4.0] * 9), ((2, 1), [3.0] * 9), ((3, 1), [2.0] * 9)])
+    assert slope == 0.0 and constant == pytest.approx(3.0)
+
+
+def test_large_groups_do_not_drown_small_ones() -> None:
+    groups = [((1, 1), [1.0] * 10_000), ((2, 1), [2.0] * ENOUGH), ((4, 1), [5.0] * ENOUGH)]
+    slope, _ = line(groups)
+    assert slope == pytest.approx(25 / 21)  # least squares of three points that weigh the same, through 0
