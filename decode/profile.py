@@ -47,7 +47,8 @@ SCRATCH = 1536
 class Scripted(StopPolicy):
     """Drafts lengths from a shuffled deck of 0..K, each twice in a row, whatever the text is; K = 0 is plain decoding.
 
-    A size that comes again is a little cheaper, and with real policies about every other one does. It works in plain numbers: what a script does between model calls cools the caches that these are timed on.
+    A size that comes again is a little cheaper, and with real policies about every other one does. It works in plain
+    numbers: what a script does between model calls cools the caches that these are timed on.
     """
 
     first = 0

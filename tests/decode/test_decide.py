@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from specstop.decode.decide import Decider
+from specstop.decode.candidates import Candidates
+from specstop.decode.decide import Decider, Level
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence
+from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from torch import Tensor
 
@@ -34,3 +38,36 @@ def test_the_fast_path_is_taken_only_where_it_is_the_policys_own(policy: StopPol
 def test_an_overridden_keep_decides_live(pair: Pair, prompt_ids: list[list[int]]) -> None:
     generation = Speculator(pair, StopsAtOnce(0.0), Settings(0.0, 20)).generate(prompt_ids[0])
     assert all(r.drafted <= 1 for r in generation.rounds)
+
+
+class Late(Confidence):
+    """Looks at what it drew from depth 3 on."""
+
+    first = 3
+
+
+class Paths(Late):
+    """Follows a path whose first tokens it does not decide on."""
+
+    features = ("path_logprob",)
+
+
+READ = [(FixedLength(4), set()), (Confidence(0.0, 4), {1, 2, 3}), (Late(0.0, 4), {3}), (Paths(0.0, 4), {1, 2, 3})]
+
+
+@pytest.mark.parametrize(("policy", "read"), READ)
+@pytest.mark.parametrize("tree", [None, "2,1,1,1"])
+def test_tokens_that_no_decision_looks_at_are_not_read(
+    pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch, policy: StopPolicy, read: set[int],
+    tree: str | None,
+) -> None:  # fmt: skip
+    seen: set[int] = set()
+    level = Decider.level
+
+    def noted(self: Decider, found: Candidates, places: Sequence[int], *more: Any) -> Level:
+        seen.add(found.depth[places[0]])
+        return level(self, found, places, *more)
+
+    monkeypatch.setattr(Decider, "level", noted)
+    Speculator(pair, policy, Settings(0.0, 30, tree=tree, ignore_eos=True)).generate(prompt_ids[0])
+    assert seen == read
