@@ -13,6 +13,8 @@ from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, OnDevice, TensorHead, exp
 
 _FOREST = ("feature", "threshold", "missing_left", "leaf", "base")
 DEEPEST_TREE = 16
+MANY, PART = 32, 128
+"""Rows from which on trees are walked, and how many at a time: their nodes then stay in the processor's caches."""
 
 
 class TreesHead(TensorHead):
@@ -55,19 +57,44 @@ class TreesHead(TensorHead):
 
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
-        split, threshold, missing, leaf, inner_at, leaf_at, base = self._placed(features.device)
         flat = features.reshape(-1, features.shape[-1])
-        x = flat.index_select(1, split)
-        right = x >= threshold  # false for missing values
+        *_, base = placed = self._placed(features.device)
+        if len(flat) < MANY:
+            leaves = self._compared(flat, *placed)
+        else:
+            leaves = torch.cat([self._walked(part, *placed) for part in flat.split(PART)])
+        scores = leaves.view(len(flat), 2, -1).sum(-1) + base
+        return scores.view(*features.shape[:-1], 2)
+
+    def _compared(
+        self, x: Tensor, split: Tensor, threshold: Tensor, missing: Tensor, leaf: Tensor, inner_at: Tensor,
+        leaf_at: Tensor, base: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the leaves [R, 2 T] of rows [R, F]: all splits are compared at once, in few operations."""
+        values = x.index_select(1, split)
+        right = values >= threshold  # false for missing values
         if not self._all_missing_left:
-            right |= x.isnan() & ~missing
+            right |= values.isnan() & ~missing
         step = right.long() + 1
-        at = torch.zeros(flat.shape[0], len(inner_at), dtype=torch.int64, device=flat.device)
+        at = torch.zeros(len(x), len(inner_at), dtype=torch.int64, device=x.device)
         for _ in range(self.depth):
             at = 2 * at + step.gather(1, at + inner_at)
-        leaves = leaf[at + leaf_at]
-        scores = leaves.view(flat.shape[0], 2, -1).sum(-1) + base
-        return scores.view(*features.shape[:-1], 2)
+        return leaf[at + leaf_at]
+
+    def _walked(
+        self, x: Tensor, split: Tensor, threshold: Tensor, missing: Tensor, leaf: Tensor, inner_at: Tensor,
+        leaf_at: Tensor, base: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return what `_compared` does: only the splits on the way are looked at, which is less work for many rows."""
+        at = torch.zeros(len(x), len(inner_at), dtype=torch.int64, device=x.device)
+        for _ in range(self.depth):
+            node = at + inner_at
+            values = x.gather(1, split[node])
+            right = values >= threshold[node]
+            if not self._all_missing_left:
+                right |= values.isnan() & ~missing[node]
+            at = 2 * at + 1 + right
+        return leaf[at + leaf_at]
 
     def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""

@@ -12,6 +12,7 @@ from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
 from specstop.policies.heads import Basis, LinearHead, MLPHead, TreesHead, build_head
+from specstop.policies.heads_trees import MANY, PART
 from specstop.policies.rules import Derived, Threshold, build_rule, derived_thresholds
 
 NAMES = ("entropy", "top1", "anchor_top1", "mean_accepted", "mean_full")  # two PRE, one ANCHOR, two HISTORY
@@ -187,6 +188,20 @@ def test_no_tree_at_all_is_the_base() -> None:
     logits = TreesHead(NAMES, empty).logits(features(3), 1)
     assert logits.shape == (3, 2)
     torch.testing.assert_close(logits, empty["base"].expand(3, 2))
+
+
+@pytest.mark.parametrize(("trees", "depth"), [(5, 3), (7, 0), (9, 5)])
+@pytest.mark.parametrize("unknown", ["left and right", "left"])
+def test_many_rows_score_as_few_do(trees: int, depth: int, unknown: str) -> None:
+    tensors = trees_tensors(trees, depth)
+    if unknown == "left":
+        tensors["missing_left"][:] = True
+    head = TreesHead(NAMES, tensors)
+    rows = features(2 * PART + 3, seed=8)
+    rows[::7, 1] = float("nan")
+    few = torch.cat([head.logits(row[None], 1) for row in rows])
+    assert torch.equal(head.logits(rows, 1), few)
+    assert torch.equal(head.logits(rows[: MANY + 1], 1), few[: MANY + 1])
 
 
 @pytest.mark.parametrize("kind", list(TENSORS))
