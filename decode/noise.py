@@ -43,7 +43,7 @@ def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dt
     return uniform(key, position, vocabulary).log_().neg_().log_().neg_().to(dtype)
 
 
-def _mix_one(value: int) -> int:
+def mix_one(value: int) -> int:
     """Return `mix` of one 64-bit pattern, as plain numbers: a tensor operation would cost more than the choice."""
     value &= _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -68,8 +68,8 @@ def fresh_uniform(key: int, round: int, node: int, purpose: Purpose) -> float:
         node: which candidate of the round, from 0.
         purpose: see `Purpose`.
     """
-    row = _mix_one(key ^ _mix_one(round * GOLDEN + 1))
-    bits = _mix_one(_mix_one(row + (node + 1) * GOLDEN) + int(purpose) * GOLDEN)
+    row = mix_one(key ^ mix_one(round * GOLDEN + 1))
+    bits = mix_one(mix_one(row + (node + 1) * GOLDEN) + int(purpose) * GOLDEN)
     return max((bits >> 11) * 2.0**-53, 2.0**-54)
 
 

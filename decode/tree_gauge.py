@@ -17,13 +17,13 @@ from ..policies.costs import CostTable, Profile
 from .candidates import Candidates
 from .decide import Logits
 from .loop import Speculator
+from .noise import mix_one
 from .observer import Seen
 from .pair import Pair
 from .records import Round
 from .settings import Settings
 from .timings import line, typical
 
-_BITS = (1 << 64) - 1
 LEAST = 3
 """Rounds that a size must have come up in to count."""
 
@@ -45,8 +45,8 @@ class RandomTree(StopPolicy):
         self, depth: int, alive: Sequence[bool], parent: Sequence[int], rows: Sequence[Sequence[float]], state: State
     ) -> tuple[list[bool], State]:
         """Keep some branches, with the round's own chance: a third, two thirds or always."""
-        chance = 1 + _hash(*state) % 3
-        return [on and _hash(*state, depth, at) % 3 < chance for at, on in enumerate(alive)], state
+        chance = 1 + _toss(*state) % 3
+        return [on and _toss(*state, depth, at) % 3 < chance for at, on in enumerate(alive)], state
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep some branches."""
@@ -57,7 +57,7 @@ class RandomTree(StopPolicy):
         self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], state: State
     ) -> list[bool]:
         """Verify all nodes up to a random one."""
-        limit = _hash(*state, -1) % (2 * len(drawn) + 2)
+        limit = _toss(*state, -1) % (2 * len(drawn) + 2)
         return [on and (limit > len(drawn) or at < limit) for at, on in enumerate(drawn)]
 
     def select(self, tree: DraftTree, state: State) -> Tensor:
@@ -69,13 +69,12 @@ class RandomTree(StopPolicy):
         return state[0], state[1] + 1
 
 
-def _hash(*numbers: int) -> int:
-    """Return 31 bits that are mixed well enough to toss a coin with."""
+def _toss(*numbers: int) -> int:
+    """Return 64 mixed bits, the same for the same numbers."""
     mixed = 0
     for number in numbers:
-        mixed = (mixed ^ number & _BITS) * 0x9E3779B97F4A7C15 & _BITS
-        mixed ^= mixed >> 29
-    return mixed >> 33
+        mixed = mix_one(mixed ^ number)
+    return mixed
 
 
 class _Watching:

@@ -175,6 +175,8 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], Any]:
         (lambda raw: {**raw, "step_s": "quick"}, "lacks or mangles"),
         (lambda raw: {**raw, "prefill_s": [1.0]}, "lacks or mangles"),
         (lambda raw: {**raw, "decision_s": [1.0]}, "lacks or mangles"),
+        (lambda raw: {**raw, "decision_s": {"mine": {"each": 1.0}}}, "lacks or mangles 'opening'"),
+        (lambda raw: {**raw, "decision_s": {"mine": {"each": "dear", "opening": 0.0}}}, "lacks or mangles"),
         (lambda raw: {**raw, "low": 3}, "lacks or mangles"),
         (
             lambda raw: {**raw, "low": {**raw["low"], "verify_s": raw["low"]["verify_s"][:3]}},
