@@ -193,6 +193,8 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], Any]:
         "text",
         "short",
         "decisions",
+        "half a price",
+        "a price in words",
         "number",
         "unequal tables",
     ],
