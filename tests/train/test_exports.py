@@ -20,6 +20,7 @@ from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, TraceError
+from specstop.train.fit.run import train
 from specstop.train.serve.deploy_llama import Share, deploy_llama, shares, walk_shares
 from specstop.train.serve.deploy_sglang import deploy_sglang, rules_around
 from specstop.train.serve.deploy_vllm import deploy_vllm, length_at
@@ -153,6 +154,18 @@ def test_without_a_policy_the_page_says_so(sides: tuple[Trace, Trace], profile: 
     assert "policy_to_this" not in figures["alone"]
     assert "No policy was given" in (tmp_path / "v" / "README.md").read_text()
     assert "held-out prompts" in figures["alone"]["prompts"]
+
+
+def test_a_policy_with_a_mangled_price_is_refused(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    policy = train(sides[0], full_profile).policy
+    record = {**full_profile.to_dict(), "decision_s": {policy.cost_name: {"each": 1e-5}}}
+    policy.facts = dataclasses.replace(policy.facts, profile=record)
+    bare = dataclasses.replace(full_profile, decision_s={})
+    with pytest.raises(InputError, match="the policy's profile lacks or mangles 'opening'"):
+        deploy_vllm(sides[0], bare, tmp_path / "v", policy, max_batch=1)
+    assert not (tmp_path / "v").exists()
 
 
 def reference(arrays: TraceArrays, rule: Share) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import pytest
 from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
+from specstop.policies.errors import PolicyError
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, derived_thresholds
 from specstop.train.fit.run import train
@@ -114,6 +115,13 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     solved, rate = solve_rate(learned, arrays, costly, learned.facts.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
+
+
+def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
+    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
+) -> None:
+    with pytest.raises(PolicyError, match=f"logistic: expected the mean acceptance at {DEPTH} depths .* got 1; train"):
+        solve_rate(learned, arrays, full_profile, learned.facts.acceptance[:1])
 
 
 def test_the_typical_context_is_the_middle_of_the_texts(arrays: TraceArrays) -> None:

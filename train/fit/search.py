@@ -358,9 +358,9 @@ def _trained(
     depth = min(arrays.depth, profile.max_depth)
     if not job.rule:
         policy: StopPolicy = load_policy(spec_of(job)).limited(depth)
-        return policy, add_decisions(profile, [policy], arrays.header.vocabulary)
+        return policy, add_decisions(profile, [policy], arrays.header.vocabulary, arrays.header.vectors)
     quick = dataclasses.replace(planned(plan, job), cross_fit=False, passes=1)
     quick = dataclasses.replace(quick, fit=dataclasses.replace(quick.fit, checkpoints=None, logger=None, resume=False))
     check_plan(quick)
     trained = train_arrays(quick, arrays.subset(list(fit)), profile, heats)
-    return trained.policy, add_decisions(profile, [trained.policy], arrays.header.vocabulary)
+    return trained.policy, add_decisions(profile, [trained.policy], arrays.header.vocabulary, arrays.header.vectors)

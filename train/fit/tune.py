@@ -9,6 +9,7 @@ import torch
 
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.costs import Profile
+from ...policies.errors import PolicyError
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived, derived_thresholds
 from ...policies.tree_gain import TreeGain
@@ -59,9 +60,17 @@ def solve_rate(
 
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
+
+    Raises:
+        PolicyError: `acceptance` ends before the policy does.
     """
     if isinstance(policy, TreeGain):
         return solve_tree(policy, arrays, profile)
+    if len(acceptance) < policy.max_depth:
+        raise PolicyError(
+            f"{policy.name}: expected the mean acceptance at {policy.max_depth} depths to solve the derived rule with, got "
+            f"{len(acceptance)}; train the policy again"
+        )
     context, price = typical_context(arrays), profile.decision(policy.cost_name)
     start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0

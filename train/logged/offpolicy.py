@@ -129,7 +129,7 @@ def estimate_offline(
     logging = logging or _named(header.policy)
     depth = min(arrays.depth, profile.max_depth)
     known = [policy] if logging is None else [policy, logging]
-    profile = add_decisions(profile, known, header.vocabulary)
+    profile = add_decisions(profile, known, header.vocabulary, header.vectors)
     shown = shown_rounds(arrays, policy.limited(depth), profile)
     base = None if logging is None else shown_rounds(arrays, logging.limited(arrays.depth), profile, recorded=True)
     if base is not None and (missed := _missed(arrays, base)) > MOST_MISSED:

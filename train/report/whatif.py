@@ -92,7 +92,7 @@ def sweep(
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
-    profile = add_decisions(profile, policies, traces.header.vocabulary)
+    profile = add_decisions(profile, policies, traces.header.vocabulary, traces.header.vectors)
     context = typical_context(tuning or arrays)
     made = Resamples(arrays.prompt_ids, seed)
     names, depth = unique_names(policies), min(arrays.depth, profile.max_depth)

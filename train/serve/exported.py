@@ -14,7 +14,7 @@ from ...collect.store import Trace
 from ...decode.hub import deploy_hf
 from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
-from ...policies.costs import Price, Profile
+from ...policies.costs import Profile
 from ...policies.errors import InputError
 from ...policies.files import refuse_full, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
@@ -149,8 +149,8 @@ def _known_decisions(profile: Profile, policy: StopPolicy) -> Profile:
         or not profile.same_costs(policy.facts.profile)
     ):
         return profile
-    saved = policy.facts.profile.get("decision_s", {})
-    return profile.with_decisions({name: Price.read(saved[name])}) if name in saved else profile
+    saved = Profile.from_dict(policy.facts.profile, "the policy's profile").decision_s
+    return profile.with_decisions({name: saved[name]}) if name in saved else profile
 
 
 def deploy_hf_replayed(
