@@ -62,7 +62,9 @@ def transfer(
     rows = unique_names(policies, names)
     columns: list[_Column] = []
     for at, (trace, label) in enumerate(zip(traces, _labels(traces), strict=True)):
-        costs = add_decisions(profiles[at if len(profiles) > 1 else 0], policies, trace.header.vocabulary, trace.header.vectors)
+        costs = add_decisions(
+            profiles[at if len(profiles) > 1 else 0], policies, trace.header.vocabulary, trace.header.vectors
+        )
         arrays = trace_arrays(trace)
         for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
             name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))
