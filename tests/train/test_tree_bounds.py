@@ -15,6 +15,7 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.topology import Topology, parse_tree
 from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines_online import Online
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
 from specstop.train.traces.bounds import clairvoyant_seconds, optimal_acceptance
@@ -104,7 +105,8 @@ def test_the_ceiling_is_the_least_over_all_sets_of_tokens(candidates: int) -> No
 
 
 def test_thresholds_replayed_side_by_side_are_those_replayed_alone(arrays: TraceArrays, profile: Profile) -> None:
-    rules = [*(Confidence(t, DEPTH) for t in (0.1, 0.4, 0.4, 0.8)), FixedLength(2), Confidence(0.3, 2)]
+    online = [Online(t, prior, max_depth=DEPTH) for t, prior in ((0.1, 2.0), (0.3, 2.0), (0.02, 2.0), (0.3, 9.0))]
+    rules = [*(Confidence(t, DEPTH) for t in (0.1, 0.4, 0.4, 0.8)), FixedLength(2), *online, Confidence(0.3, 2)]
     for policy, played in zip(rules, replay_many(arrays, rules, profile), strict=True):
         alone = replay(arrays, policy, profile)
         assert played.name == policy.name

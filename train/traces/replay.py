@@ -74,9 +74,7 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replaye
             round.
     """
     check_replayable(arrays, policy, profile)
-    every = torch.arange(arrays.sequences)
-    queues = every[None] if policy.carries else every[:, None]
-    return _played(arrays, policy, profile, queues, [policy])[0]
+    return _played(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
 
 
 def replay_orders(
@@ -95,18 +93,24 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
     at = 0
     while at < len(policies):
         group = list(policies[at : at + each])
-        while len(group) > 1 and stacked(group, arrays.sequences) is None:
+        queues = _queues(arrays, group[0])
+        while len(group) > 1 and stacked(group, len(queues)) is None:
             group = group[: len(group) // 2]
-        one = stacked(group, arrays.sequences) if len(group) > 1 else None
+        one = stacked(group, len(queues)) if len(group) > 1 else None
         if one is None:
             done.append(replay(arrays, group[0], profile))
             at += 1
             continue
         check_replayable(arrays, one, profile)
-        queues = torch.arange(arrays.sequences).repeat(len(group))[:, None]
-        done += _played(arrays, one, profile, queues, group)
+        done += _played(arrays, one, profile, queues.repeat(len(group), 1), group)
         at += len(group)
     return done
+
+
+def _queues(arrays: TraceArrays, policy: StopPolicy) -> Tensor:
+    """Return [R, Q], the streams of a policy: one for each sequence, or one for all where it carries its state on."""
+    every = torch.arange(arrays.sequences)
+    return every[None] if policy.carries else every[:, None]
 
 
 def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:

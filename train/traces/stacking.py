@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...policies.baselines import Confidence
+from ...policies.baselines_online import Online
 from ...policies.contract import StopPolicy
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived, Rule, Threshold
@@ -27,6 +28,13 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
     if type(first) is Confidence:
         made = copy.copy(first)
         made.threshold = _by_stream([p.threshold for p in policies], streams)  # type: ignore[attr-defined,assignment]
+        return made
+    if type(first) is Online:
+        online = [p for p in policies if isinstance(p, Online)]
+        if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
+            return None
+        made = copy.copy(first)
+        made.threshold = _by_stream([p.threshold for p in online], streams, torch.float64)  # type: ignore[attr-defined]
         return made
     if type(first) is LearnedPolicy:
         learned = [p for p in policies if isinstance(p, LearnedPolicy)]
@@ -62,6 +70,6 @@ def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
     return None
 
 
-def _by_stream(values: Sequence[float], streams: int) -> Tensor:
-    """Return [R, 1] float32: a comparison with a plain number is one in the other side's float32 as well."""
-    return torch.tensor(list(values), dtype=torch.float32).repeat_interleave(streams)[:, None]
+def _by_stream(values: Sequence[float], streams: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return [R, 1] in the other side's type: a comparison with a plain number is one in that type as well."""
+    return torch.tensor(list(values), dtype=dtype).repeat_interleave(streams)[:, None]
