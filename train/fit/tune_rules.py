@@ -56,7 +56,7 @@ def _over(kind: Callable[..., StopPolicy], **values: Sequence[Any]) -> Grid:
 
     def grid(place: Place) -> list[StopPolicy]:
         settings = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
-        return [kind(**chosen, max_depth=most) for chosen in settings for most in caps(place.depth)]
+        return [kind(**chosen, max_depth=most) for most in caps(place.depth) for chosen in settings]
 
     return grid
 
