@@ -63,6 +63,7 @@ PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
 HIDDEN, BOTH = "resnet-hidden", "resnet-both"
 WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
         "noisy_score", "path_logprob", "drawn_prob", "depth")  # fmt: skip
+LEAN = tuple(name for name in FEATURES if name != "top1")
 CHUNK = 4096
 LEAST_GAP, WORST, NEAR, MOST_ECE = 0.15, 0.99, 0.01, 0.02
 VERIFY_S, DRAFT_S = 20e-3, 0.6e-3
@@ -87,6 +88,7 @@ class Ours:
 
 OURS = {
     "logistic": Ours("logistic"),
+    "logistic-lean": Ours("logistic", features=LEAN),
     "mlp": Ours("mlp"),
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
