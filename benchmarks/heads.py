@@ -60,6 +60,7 @@ SEED = 0
 TRAIN, TEST = 600, 400
 RULES = ("confidence", "entropy", "product", "maxprob", "online")
 PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
+"""The first one reads scalars, the others hidden states."""
 HIDDEN, BOTH = "resnet-hidden", "resnet-both"
 WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
         "noisy_score", "path_logprob", "drawn_prob", "depth")  # fmt: skip
@@ -126,6 +127,7 @@ def main() -> int:
     )
     parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
     parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
+    parser.add_argument("--scalars", action="store_true", help="leave out what reads hidden states, most of the hour")
     parser.add_argument(
         "--work", type=Path, help="folder for traces and profiles, taken from there when they are there"
     )
@@ -144,14 +146,15 @@ def main() -> int:
         prompts = unseen_prompts(where, documents, *counts)
         for temperature in options.temperature or TEMPERATURES:
             place = prepare(where, prompts, temperature, work, tokens)
-            found[place.name] = compare(place, load_pair(where / "target", where / "draft", engine="plain"), missed)
+            plain = load_pair(where / "target", where / "draft", engine="plain")
+            found[place.name] = compare(place, plain, missed, options.scalars)
     if options.work is None:
         shutil.rmtree(work)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if len(pairs) < 2:
         missed.append("two pairs are to be compared")
-    checked = not options.quick and options.temperature is None
+    checked = not (options.quick or options.scalars) and options.temperature is None
     print(f"compared: {len(pairs)} pairs, {counts[1]} held-out prompts of {tokens} tokens each")
     print(json.dumps({"checked": checked, "missed": missed, **found}))
     return int(options.check and (bool(missed) or not checked))
@@ -190,19 +193,21 @@ def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[Le
     return ours.fitted(place.train, profile, name), profile
 
 
-def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
+def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict[str, Any]:
     """Name a policy on training prompts, replay everything on test prompts, and print one table."""
     training = trace_arrays(place.train)
     folds = prompt_folds(training, FOLDS, SEED)
     fitting, left_out = (training.subset(folds.sequences(0, inside)) for inside in (False, True))
     profile, learned, validated = place.profile, {}, {}
     for name, ours in OURS.items():
+        if ours.vectors is not None and scalars:
+            continue
         learned[name], priced = learn(place, name, ours, fitting)
         profile = profile.with_decisions(priced.decision_s)
         validated[name] = replay(left_out, learned[name], profile).rate
     named = max(validated, key=validated.__getitem__)
     published = {}
-    for name in PUBLISHED:
+    for name in PUBLISHED[: 1 if scalars else None]:
         published[name] = train(place.train, profile, head=name, name=name, seed=SEED).policy
     profile = profile.with_decisions(loop_decisions(place.pair, list(published.values()), place.ids, place.settings))
     rules = tuned_rules(RULES, training, profile)
@@ -221,8 +226,10 @@ def compare(place: Place, plain: Pair, missed: list[str]) -> dict[str, Any]:
         lines[name] = table.line(
             name, played, spent, free(policy, fitting, arrays, profile) if kind == "ours" else None
         )
-    told = in_advance(learned[HIDDEN], arrays)
-    for name, extra in (("informed estimate", None), ("informed, hidden states", told)):
+    known: dict[str, torch.Tensor | None] = {"informed estimate": None}
+    if not scalars:
+        known["informed, hidden states"] = in_advance(learned[HIDDEN], arrays)
+    for name, extra in known.items():
         lines[name] = table.line(name, informed_estimate(arrays, profile, extra=extra).seconds, 0.0)
     lines["clairvoyant bound"] = table.line("clairvoyant bound", table.bound, 0.0)
     mine = replay(arrays, learned[named], profile)
