@@ -94,6 +94,7 @@ OURS = {
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
     "tokens": Ours("tokens", features=(*WIDE, *TOKEN_FEATURES)),
+    "tokens-lean": Ours("tokens", features=(*LEAN, *TOKEN_FEATURES)),
     HIDDEN: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN,)),
     BOTH: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN, TARGET_HIDDEN)),
     "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),

@@ -47,6 +47,13 @@ def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:
     assert arrays.column("above_token").tolist() == [[7, 0, 1], [8, 3, 4], [9, 6, 7]]
 
 
+def test_the_token_above_can_be_asked_for_alone(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    few, every = trace_arrays(sides[0], ("above_token", "depth")), trace_arrays(sides[0])
+    assert torch.equal(few.column("above_token"), every.column("above_token"))
+    policy = train(sides[0], full_profile, head="tokens", features=["drawn_token", "above_token", "depth"]).policy
+    assert replay(every, policy, full_profile).rate > 0.0
+
+
 def test_a_fit_without_token_features_is_refused() -> None:
     with pytest.raises(InputError, match="the tokens head needs one of anchor_token"):
         fit_tokens(FitTask(made_rows(40, 0), made_rows(40, 1), ("entropy",)))

@@ -200,7 +200,10 @@ def trace_arrays(
     """
     header = trace.header
     names = [*(features or ()), *header.anchor_features, *header.features]  # the order a policy reads them in
-    wanted = [n for n in dict.fromkeys(names) if features is None or n in features]
+    asked = {*(names if features is None else features)}
+    if "above_token" in asked:
+        asked.add("anchor_token")  # that is what the first token was drawn behind
+    wanted = [n for n in dict.fromkeys(names) if n in asked]
     sequence, anchor = (_read(trace, name, np.int64) for name in ("sequence", "anchor"))
     order: Any = np.lexsort((anchor, sequence))
     order = slice(None) if np.array_equal(order, np.arange(len(order))) else order
