@@ -33,9 +33,10 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         online = [p for p in policies if isinstance(p, Online)]
         if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
             return None
-        made = copy.copy(first)
-        made.threshold = _by_stream([p.threshold for p in online], streams, torch.float64)  # type: ignore[attr-defined]
-        return made
+        learning: Any = copy.copy(first)
+        learning.threshold = _by_stream([p.threshold for p in online], streams, torch.float64)
+        policy: StopPolicy = learning
+        return policy
     if type(first) is LearnedPolicy:
         learned = [p for p in policies if isinstance(p, LearnedPolicy)]
         same = all(
