@@ -1,4 +1,4 @@
-"""The token head: a table looked up as a sum would have it, at each depth what is known there, one row as many."""
+"""The token head: tables looked up as a sum would have it, at each depth what is known there, one row as many."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import TokenHead, build_head
+from specstop.policies.heads_tokens import bucket
 
 NAMES = ("anchor_token", "entropy", "drawn_token", "above_token")
-WIDTH = 9
+WIDTH, BUCKETS = 9, 7
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -19,6 +20,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "weight": torch.randn(3, 1, generator=generator),
         "bias": torch.randn(2, 4, generator=generator),
         "table": torch.randn(2, 3, WIDTH, generator=generator),
+        "pairs": torch.randn(2, BUCKETS, generator=generator),
     }
 
 
@@ -40,6 +42,8 @@ def test_scores_are_the_sums_that_they_are_said_to_be(depth: int) -> None:
             for feature, place in ((0, 0), (1, 2), (2, 3)):
                 if (feature == 0) == (depth == 0) and row[place] < WIDTH:
                     wanted += float(t["table"][output, feature, int(row[place])])
+            if depth:
+                wanted += float(t["pairs"][output, bucket(int(row[3]), int(row[2]), BUCKETS)])
             assert scores[output] == pytest.approx(wanted, abs=1e-5)
 
 
@@ -54,6 +58,15 @@ def test_one_row_is_scored_as_many(depth: int) -> None:
 def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
     with pytest.raises(PolicyError, match="tokens head: expected one of the features anchor_token"):
         build_head("tokens", ("entropy",), tensors())
-    for name, shape in (("table", (2, 2, WIDTH)), ("bias", (3, 4)), ("weight", (2, 1))):
+    for name, shape in (("table", (2, 2, WIDTH)), ("bias", (3, 4)), ("weight", (2, 1)), ("pairs", (3, BUCKETS))):
         with pytest.raises(PolicyError, match=f"expected {name} of shape"):
             build_head("tokens", NAMES, {**tensors(), name: torch.zeros(shape)})
+    with pytest.raises(PolicyError, match="a table of pairs goes with the features above_token and drawn_token"):
+        build_head("tokens", NAMES[:3], {**tensors(), "table": torch.zeros(2, 2, WIDTH)})
+
+
+def test_a_head_made_without_pairs_is_one_whose_pairs_say_nothing() -> None:
+    t, x = tensors(), rows(20)
+    del t["pairs"]
+    silent = TokenHead(NAMES, {**t, "pairs": torch.zeros(2, BUCKETS)})
+    assert torch.equal(TokenHead(NAMES, t).logits(x, 2), silent.logits(x, 2))

@@ -13,7 +13,7 @@ from specstop.policies.errors import InputError
 from specstop.train.fit.run import train
 from specstop.train.fit.thresholds import NEVER, cut_where_it_pays, settle_thresholds
 from specstop.train.heads.calibrate import auc
-from specstop.train.heads.fitting import FitTask
+from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.tokens import fit_tokens
 from specstop.train.traces.data import trace_arrays
@@ -36,6 +36,23 @@ def test_each_token_gets_the_weight_that_it_has() -> None:
     assert odds[::2, 1].min() > 0.65 > 0.35 > odds[1::2, 1].max()  # of the second output few rows are known
     held = made_rows(1000, 2)
     assert (auc(head.logits(held.features, 1)[:, 0], held.accepted) or 0.0) > 0.85
+
+
+def test_pairs_tell_what_neither_token_tells() -> None:
+    def drawn(count: int, seed: int) -> FitRows:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 8, (count, 2), generator=generator)
+        hit = (ids.sum(1) % 2 == 0) ^ (torch.rand(count, generator=generator) < 0.1)
+        return FitRows(ids.float(), torch.ones(count, dtype=torch.int64), hit, ~hit, torch.ones_like(hit))
+
+    names, held = ("drawn_token", "above_token"), drawn(1000, 2)
+    found = {}
+    for buckets in (0, 97):
+        head, _ = fit_tokens(
+            FitTask(drawn(3000, 0), drawn(500, 1), names, options=FitOptions(params={"buckets": buckets}))
+        )
+        found[buckets] = auc(head.logits(held.features, 1)[:, 0], held.accepted) or 0.0
+    assert found[0] < 0.6 and found[97] > 0.85
 
 
 def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:

@@ -1,4 +1,4 @@
-"""The token head, fitted: sparse logistic regressions on scalars, depth and the tokens that are there."""
+"""The token head, fitted: sparse logistic regressions on scalars, depth, the tokens that are there, and pairs of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ...policies.errors import InputError
 from ...policies.features import TOKEN_FEATURES
 from ...policies.heads import Basis, TokenHead
+from ...policies.heads_tokens import PAIR, bucket
 from .calibrate import log_loss
 from .fitting import FitTask
 from .linear import fit_basis
@@ -21,18 +22,22 @@ from .rows import FitRows
 PENALTIES = (0.05, 0.15, 0.5)
 """Inverse penalties C that are tried; the one with the least held-out loss is kept, output by output."""
 
+BUCKETS = 65_521
+"""Places for pairs of tokens: a prime below 2^16, half a megabyte for both outputs."""
+
 _ROUNDS = 200
 
 
 class Design:
-    """Rows as a sparse matrix: the basis of the scalars, a column for each depth, and one for each token of each feature.
+    """Rows as a sparse matrix: the basis of the scalars, a column for each depth, token of each feature, and bucket of pairs.
 
     Args:
         names: features of the rows.
         rows: to fit on; they say how scalars are standardised and which tokens there are.
+        buckets: for pairs of tokens, where the features have both.
     """
 
-    def __init__(self, names: Sequence[str], rows: FitRows) -> None:
+    def __init__(self, names: Sequence[str], rows: FitRows, buckets: int = BUCKETS) -> None:
         self.ids = [at for at, name in enumerate(names) if name in TOKEN_FEATURES]
         if not self.ids:
             raise InputError(f"--features: the tokens head needs one of {', '.join(TOKEN_FEATURES)}")
@@ -44,9 +49,11 @@ class Design:
         self.basis = Basis(bare, self.mean, self.scale)
         self.depths = int(rows.depth.max()) + 1
         self.vocabulary = int(rows.features[:, self.ids].max()) + 1
+        self.pair = [self.names.index(name) for name in PAIR if name in names]
+        self.buckets = buckets if len(self.pair) == len(PAIR) else 0
 
     def matrix(self, rows: FitRows) -> sparse.csr_matrix:
-        """Return [M, F' + depths + I V] float64."""
+        """Return [M, F' + depths + I V + B] float64."""
         first = rows.depth == 0
         scalars = rows.features[:, self.scalars]
         x = torch.where(first[:, None], self.basis(scalars, 0), self.basis(scalars, 1))
@@ -54,16 +61,22 @@ class Design:
         blocks = [sparse.csr_matrix(x.double().numpy()), _one_hot(rows.depth, self.depths, torch.ones_like(first))]
         for at, counts in zip(self.ids, known, strict=True):
             blocks.append(_one_hot(rows.features[:, at].long(), self.vocabulary, counts))
+        if self.buckets:
+            above, drawn = (rows.features[:, at].long() for at in self.pair)
+            blocks.append(_one_hot(bucket(above, drawn, self.buckets), self.buckets, ~first))
         return sparse.hstack(blocks, format="csr")
 
-    def parts(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (scalars [F'], depths [K + 1], tokens [I, V]) of a weight for each column."""
-        return torch.split(weight, [self.basis.width, self.depths, len(self.ids) * self.vocabulary])  # type: ignore[return-value]
+    def parts(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return (scalars [F'], depths [K + 1], tokens [I V], pairs [B]) of a weight for each column."""
+        return torch.split(weight, [self.basis.width, self.depths, len(self.ids) * self.vocabulary, self.buckets])
 
 
 def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
-    """Fit the token head, `params`: `C`, one value or the least held-out loss of `PENALTIES`; see `Fitter`."""
-    design = Design(task.names, task.rows)
+    """Fit the token head; see `Fitter`.
+
+    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` for pairs of tokens, 0 = none.
+    """
+    design = Design(task.names, task.rows, int(task.options.params.get("buckets", BUCKETS)))
     given = task.options.params.get("C")
     penalties = PENALTIES if given is None else (float(given),)
     x, held = design.matrix(task.rows), design.matrix(task.held_out)
@@ -71,7 +84,9 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     for label, use, held_use in _parts(task.rows, task.held_out):
         found.append(_regress((x[use.numpy()], label[0][use]), (held[held_use.numpy()], label[1][held_use]), penalties))
     (accept, _), (following, later), (opening, first) = found
-    scalars, depths, tables = zip(*(design.parts(weight) for weight in (accept, following, opening)), strict=True)
+    scalars, depths, tables, pairs = zip(
+        *(design.parts(weight) for weight in (accept, following, opening)), strict=True
+    )
     after = torch.cat([depths[2][:1] + first, depths[1][1:] + later])
     table = torch.stack([tables[0], tables[1]]).view(2, len(design.ids), design.vocabulary).clone()
     for at, place in enumerate(design.ids):
@@ -83,6 +98,7 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
         "weight": torch.stack(scalars),
         "bias": torch.stack([depths[0] + found[0][1], after]),
         "table": table,
+        "pairs": torch.stack(pairs[:2]),
     }
     return TokenHead(task.names, {name: t.float().contiguous() for name, t in tensors.items()}), {}
 
