@@ -98,8 +98,7 @@ class Candidates:
         drawn = [False] * len(topology)
         for place in self.sent():
             drawn[self.rows[place]] = True
-        parent = [above - first if above >= first else -1 for above in topology.parent[first:]]
-        return parent, topology.depth[first:], drawn[first:]
+        return list(topology.node_parents), topology.depth[first:], drawn[first:]
 
     def tree(self, device: torch.device, hide_tokens: bool = False) -> DraftTree:
         """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.

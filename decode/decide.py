@@ -43,7 +43,7 @@ class Logits:
     Attributes:
         raw: [R, V] logits of the places that were fed.
         sampled: [R, V] log-weights, where they are not raw / T; else None.
-        scores: [R, V] that `match` took the largest of; None under other modes.
+        scores: [R, V] that `match` took the largest of; None under other modes. `best` by row: see `verify.Drawn`.
         owner: for each token that was drawn, its row.
         states: [R, H] the draft's last hidden states, where somebody wants them.
     """
@@ -53,6 +53,7 @@ class Logits:
     scores: Tensor | None
     owner: Sequence[int]
     states: Tensor | None = None
+    best: list[list[float]] | None = None
 
 
 class Decider:
@@ -133,10 +134,13 @@ class Decider:
         self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
     ) -> FewRows:
         parents = [found.parent[place] for place in places]
-        siblings = [found.children[parent] for parent in parents]
-        rank = [all_.index(place) for place, all_ in zip(places, siblings, strict=True)]
+        count = [0] * len(logits.raw)
+        rank = []
+        for owner in logits.owner:  # siblings stand in the order in which they were drawn
+            rank.append(count[owner])
+            count[owner] += 1
         rows, parent = None, []
-        if above is not None:
+        if above is not None and self._follows_path:
             assert isinstance(above.rows, FewRows)
             at = {place: row for row, place in enumerate(above.places)}
             rows, parent = above.rows, [at[place] for place in parents]
@@ -147,12 +151,13 @@ class Decider:
             logits.owner,
             [found.tokens[place] for place in places],
             rank,
-            [len(all_) for all_ in siblings],
+            [count[owner] for owner in logits.owner],
             [found.tokens[place] for place in parents],
             rows,
             parent,
             found.depth[places[0]],
             logits.sampled,
+            logits.best,
         )
 
     def _inherited(self, found: Candidates, places: Sequence[int], above: Level) -> Tensor:
@@ -210,16 +215,14 @@ class Decider:
         if level is None:
             return [True], [0], [self.layout.step_one(base)]
         assert self._read_few is not None and isinstance(level.rows, FewRows)
-        topology = found.topology
-        rows = topology.levels[depth]
+        rows, width = found.topology.levels[depth], len(self.layout.names)
         first, going = rows[0], set(alive)
-        features, mask = [[0.0] * len(self.layout.names) for _ in rows], [False] * len(rows)
-        for place, nodes in zip(level.places, self._read_few(level.rows), strict=True):
+        features, mask = [[0.0] * width for _ in rows], [False] * len(rows)
+        for place, row in zip(level.places, self.layout.steps_few(base, self._read_few(level.rows)), strict=True):
             if place in going:
                 at = found.rows[place] - first
-                features[at], mask[at] = self.layout.step_one(base, nodes), True
-        above = topology.levels[depth - 1][0] if depth > 1 else None
-        return mask, [0 if above is None else topology.parent[row] - above for row in rows], features
+                features[at], mask[at] = row, True
+        return mask, list(found.topology.above_in_level[depth]), features
 
     def __call__(
         self, depth: int, base: Base, level: Level | None, state: State, found: Candidates, alive: Sequence[int]

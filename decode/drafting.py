@@ -138,7 +138,7 @@ class DraftPhase:
                 places.append(found.add(place, row, token))
                 owner.append(at)
         shaped = sampled if text.sampler.reads_prefix and self._temperature > 0 else None
-        logits = Logits(raw, shaped, drawn.scores, owner, states)
+        logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best)
         if self._on_level is not None:
             self._on_level(found, places, logits)
         decider = self._guard.decider

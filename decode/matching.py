@@ -31,7 +31,10 @@ class Match(Verification):
         scores = sampled if choices.greedy else torch.log_softmax(sampled, -1) + choices.noise(depth, 1)
         if len(widths) == 1 and widths[0] == 1:
             return Drawn([[int(scores.argmax(-1))]], scores)
-        return Drawn(best_tokens(scores, widths), scores)
+        # One more: the best score that was not drawn tells policies how near it came.
+        top = scores.topk(min(max(widths) + 1, scores.shape[-1]), -1)
+        best = top.values.tolist()
+        return Drawn(_possible(top.indices.tolist(), best, widths), scores, best=best)
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return the target's first own token."""
@@ -61,5 +64,11 @@ class Match(Verification):
 def best_tokens(scores: Tensor, widths: Sequence[int]) -> list[list[int]]:
     """Return for each row of [R, V] its `widths[row]` best tokens in falling order, none of score -inf."""
     top = scores.topk(min(max(widths), scores.shape[-1]), -1)
-    rows = zip(top.indices.tolist(), top.values.tolist(), widths, strict=True)
-    return [[t for t, v in zip(tokens[:w], values[:w], strict=True) if v > NOTHING] for tokens, values, w in rows]
+    return _possible(top.indices.tolist(), top.values.tolist(), widths)
+
+
+def _possible(tokens: list[list[int]], best: list[list[float]], widths: Sequence[int]) -> list[list[int]]:
+    return [
+        [t for t, v in zip(row[:w], values[:w], strict=True) if v > NOTHING]
+        for row, values, w in zip(tokens, best, widths, strict=True)
+    ]

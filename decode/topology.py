@@ -69,6 +69,20 @@ class Topology:
         return max((len(level) for level in self.levels[1:]), default=0)
 
     @cached_property
+    def node_parents(self) -> list[int]:
+        """By node, counted from the first one behind the roots: the node above, -1 below a root."""
+        return [above - self.roots if above >= self.roots else -1 for above in self.parent[self.roots :]]
+
+    @cached_property
+    def above_in_level(self) -> list[list[int]]:
+        """By depth and row of that depth: the place of the row above in its own level; 0 for the roots."""
+        firsts = [0, *(level[0] for level in self.levels)]
+        return [
+            [max(self.parent[row] - first, 0) for row in level]
+            for first, level in zip(firsts, self.levels, strict=False)
+        ]
+
+    @cached_property
     def name(self) -> str:
         """How `parse_tree` would be told: widths where they say it all, else the parent list."""
         if self.roots > 1:  # alternatives are named as candidates for the next token, which is what they are

@@ -20,12 +20,14 @@ class Drawn:
     Attributes:
         tokens: by place, at most as many as were asked for, in the order in which they are tried.
         scores: [R, V], what `match` took the largest of; None where nothing like it exists.
+        best: by place the best of them in falling order, one more than the most tokens of a place, where they were looked up.
         source: by place, the distribution [V] that its candidates were drawn from, if the acceptance needs it.
     """
 
     tokens: list[list[int]]
     scores: Tensor | None = None
     source: Sequence[Tensor] | None = None
+    best: list[list[float]] | None = None
 
 
 class Verification(ABC):

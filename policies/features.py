@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -307,6 +308,15 @@ class Layout:
         both = base + (self._unknown if nodes is None else nodes)
         rounded = array("f", both if self._order is None else [both[at] for at in self._order])
         return rounded.tolist()
+
+    def steps_few(self, base: list[float], nodes: Sequence[list[float]]) -> list[list[float]]:
+        """Return `step_one` of several rows of `nodes`, rounded all at once."""
+        order, width = self._order, len(self.names)
+        rows = [base + row for row in nodes]
+        if order is not None:
+            rows = [[row[at] for at in order] for row in rows]
+        flat = array("f", chain.from_iterable(rows)).tolist()
+        return [flat[at : at + width] for at in range(0, len(rows) * width, width)] if width else rows
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

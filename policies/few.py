@@ -6,23 +6,12 @@ definitions stay in `features`; the tests hold this module to `Rows`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .errors import PolicyError
-
-_KNOWN = (
-    "top1", "top2", "margin", "top1_logit", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "noisy_score",
-    "noisy_behind", "depth", "branch_rank", "temperature", "drawn_token", "above_token",
-)  # fmt: skip
-_PLACE = {name: place for place, name in enumerate(_KNOWN)}
-
-
-def reads_few(names: Sequence[str]) -> bool:
-    """Whether all of these features are known here."""
-    return all(name in _PLACE for name in names)
 
 
 class FewRows:
@@ -37,10 +26,11 @@ class FewRows:
         above: the rows of the depth above, None at depth 1; `parent` by token, the place of its parent there.
         depth: j.
         sampled: [R, V] log-weights of what is sampled from, where it is not softmax(logits / T).
+        best: by row the best of the scores in falling order, one more than the most siblings, where they are known.
     """
 
     __slots__ = (
-        "above", "behind", "depth", "logits", "owner", "parent", "paths", "rank", "sampled", "scores", "temperature",
+        "above", "behind", "best", "depth", "logits", "owner", "parent", "paths", "rank", "sampled", "scores", "temperature",
         "tokens", "width",
     )  # fmt: skip
 
@@ -58,11 +48,48 @@ class FewRows:
         parent: Sequence[int] = (),
         depth: int = 1,
         sampled: Tensor | None = None,
+        best: list[list[float]] | None = None,
     ) -> None:
         self.logits, self.temperature, self.scores, self.sampled = logits, temperature, scores, sampled
         self.owner, self.tokens, self.rank, self.width, self.behind = owner, tokens, rank, width, behind
         self.above, self.parent, self.depth = above, parent, depth
+        self.best = best
         self.paths: list[float] | None = None
+
+
+class _Read:
+    """What was read of the rows of a depth: by row, or (`drawn`, `paths`, `noisy`) by token."""
+
+    __slots__ = ("drawn", "entropy", "most", "noisy", "paths", "top1", "top2")
+
+    def __init__(self) -> None:
+        none: Sequence[float] = ()
+        self.top1 = self.top2 = self.most = self.entropy = self.drawn = self.paths = none
+        self.noisy: Sequence[tuple[float, float, float]] = ()
+
+
+_COLUMNS: dict[str, Callable[[FewRows, _Read], Sequence[float]]] = {
+    "top1": lambda rows, read: [read.top1[o] for o in rows.owner],
+    "top2": lambda rows, read: [read.top2[o] for o in rows.owner],
+    "margin": lambda rows, read: [read.top1[o] - read.top2[o] for o in rows.owner],
+    "top1_logit": lambda rows, read: [read.most[o] for o in rows.owner],
+    "entropy": lambda rows, read: [read.entropy[o] for o in rows.owner],
+    "drawn_prob": lambda rows, read: read.drawn,
+    "path_logprob": lambda rows, read: read.paths,
+    "noisy_margin": lambda rows, read: [score - left_out for _, score, left_out in read.noisy],
+    "noisy_score": lambda rows, read: [score for _, score, _ in read.noisy],
+    "noisy_behind": lambda rows, read: [best - score for best, score, _ in read.noisy],
+    "depth": lambda rows, read: [float(rows.depth)] * len(rows.tokens),
+    "branch_rank": lambda rows, read: list(map(float, rows.rank)),
+    "temperature": lambda rows, read: [rows.temperature] * len(rows.tokens),
+    "drawn_token": lambda rows, read: list(map(float, rows.tokens)),
+    "above_token": lambda rows, read: list(map(float, rows.behind)),
+}
+
+
+def reads_few(names: Sequence[str]) -> bool:
+    """Whether all of these features are known here."""
+    return all(name in _COLUMNS for name in names)
 
 
 class FewReader:
@@ -70,7 +97,7 @@ class FewReader:
 
     def __init__(self, names: Sequence[str]) -> None:
         wanted = set(names)
-        self._places = [_PLACE[name] for name in names]
+        self._columns = [_COLUMNS[name] for name in names]
         self._second = not wanted.isdisjoint(("top2", "margin"))
         self._entropy = "entropy" in wanted
         self._noisy = not wanted.isdisjoint(("noisy_margin", "noisy_score", "noisy_behind"))
@@ -80,33 +107,26 @@ class FewReader:
 
     def __call__(self, rows: FewRows) -> list[list[float]]:
         """Return [tokens][F], what `features.compute` returns."""
-        raw, count = rows.logits, len(rows.logits)
-        zeros = [0.0] * count
-        top1, top2, entropy, most = zeros, zeros, zeros, zeros
+        raw, read = rows.logits, _Read()
         probs: Tensor | None = None
         if self._softmax:
             probs = torch.softmax(raw, -1)
             if self._second:
-                top1, top2 = torch.topk(probs, 2, -1).values.T.tolist()
+                read.top1, read.top2 = torch.topk(probs, 2, -1).values.T.tolist()
             else:
-                top1 = probs.amax(-1).tolist()
+                read.top1 = probs.amax(-1).tolist()
             if self._entropy:
-                entropy = torch.special.entr(probs).sum(-1).tolist()
+                read.entropy = torch.special.entr(probs).sum(-1).tolist()
         if self._logit:
-            most = raw.amax(-1).tolist()
-        drawn = self._drawn_probs(rows, probs) if self._shaped else ()
-        paths = self.paths(rows) if self._path else ()
-        noisy = self._scores(rows) if self._noisy else ()
-        out = []
-        for at, owner in enumerate(rows.owner):
-            best, score, left_out = noisy[at] if noisy else (0.0, 0.0, 0.0)
-            values = (
-                top1[owner], top2[owner], top1[owner] - top2[owner], most[owner], entropy[owner],
-                drawn[at] if drawn else 0.0, paths[at] if paths else 0.0, score - left_out, score, best - score,
-                float(rows.depth), float(rows.rank[at]), rows.temperature, float(rows.tokens[at]), float(rows.behind[at]),
-            )  # fmt: skip
-            out.append([values[place] for place in self._places])
-        return out
+            read.most = raw.amax(-1).tolist()
+        if self._shaped:
+            read.drawn = self._drawn_probs(rows, probs)
+        if self._path:
+            read.paths = self.paths(rows)
+        if self._noisy:
+            read.noisy = self._scores(rows)
+        columns = [column(rows, read) for column in self._columns]
+        return [list(values) for values in zip(*columns, strict=True)] if columns else [[] for _ in rows.tokens]
 
     def _drawn_probs(self, rows: FewRows, probs: Tensor | None) -> list[float]:
         """Return by token its probability in the distribution that is sampled from; `probs` are those at temperature 1."""
@@ -132,10 +152,8 @@ class FewReader:
         """Return by token the best noisy score of its row, its own, and that of the best token that was not drawn."""
         if rows.scores is None:
             raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
-        size = rows.scores.shape[-1]
-        best = torch.topk(rows.scores, min(max(rows.width) + 1, size), -1).values.tolist()
-        entries = rows.scores.numpy()
-        return [
-            (best[o][0], float(entries[o, t]), best[o][min(w, size - 1)])
-            for o, t, w in zip(rows.owner, rows.tokens, rows.width, strict=True)
-        ]
+        size, best = rows.scores.shape[-1], rows.best
+        if best is None:
+            best = torch.topk(rows.scores, min(max(rows.width) + 1, size), -1).values.tolist()
+        ranked = zip(rows.owner, rows.rank, rows.width, strict=True)
+        return [(best[o][0], best[o][r], best[o][min(w, size - 1)]) for o, r, w in ranked]

@@ -81,6 +81,12 @@ class OnDevice:
         return self._copies[device]
 
 
+def log_odds(p: float) -> float:
+    """Return what `torch.logit` returns of a probability, clipped as `Basis` does."""
+    p = _LOW if p < _LOW else _HIGH if p > _HIGH else p
+    return log(p / (1.0 - p))
+
+
 class Basis:
     """Scalars made fit for a linear layer: probabilities also as log-odds, all standardised, unknown ones 0.
 
@@ -119,9 +125,7 @@ class Basis:
         """Return F' numbers of one row; see `expand`."""
         columns = list(features)
         for at in self.probabilities:
-            p = features[at]
-            p = _LOW if p < _LOW else _HIGH if p > _HIGH else p
-            columns.append(log(p / (1.0 - p)))
+            columns.append(log_odds(features[at]))
         return columns
 
     def __call__(self, features: Tensor, depth: int) -> Tensor:

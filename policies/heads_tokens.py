@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from operator import mul
 from typing import TypeVar
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from .errors import PolicyError
 from .features import TOKEN_FEATURES
-from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, take
+from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, log_odds, take
 
+Cell = tuple[int, float, float]
 IdsT = TypeVar("IdsT", int, Tensor)
 PAIR = ("above_token", "drawn_token")
 """A head that reads both may have a table of pairs."""
@@ -76,8 +76,8 @@ class TokenHead(TensorHead):
         zero = torch.zeros(2)
         layers = [self.basis.fold(weight[rows], zero, first) for rows, first in (([0, 1], False), ([0, 2], True))]
         self._placed = [OnDevice(*layer, bias, table, pairs) for layer in layers]
-        self._one = [(*w.double().tolist(), *b.double().tolist()) for w, b in layers]
-        self._bias = bias.double().T.tolist()
+        # By whether it is depth 0: place and both weights of each scalar, those of log-odds, and by depth what is added.
+        self._cells, self._odds, self._start = zip(*(self._by_scalar(*layer) for layer in layers), strict=True)
         # Accept and next of a token stand side by side; a plain list would take eight times the room.
         self._tables = [array("f", table[:, at].T.reshape(-1).tolist()) for at in range(len(self._ids))]
         self._pairs = array("f", pairs.T.reshape(-1).tolist())
@@ -96,14 +96,25 @@ class TokenHead(TensorHead):
             out = out + pairs.T[bucket(above, drawn, self._buckets)]
         return out
 
+    def _by_scalar(self, weight: Tensor, shift: Tensor) -> tuple[list[Cell], list[Cell], list[list[float]]]:
+        places = [*self._scalars, *(self._scalars[at] for at in self.basis.probabilities)]
+        cells = [(at, *pair) for at, pair in zip(places, weight.double().T.tolist(), strict=True)]
+        count = len(self._scalars)
+        return cells[:count], cells[count:], (shift.double()[:, None] + self._tensors["bias"].double()).T.tolist()
+
     def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
-        weight, later, accept, following = self._one[depth == 0]
-        above, beyond = self._bias[min(depth, self._deepest)]
-        x = self.basis.expand_one([features[at] for at in self._scalars])
-        accept += sum(map(mul, weight, x), above)
-        following += sum(map(mul, later, x), beyond)
-        for at in self._known[depth == 0]:
+        first = depth == 0
+        accept, following = self._start[first][min(depth, self._deepest)]
+        for at, now, later in self._cells[first]:
+            x = features[at]
+            accept += now * x
+            following += later * x
+        for at, now, later in self._odds[first]:
+            x = log_odds(features[at])
+            accept += now * x
+            following += later * x
+        for at in self._known[first]:
             token = int(features[self._ids[at]])
             if 0 <= token < self.vocabulary:
                 accept += self._tables[at][2 * token]

@@ -22,6 +22,7 @@ from .features import TOP, Rows, compute
 Array = np.ndarray[Any, Any]
 _LEAST = -1e30
 _NONE = float("-inf")
+_NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
 
 _RANKS = tuple(f"top{rank}" for rank in range(1, TOP + 1))
 _OTHERS = (
@@ -34,6 +35,9 @@ _PLACE.update(
     anchor_prob=_PLACE["drawn_prob"],
     anchor_token=_PLACE["drawn_token"],
 )
+
+_CHEAP = ("noisy_margin", "noisy_score", "depth", "temperature", "drawn_token", "above_token", "anchor_token")
+"""Features for which the row of logits need not be read, but for its two largest scores."""
 
 
 class Row:
@@ -82,17 +86,23 @@ class Reader:
         self._shaped = "drawn_prob" in names
         self._logit = self._entropy or self._drawn or "top1_logit" in bare
         self._softmax = self._second or self._deep or self._logit or "top1" in bare
+        # Most heads for small pairs read these alone, and then the fewest steps are to be gone through.
+        self._few = [_CHEAP.index(name) for name in names] if set(names) <= set(_CHEAP) else None
         self._above = Reader(("path_logprob",)) if "path_logprob" in bare and len(names) > 1 else self
         self._raw, self._probs, self._scores = (_Buffer(0, torch.float32) for _ in range(3))
 
     def __call__(self, row: Row) -> list[float]:
         """Return the features of `row` in the order of the names: what `features.compute` returns for it."""
+        if self._few is not None:
+            score, behind = self._two_scores(row) if self._noisy else (0.0, 0.0)
+            cheap = (score - behind, score, row.depth, row.temperature, row.token, row.behind, row.token)
+            return [cheap[place] for place in self._few]
         if not self._known:
             return self._as_many(row)
         raw, scores, token = row.logits, row.scores, row.token
         greedy = scores is raw  # then the drawn token is the largest of both, and the second largest serves both
         if self._noisy and scores is None:
-            raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
+            raise PolicyError(_NO_SCORES)
         if raw.shape[-1] != self._raw.width or raw.dtype is not self._raw.dtype:
             self._raw, self._probs = (_Buffer(raw.shape[-1], raw.dtype) for _ in range(2))
         top1 = top2 = most = entropy = prob = score = behind = 0.0
@@ -163,7 +173,8 @@ class Reader:
     def _two_scores(self, row: Row) -> tuple[float, float]:
         """Return the drawn token's noisy score, which is the largest, and the second."""
         scores = row.scores
-        assert scores is not None
+        if scores is None:
+            raise PolicyError(_NO_SCORES)
         if scores.shape[-1] != self._scores.width or scores.dtype is not self._scores.dtype:
             self._scores = _Buffer(scores.shape[-1], scores.dtype)
         tensor, values = self._scores.tensor, self._scores.values

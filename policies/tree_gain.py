@@ -89,7 +89,7 @@ class TreeGain(LearnedPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that are worth another draft step; the state is what is known of each depth."""
-        if len(step.alive) == 1 and step.alive.shape[1] <= FEW:
+        if len(step.alive) == 1 and int(step.alive.sum()) <= FEW:
             alive, parent, rows = (values[0].tolist() for values in (step.alive, step.parent, step.features))
             kept, state = self.keep_few(step.depth, alive, parent, rows, state)
             return step.alive & torch.tensor([kept], device=step.alive.device), state
@@ -101,7 +101,7 @@ class TreeGain(LearnedPolicy):
         self, depth: int, alive: list[bool], parent: list[int], rows: list[list[float]], state: State
     ) -> tuple[list[bool], State]:
         """Decide for one stream; see `StopPolicy.keep_few`."""
-        if len(alive) > FEW:
+        if sum(alive) > FEW:
             flags, above, features = torch.tensor([alive]), torch.tensor([parent]), torch.tensor([rows])
             mask, state = self.keep(DraftStep(depth, flags, above, features), state)
             kept: list[bool] = mask[0].tolist()
