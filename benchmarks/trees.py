@@ -6,8 +6,8 @@
 Without `--pair` the embedded pair is used. Traces of a large tree and of chains are collected at temperatures 0 and
 0.7. There are two profiles: of this machine, trees included, and of a GPU, where a verification takes 20 ms whatever it
 reads up to 32 tokens and half as much again beyond, and a draft step 3% of that. On training prompts are found, for
-each: the best static tree inside the large one; a learned chain policy (logistic, derived rule); and the learned tree
-policy, whose features and tree are chosen on prompts held out from its training. Decisions are priced as the live loop
+each: the best static tree inside the large one; a learned chain policy (derived rule) and the learned tree policy, whose
+heads, features and tree are chosen on prompts held out from their training. Decisions are priced as the live loop
 measures them here, under both profiles. Then all are replayed on test prompts: ratios with 95% intervals over prompts,
 paired. The best chain policy is the faster of the learned one and the best fixed length, which is picked again in each
 resample. The last line printed is one JSON object; with `--check` the exit code is 1 where the tree policy is not above
@@ -33,14 +33,15 @@ from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies.costs import CostTable, Profile
+from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.demo.pair import demo_pair
-from specstop.train.fit.run import train
+from specstop.train.fit.run import FEATURES, train
 from specstop.train.fit.tree_choice import TreeChoice, choose_tree
-from specstop.train.fit.tree_fit import RICH_FEATURES, TreePlan, fit_tree
+from specstop.train.fit.tree_fit import RICH_FEATURES, TREE_FEATURES, TreePlan, fit_tree
 from specstop.train.fit.tree_solve import solve_tree
 from specstop.train.fit.tune import fixed_grid, solve_rate
-from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 from specstop.train.traces.data import TraceArrays, trace_arrays
@@ -52,8 +53,15 @@ TEMPERATURES = (0.0, 0.7)
 DEPTH = 10
 SEED = 0
 VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
-PLANS = (TreePlan(), TreePlan(features=RICH_FEATURES, name="tree-rich"))
-"""What the tree policy reads; the faster one is taken."""
+PLANS = (
+    TreePlan(),
+    TreePlan("tokens", (*TREE_FEATURES, *TOKEN_FEATURES), "tree-tokens"),
+    TreePlan(features=RICH_FEATURES, name="tree-rich"),
+)
+"""What the tree policy reads; the one that is fastest on prompts held out is taken."""
+
+CHAINS = {"logistic": FEATURES, "tokens": (*(name for name in FEATURES if name != "top1"), *TOKEN_FEATURES)}
+"""Heads of the learned chain policy and what they read; likewise."""
 
 
 def main() -> int:
@@ -174,15 +182,25 @@ class Run:
 
     def chain(self, profile: Profile) -> tuple[LearnedPolicy, Profile]:
         """Return the learned chain policy, settled for what its decisions cost in the loop."""
-        policy = train(self.chains["train"], profile, name="chain", passes=2).policy
-        profile = profile.with_decisions(self.decision(policy, None))
-        arrays = trace_arrays(self.chains["train"], policy.features)
-        return solve_rate(policy, arrays, profile, policy.facts.acceptance)[0], profile
+        best, best_rate = None, 0.0
+        for head, features in CHAINS.items():
+            name = f"chain-{head}"
+            policy = train(self.chains["train"], profile, head=head, features=features, name=name, passes=2).policy
+            profile = profile.with_decisions(self.decision(policy, None))
+            arrays = trace_arrays(self.chains["train"], features)
+            folds = prompt_folds(arrays, FOLDS, SEED)
+            fitting, left_out = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+            policy = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
+            rate = replay(left_out, policy, profile).rate
+            if rate > best_rate:
+                best, best_rate = policy, rate
+        assert best is not None
+        return best, profile
 
     def learned_tree(self, arrays: TraceArrays, profile: Profile) -> tuple[TreeChoice, Profile]:
         """Return the learned tree policy, likewise."""
         sizes = sorted({min(n, arrays.tree.nodes) for n in (DEPTH // 2, 12, 28, 72, 160)})
-        folds = prompt_folds(arrays, 4, SEED)
+        folds = prompt_folds(arrays, FOLDS, SEED)
         best: TreeChoice | None = None
         for plan in PLANS:
             nodes = likeliest_nodes(arrays, min(28, arrays.tree.nodes), DEPTH)
@@ -225,6 +243,7 @@ class Run:
         }
         shape = subtree(arrays.tree, choice.nodes)
         decision_us = 1e6 * profile.decision(choice.policy.cost_name).each
+        print(f"{name}: {chain.name}, a decision {1e6 * profile.decision(chain.cost_name).each:.0f} us")
         which = f"{choice.policy.name} of {len(choice.nodes)} nodes, asked from depth {choice.policy.first}"
         print(f"{name}: {which}, a decision {decision_us:.0f} us")
         for key, r in played.items():
@@ -239,6 +258,7 @@ class Run:
             "tree": shape.name,
             "static": static.shape.name,
             "decision_us": decision_us,
+            "chain": chain.name,
             "rate": {key: r.rate for key, r in played.items()},
             "reliability": choice.metrics["reliability"],
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -108,10 +108,18 @@ class Guard:
         self._watch = None
         warnings.warn(message, SpecstopWarning, stacklevel=2)
 
-    def observe(self, text: Text, outcome: RoundOutcome) -> None:
-        """Tell the policy how the round went."""
+    def ended(self, text: Text, outcome: Callable[[], RoundOutcome]) -> None:
+        """Tell the policy that the round is over; `outcome` is made only for one that wants to hear how it went."""
+        kind, forget = type(self.policy), self.policy.forget
+        if kind.observe is StopPolicy.observe:
+            return
+        deaf = forget is not None and up_to_date(kind, "observe", "forget")
+        heard = None if deaf else outcome()
         try:
-            text.policy_state = self.policy.observe(outcome, text.policy_state)
+            if heard is not None:
+                text.policy_state = self.policy.observe(heard, text.policy_state)
+            elif forget is not None:
+                text.policy_state = forget(text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
 

@@ -208,9 +208,8 @@ class Speculator:
         if self._guard.decider.layout.history and not cut:
             text.history.add(accepted, verified)
         self._guard.finished(text, accepted, verified, cut)
-        if type(self.policy).observe is not StopPolicy.observe:
-            outcome = self._outcome(context, found, verified, accepted, backlog, cut, watch.mark - begin)
-            self._guard.observe(text, outcome)
+        elapsed = watch.mark - begin
+        self._guard.ended(text, lambda: self._outcome(context, found, verified, accepted, backlog, cut, elapsed))
         watch.lap("policy")
         laps = watch.laps
         record = Round(

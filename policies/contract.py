@@ -120,6 +120,10 @@ class StopPolicy:
     """`select` for one stream on the CPU, without tensors: (parent, depth, drawn, state), the first three by node, -> the
     nodes to verify. Optional; it must select as `select` does."""
 
+    forget: ClassVar[Callable[..., State] | None] = None
+    """`observe` of a policy to which it does not matter how a round went, only that it is over: state -> state. Optional; it
+    spares the loop the making of an outcome."""
+
     def select(self, tree: DraftTree, state: State) -> Tensor | None:
         """Return [S, N] bool, the nodes to verify (closed under parents), once after drafting; None = all."""
         return None

@@ -150,6 +150,16 @@ class PolicyTests:
                 kept, plain = decide(depth, *numbers, plain)
                 assert kept == answer[0].tolist(), f"stream {stream}, depth {depth}: keep_few() and keep() differ"
 
+    def test_forgetting_a_round_is_observing_it(self) -> None:
+        """`forget`, where there is one, is what the live loop calls; replay calls `observe`."""
+        policy = self.make()
+        if policy.forget is None:
+            return
+        state = reach(policy, min(policy.first + 2, policy.max_depth), policy.start(1, keys([0])), self.branches, [0])
+        for round in range(ROUNDS):
+            heard = policy.observe(make_outcome([0], round), state)
+            assert same(heard, policy.forget(state)), f"round {round}: forget() and observe() differ"
+
     def test_what_it_selects_is_closed_under_parents(self) -> None:
         """A node that is verified has its parent verified."""
         policy = self.make()
@@ -238,10 +248,12 @@ def make_tree(streams: int, branches: int) -> DraftTree:
     return DraftTree(tokens, parent.expand(streams, -1), depth.expand(streams, -1), drawn)
 
 
-def reach(policy: StopPolicy, depth: int, state: State, branches: int) -> State:
+def reach(
+    policy: StopPolicy, depth: int, state: State, branches: int, streams: Sequence[int] = range(STREAMS)
+) -> State:
     """Return the state of a round that has been asked about all depths above `depth`."""
     for above in range(policy.first, depth):
-        state = checked_keep(policy, make_step(policy, above, range(STREAMS), 0, branches), state)[1]
+        state = checked_keep(policy, make_step(policy, above, streams, 0, branches), state)[1]
     return state
 
 

@@ -185,6 +185,10 @@ class TreeGain(LearnedPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round's levels."""
+        return self.forget(state)
+
+    def forget(self, state: State) -> State:
+        """Return no levels; see `StopPolicy.forget`."""
         return ()
 
 
