@@ -46,6 +46,7 @@ from specstop.train.fit.thresholds import settle_thresholds
 from specstop.train.fit.tune import PRICED, best_of, fixed_grid, solve_rate
 from specstop.train.fit.tune_rules import tuned_rules
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
+from specstop.train.heads.forms import form
 from specstop.train.heads.rows import visits
 from specstop.train.heads.scores import policy_survival, survival_scores
 from specstop.train.report.intervals import Resamples
@@ -60,8 +61,7 @@ SEED = 0
 TRAIN, TEST = 600, 400
 RULES = ("confidence", "entropy", "product", "maxprob", "online")
 PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
-"""The first one reads scalars, the others hidden states."""
-HIDDEN, BOTH = "resnet-hidden", "resnet-both"
+HIDDEN, BOTH, TOKENS = "resnet-hidden", "resnet-both", "tokens"
 WIDE = (*FEATURES[:3], "last_verified", "anchor_entropy", "anchor_top1", "top1", "top2", "entropy", "noisy_margin",
         "noisy_score", "path_logprob", "drawn_prob", "depth")  # fmt: skip
 LEAN = tuple(name for name in FEATURES if name != "top1")
@@ -93,7 +93,7 @@ OURS = {
     "mlp": Ours("mlp"),
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
-    "tokens": Ours("tokens", features=(*WIDE, *TOKEN_FEATURES)),
+    TOKENS: Ours("tokens", features=(*WIDE[4:], *TOKEN_FEATURES)),
     "tokens-lean": Ours("tokens", features=(*LEAN, *TOKEN_FEATURES)),
     HIDDEN: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN,)),
     BOTH: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN, TARGET_HIDDEN)),
@@ -208,7 +208,9 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
         validated[name] = replay(left_out, learned[name], profile).rate
     named = max(validated, key=validated.__getitem__)
     published = {}
-    for name in PUBLISHED[: 1 if scalars else None]:
+    for name in PUBLISHED:
+        if scalars and form(name).vectors:
+            continue
         published[name] = train(place.train, profile, head=name, name=name, seed=SEED).policy
     profile = profile.with_decisions(loop_decisions(place.pair, list(published.values()), place.ids, place.settings))
     rules = tuned_rules(RULES, training, profile)
@@ -227,11 +229,11 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
         lines[name] = table.line(
             name, played, spent, free(policy, fitting, arrays, profile) if kind == "ours" else None
         )
-    known: dict[str, torch.Tensor | None] = {"informed estimate": None}
-    if not scalars:
-        known["informed, hidden states"] = in_advance(learned[HIDDEN], arrays)
-    for name, extra in known.items():
-        lines[name] = table.line(name, informed_estimate(arrays, profile, extra=extra).seconds, 0.0)
+    told = [in_advance(learned[name], arrays) for name in (TOKENS, HIDDEN) if name in learned]
+    known = {"informed estimate": None, "informed, tokens": told[:1], "informed, hidden states too": told}
+    for name, extra in list(known.items())[: len(told) + 1]:
+        seconds = informed_estimate(arrays, profile, extra=None if extra is None else torch.cat(extra, -1)).seconds
+        lines[name] = table.line(name, seconds, 0.0)
     lines["clairvoyant bound"] = table.line("clairvoyant bound", table.bound, 0.0)
     mine = replay(arrays, learned[named], profile)
     _bars(place.name, lines[named], table, mine, {n: replay(arrays, p, profile) for n, p in rules.items()}, missed)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..policies.progress import Progress
     from ..train.fit.trained import Trained
 
-HEADS = "logistic,mlp,xgboost"
+HEADS = "logistic,tokens,mlp,xgboost"
 
 
 def train(

@@ -10,6 +10,7 @@ from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
+from specstop.policies.features import TOKEN_FEATURES
 from specstop.train.fit.run import train
 from specstop.train.fit.thresholds import NEVER, cut_where_it_pays, settle_thresholds
 from specstop.train.heads.calibrate import auc
@@ -69,6 +70,13 @@ def test_the_token_above_can_be_asked_for_alone(sides: tuple[Trace, Trace], full
     assert torch.equal(few.column("above_token"), every.column("above_token"))
     policy = train(sides[0], full_profile, head="tokens", features=["drawn_token", "above_token", "depth"]).policy
     assert replay(every, policy, full_profile).rate > 0.0
+
+
+def test_tokens_are_read_unless_told_otherwise(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    usual = train(sides[0], full_profile, head="tokens").policy.features
+    assert set(TOKEN_FEATURES) < set(usual) and "top1" not in usual
+    named = train(sides[0], full_profile, head="tokens", features=("top1", "drawn_token")).policy.features
+    assert named == ("top1", "drawn_token")
 
 
 def test_a_fit_without_token_features_is_refused() -> None:

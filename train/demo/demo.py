@@ -26,7 +26,7 @@ from ..traces.data import TraceArrays, trace_arrays
 from .live import LiveLine, compare_live
 from .pair import demo_pair
 
-DEMO_HEADS = ("logistic", "mlp", "xgboost")
+DEMO_HEADS = ("logistic", "tokens", "mlp", "xgboost")
 PROFILE_PROMPTS = 16
 
 

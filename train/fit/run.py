@@ -24,7 +24,7 @@ from ...policies.learned import Facts, LearnedPolicy
 from ...policies.progress import Progress, silent
 from ..heads.crossfit import FOLDS, Calibrated, FoldHeads, Folds, calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.fitting import HEAD_KINDS, FitOptions
-from ..heads.forms import Form, form, read_vectors
+from ..heads.forms import Form, form, read_vectors, usual_features
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
 from ..heads.scores import survival_scores
@@ -135,7 +135,7 @@ def train(
             passes=None if passes == 1 else passes, fit=fit, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     wanted = form(head)
-    names = tuple(features) if features else default_features(several) if wanted.features is None else wanted.features
+    names = tuple(features) if features else usual_features(head, default_features(several))
     if not features and rule == "continuation":
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(

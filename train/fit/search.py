@@ -27,8 +27,9 @@ from ...policies.files import refuse_full
 from ...policies.progress import Progress, silent
 from ...policies.specs import load_policy
 from ..heads.fitting import HEAD_KINDS, FitOptions
-from ..heads.forms import form, read_vectors
+from ..heads.forms import form, read_vectors, usual_features
 from ..heads.rows import SOFT_COLUMNS
+from ..heads.tokens import BUCKETS
 from ..traces.data import TraceArrays
 from ..traces.replay import replay
 from ..traces.several import joined_arrays, temperatures
@@ -39,6 +40,7 @@ from .tune import fixed_grid
 
 SPACES: dict[str, dict[str, Any]] = {
     "logistic": {"C": loguniform(1e-3, 1e2)},
+    "tokens": {"C": loguniform(1e-2, 1.0), "buckets": [0, BUCKETS]},
     "mlp": {
         "width": [16, 32, 64, 128],
         "layers": [1, 2, 3],
@@ -134,7 +136,7 @@ class SearchOptions:
     """
 
     trials: int
-    heads: tuple[str, ...] = ("logistic", "mlp", "xgboost")
+    heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")
     rules: tuple[str, ...] = RULE_CHOICES
     specs: tuple[str, ...] = field(default=())
     folds: int = CV_FOLDS
@@ -160,7 +162,7 @@ def train_best(
         profile: what rounds cost.
         options: what is searched.
         out: the policy folder to write; None keeps the policy in memory.
-        features: that all heads read, but those that were published with their own.
+        features: that all heads read, but those that were published with their own; the tokens head reads tokens besides.
         name: of the policy; by default that of the best head.
         seed: of draws, splits and fits.
         fit: how heads are fitted.
@@ -175,7 +177,7 @@ def train_best(
     plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
     asked = [form(head) for head in options.heads]
     kept = {v for head in options.heads for v in read_vectors(head, several, None)}
-    read = dict.fromkeys([*names, *(n for one in asked for n in one.features or ())])
+    read = dict.fromkeys([*names, *(n for head in options.heads for n in usual_features(head, names))])
     plan = dataclasses.replace(plan, vectors=tuple(sorted(kept)))
     arrays = joined_arrays(several, tuple(read), plan.vectors, SOFT_COLUMNS if any(one.soft for one in asked) else ())
     heats = temperatures(several)
@@ -239,7 +241,7 @@ def planned(plan: Plan, trial: Trial) -> Plan:
     name = plan.name if plan.name != plan.head else trial.name
     fit = dataclasses.replace(plan.fit, params={**plan.fit.params, **trial.params})
     asked = form(trial.name)
-    features = plan.features if asked.features is None else asked.features
+    features = usual_features(trial.name, plan.features)
     vectors = plan.vectors if asked.any_vectors else asked.vectors
     return dataclasses.replace(
         plan, head=trial.name, rule=trial.rule, threshold=None, name=name, fit=fit, features=features, vectors=vectors

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...collect.store import Trace
 from ...policies.errors import InputError
+from ...policies.features import TOKEN_FEATURES
 from ...policies.heads_dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
 from ...policies.heads_specdec import MOST, STOP_THRESHOLD, STOP_THRESHOLDS
 from ...policies.vectors import DRAFT_HIDDEN, VECTORS, check_vectors
@@ -19,6 +20,7 @@ class Form:
 
     Attributes:
         features: the scalar features that it reads; None = those that are asked for.
+        more, less: what it reads besides, and does without, unless it is told which features to read.
         vectors: the hidden states that it must have.
         any_vectors: it takes further hidden states, those that the trace has.
         soft: its labels are min(1, p/q), so traces are read with those columns (`rows.SOFT_COLUMNS`).
@@ -30,6 +32,8 @@ class Form:
     """
 
     features: tuple[str, ...] | None = None
+    more: tuple[str, ...] = ()
+    less: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     any_vectors: bool = False
     soft: bool = False
@@ -46,6 +50,8 @@ def _survival(stops: tuple[float, ...]) -> tuple[float, ...]:
 
 
 FORMS: dict[str, Form] = {
+    # What `top1` tells beside the margin is worth less than the softmax that it takes (`benchmarks/heads.py`).
+    "tokens": Form(more=TOKEN_FEATURES, less=("top1",)),
     "resnet": Form(any_vectors=True),
     "dynasd-soft": Form(
         (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)
@@ -73,6 +79,14 @@ SCALAR_KINDS = tuple(kind for kind in HEAD_KINDS if not FORMS.get(kind, Form()).
 def form(kind: str) -> Form:
     """Return what a kind of head asks of training."""
     return FORMS.get(kind, Form())
+
+
+def usual_features(kind: str, features: Sequence[str]) -> tuple[str, ...]:
+    """Return what a head reads where `features` are what heads read unless told otherwise."""
+    asked = form(kind)
+    if asked.features is not None:
+        return asked.features
+    return tuple(dict.fromkeys((*(name for name in features if name not in asked.less), *asked.more)))
 
 
 def read_vectors(kind: str, traces: Sequence[Trace], wanted: Sequence[str] | None) -> tuple[str, ...]:
