@@ -60,7 +60,7 @@ def all_visits(trace: Trace) -> Visits:
     return Visits(row, torch.zeros(len(row), 4))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("temperature", "head"), [(0.0, "logistic"), (0.7, "logistic"), (0.7, "tokens")])
 def test_the_live_loop_plays_what_replay_says(
     pair: Pair,
     prompts: list[Prompt],
@@ -69,8 +69,13 @@ def test_the_live_loop_plays_what_replay_says(
     trained: dict[float, Trained],
     profile: Profile,
     temperature: float,
+    head: str,
 ) -> None:
     policy = trained[temperature].policy
+    if head == "tokens":
+        costs = profile.with_decisions({"tree": 1e-5})
+        policy = train(forest[temperature], costs, head=head, rule="gain", passes=1).policy
+        assert {"drawn_token", "above_token", "branch_rank"} <= set(policy.features)
     assert isinstance(policy, TreeGain)
     policy = policy.with_rule(policy.rule.changed(rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
     played = replay(trace_arrays(forest[temperature]), policy, profile)

@@ -26,7 +26,7 @@ from ...policies.tree_gain import TreeGain
 from ...policies.tree_rule import TreeRule
 from ..heads.crossfit import FOLDS, Folds, prompt_folds
 from ..heads.fitting import HEAD_KINDS, FitOptions, FitTask, fitter
-from ..heads.forms import form
+from ..heads.forms import form, usual_features
 from ..heads.rows import Visits, visits
 from ..traces.data import TraceArrays, trace_arrays
 from ..traces.replay import replay
@@ -74,7 +74,7 @@ def train_tree(
         profile: what rounds cost; best measured with the same tree.
         head: a kind of head that reads scalars, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        features: scalar features, by default `TREE_FEATURES`.
+        features: scalar features, by default `TREE_FEATURES`, and for the tokens head the tokens.
         name: of the policy; by default `tree`.
         seed: of split and fit.
         folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
@@ -91,11 +91,11 @@ def train_tree(
         known = ", ".join(HEAD_KINDS)
         raise InputError(f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {known}")
     if form(head).vectors:
-        raise InputError(f"--head: {head} reads hidden states; with --rule gain give logistic, mlp or xgboost")
+        raise InputError(f"--head: {head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost")
     passes = PASSES if passes is None else passes
     if passes < 1:
         raise InputError(f"--passes: expected 1 or more, not {passes}")
-    names = tuple(features or TREE_FEATURES)
+    names = tuple(features) if features else usual_features(head, TREE_FEATURES)
     for wanted in names:
         feature(wanted)
     folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None

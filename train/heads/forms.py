@@ -20,7 +20,6 @@ class Form:
 
     Attributes:
         features: the scalar features that it reads; None = those that are asked for.
-        more, less: what it reads besides, and does without, unless it is told which features to read.
         vectors: the hidden states that it must have.
         any_vectors: it takes further hidden states, those that the trace has.
         soft: its labels are min(1, p/q), so traces are read with those columns (`rows.SOFT_COLUMNS`).
@@ -29,11 +28,10 @@ class Form:
         rule: of a published policy; None = the derived rule.
         thresholds: of that rule, as published, the one taken first; others are what its authors searched.
         deepest: drafts at most, where the paper has a bound.
+        more, less: what it reads besides, and does without, unless it is told which features to read.
     """
 
     features: tuple[str, ...] | None = None
-    more: tuple[str, ...] = ()
-    less: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     any_vectors: bool = False
     soft: bool = False
@@ -42,6 +40,8 @@ class Form:
     rule: str | None = None
     thresholds: tuple[float, ...] = ()
     deepest: int | None = None
+    more: tuple[str, ...] = ()
+    less: tuple[str, ...] = ()
 
 
 def _survival(stops: tuple[float, ...]) -> tuple[float, ...]:
