@@ -117,6 +117,8 @@ class TreeGain(LearnedPolicy):
     def _keep_many(self, step: DraftStep, known: Levels) -> tuple[Tensor, Any]:
         depth, alive = step.depth, step.alive.cpu().numpy()
         ranks, logits = self._ranks_and_logits(step.features, depth)
+        if depth and self.rule.floor:
+            alive = alive & (self._expected(step, known, ranks) >= self.rule.floor)
         if depth == 0:
             survival = np.ones(alive.shape)
         else:
@@ -129,6 +131,15 @@ class TreeGain(LearnedPolicy):
         if len(alive) == 1:
             return mask, (survival[0].tolist(), following[0].tolist())
         return mask, (torch.from_numpy(survival), torch.from_numpy(following))
+
+    def _expected(self, step: DraftStep, known: Levels, ranks: Array) -> Array:
+        """Return [S, B], what survival is expected of the branches, given the ones above."""
+        if step.depth == 1 or not known:
+            return np.broadcast_to(self.rule.mean_survival(step.depth, len(ranks)), step.alive.shape)
+        parent = step.parent.cpu().numpy()
+        survival, chances = (np.take_along_axis(values, parent, 1) for values in known[-1])
+        expected: Array = np.maximum(survival, 0.0) * self.rule.share(chances, ranks)
+        return expected
 
     def _above(self, step: DraftStep, known: Levels) -> Array:
         """Return [S, B], the survival of the parents: 1 for the root, the mean where the policy was not asked."""

@@ -79,6 +79,9 @@ class OneTree:
         ranks, counts, costs, decay = self._tables(depth, len(alive))
         accept, following = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
         above = self._above(depth, parent, levels)
+        if depth and self._rule.floor:
+            expected = self._expected(depth, parent, ranks, levels)
+            alive = [there and e >= self._rule.floor for there, e in zip(alive, expected, strict=True)]
         survival, chances = [], []
         for b, row in enumerate(rows):
             if not alive[b]:
@@ -104,6 +107,16 @@ class OneTree:
             mean = self._rule.mean_survival(depth - 1, max(parent) + 1).tolist()
             return [mean[p] for p in parent]
         return [max(levels[-1][0][p], 0.0) for p in parent]
+
+    def _expected(
+        self, depth: int, parent: Sequence[int], ranks: Sequence[int], levels: Sequence[Level]
+    ) -> list[float]:
+        """Return what survival is expected of the branches, given the ones above."""
+        if depth <= 1 or not levels:
+            mean: list[float] = self._rule.mean_survival(depth, len(parent)).tolist()
+            return mean
+        survival, chances = levels[-1]
+        return [max(survival[p], 0.0) * self._share(chances[p], rank) for p, rank in zip(parent, ranks, strict=True)]
 
     def price(self, values: Sequence[float]) -> float:
         """Return what `TreeRule.node_price` returns."""

@@ -41,6 +41,7 @@ class TreeRule:
         first: depth of the first decision.
         ahead: share of the acceptance that is looked ahead with.
         width: most branches extended at a depth.
+        floor: branches that are expected to survive with less than this, judged by the branch above, are not read.
 
     Attributes:
         verify_tokens: [n] by number of nodes, what verifying them costs in tokens.
@@ -61,8 +62,10 @@ class TreeRule:
         first: int = 1,
         ahead: float = 1.0,
         width: int = 64,
+        floor: float = 0.0,
     ) -> None:
         self.rate, self.opening_s, self.first, self.ahead, self.width = rate, opening_s, first, ahead, width
+        self.floor = floor
         self.draft_s, self.verify_s, self.acceptance = tuple(draft_s), tuple(verify_s), tuple(acceptance)
         self.shares = tuple((float(u), float(v)) for u, v in shares)
         self.children = tuple(tuple(level) for level in children)
@@ -87,7 +90,7 @@ class TreeRule:
         lists = (self.draft_s, self.verify_s, self.acceptance)
         if not all(0 < len(some) <= MOST_ENTRIES for some in lists) or len(self.shares) > MOST_ENTRIES:
             raise PolicyError("rule gain: expected draft_s, verify_s and acceptance, none empty")
-        numbers = [self.rate, self.opening_s, self.ahead, *(x for some in lists for x in some)]
+        numbers = [self.rate, self.opening_s, self.ahead, self.floor, *(x for some in lists for x in some)]
         if not all(0.0 <= x < math.inf for x in numbers) or not self.rate > 0.0:
             raise PolicyError("rule gain: expected seconds, acceptance and a rate, all finite, none below 0")
         if not all(math.isfinite(x) for pair in self.shares for x in pair):
@@ -224,6 +227,7 @@ class TreeRule:
             "first": self.first,
             "ahead": self.ahead,
             "width": self.width,
+            "floor": self.floor,
         }
 
 

@@ -20,7 +20,12 @@ BELOW = ((3,), (2, 1, 0), (2, 1, 0), (1, 0, 0), (1,), (0,))
 
 
 def make_tree_policy(
-    features: Sequence[str] = FEATURES, depth: int = 5, first: int = 1, rate: float = 120.0, verify_s: float = 4e-4
+    features: Sequence[str] = FEATURES,
+    depth: int = 5,
+    first: int = 1,
+    rate: float = 120.0,
+    verify_s: float = 4e-4,
+    floor: float = 0.0,
 ) -> TreeGain:
     """Return a policy whose answers vary with everything that it reads.
 
@@ -30,6 +35,7 @@ def make_tree_policy(
         first: depth of the first decision.
         rate: rho; the higher, the less it drafts.
         verify_s: seconds of each node.
+        floor: of the rule.
     """
     generator = torch.Generator().manual_seed(5)
     width = len(features) + sum(feature(name).is_probability for name in features)
@@ -54,5 +60,6 @@ def make_tree_policy(
         BELOW[: depth + 1],
         first,
         0.8,
+        floor=floor,
     )
     return TreeGain("tree", features, build_head("logistic", features, tensors), *maps, rule, depth)

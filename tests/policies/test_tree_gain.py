@@ -62,19 +62,20 @@ def make_drawn(seed: int) -> DraftTree:
 
 @pytest.mark.parametrize("check", [name for name in dir(PolicyTests) if name.startswith("test_")])
 @pytest.mark.parametrize("kind", [PolicyTests, TreePolicyTests])
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_it_conforms(kind: type[PolicyTests], check: str, first: int) -> None:
+@pytest.mark.parametrize(("first", "floor"), [(0, 0.0), (1, 0.0), (1, 0.1), (2, 0.0)])
+def test_it_conforms(kind: type[PolicyTests], check: str, first: int, floor: float) -> None:
     class Case(kind):  # type: ignore[misc, valid-type]
         def make(self) -> StopPolicy:
-            return make_tree_policy(first=first)
+            return make_tree_policy(first=first, floor=floor)
 
     getattr(Case(), check)()
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_plain_numbers_decide_as_arrays_do(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
-    policy = make_tree_policy(first=first)
-    kept = 0
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_plain_numbers_decide_as_arrays_do(monkeypatch: pytest.MonkeyPatch, first: int, floor: float) -> None:
+    policy = make_tree_policy(first=first, floor=floor)
+    kept = unread = 0
     for seed in range(40):
         plain: State = ()
         arrays: State = ()
@@ -85,12 +86,15 @@ def test_plain_numbers_decide_as_arrays_do(monkeypatch: pytest.MonkeyPatch, firs
                 other, arrays = policy.keep(step, arrays)
             assert torch.equal(one, other)
             kept += int(one.sum())
+            alive = step.alive[0].tolist()
+            unread += sum(there and s < 0.0 for there, s in zip(alive, plain[-1][0], strict=True))
         assert np.allclose(plain[-1], arrays[-1], atol=1e-6)
         tree = make_drawn(seed)
         twice = DraftTree(*(values.expand(2, -1) for values in (tree.tokens, tree.parent, tree.depth, tree.drawn)))
         many = tuple(tuple(torch.tensor([values, values]) for values in level) for level in plain)
         assert torch.equal(policy.select(tree, plain), policy.select(twice, many)[:1])
     assert 50 < kept < 500
+    assert (unread > 40) == (floor > 0.0)
 
 
 def test_it_verifies_the_set_of_nodes_worth_most() -> None:

@@ -13,6 +13,9 @@ from ..traces.replay import replay
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 FIRST = (0, 1, 2, 3)
+FLOORS, UNHARMED = (0.1, 0.05, 0.02, 0.01), 1e-3
+"""Floors that are tried, and what share of the rate one may cost: that fewer branches are read is not in the replayed rate."""
+
 SETTLED = 3e-3
 ROUNDS = 4
 
@@ -63,7 +66,8 @@ def solve_tree(
 ) -> tuple[TreeGain, float]:
     """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
 
-    How far to look ahead, and at which depth decisions begin to pay for themselves, are settled on the way, by replayed rate.
+    How far to look ahead, and at which depth decisions begin to pay for themselves, are settled on the way, by replayed rate;
+    last, which branches need not be read at all.
 
     Args:
         policy: whose head and calibration are used.
@@ -80,7 +84,7 @@ def solve_tree(
 
     def settled(**changes: Any) -> None:
         nonlocal best, best_rate
-        rule = best.rule
+        rule = best.rule.changed(floor=0.0)
         rho = best_rate or rule.rate
         for _ in range(ROUNDS):
             candidate = policy.with_rule(rule.changed(rate=rho, **seconds, **changes))
@@ -96,4 +100,9 @@ def solve_tree(
     for first in firsts:
         if first != best.rule.first and first < policy.max_depth:
             settled(first=first, ahead=best.rule.ahead)
+    for floor in FLOORS:
+        candidate = policy.with_rule(best.rule.changed(floor=floor))
+        rate = replay(arrays, candidate.limited(arrays.depth), profile).rate
+        if rate >= (1.0 - UNHARMED) * best_rate:
+            return candidate, rate
     return best, best_rate
