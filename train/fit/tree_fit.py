@@ -40,12 +40,6 @@ from .tree_solve import solve_tree, tree_seconds
 TREE_FEATURES = ("mean_accepted", "noisy_margin", "noisy_behind", "depth", "branch_rank")
 """What heads of trees read unless told otherwise: few, since decisions take time, and these come of one pass over scores."""
 
-RICH_FEATURES = (
-    "mean_accepted", "last_accepted", "anchor_top1", "anchor_entropy", "top1", "top2", "drawn_prob", "noisy_margin",
-    "noisy_behind", "noisy_score", "entropy", "path_logprob", "depth", "branch_rank",
-)  # fmt: skip
-"""Worth their time where the models take much longer than a decision."""
-
 PASSES = 3
 
 
