@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,14 @@ class CostTable:
     tree_verify_s: tuple[tuple[int, float], ...] = ()
     second_draft_s: float | None = None
 
+    @property
+    def later_s(self) -> float:
+        """Seconds of a draft step behind the first, of one row."""
+        return self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
+
     def tree_draft(self, most: int) -> tuple[float, ...]:
         """Return the seconds of a later draft step of a tree that reads 0, 1, ..., `most` rows; none cost nothing."""
-        later = self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
-        scale = later / self.verify_s[0] if self.verify_s[0] else 0.0
+        scale = self.later_s / self.verify_s[0] if self.verify_s[0] else 0.0
         points = self.tree_draft_s or tuple((n + 1, scale * s) for n, s in enumerate(self.verify_s))
         return (0.0, *_between(points, range(1, most + 1)))
 
@@ -134,6 +138,12 @@ class Profile:
     def max_depth(self) -> int:
         """The deepest chain whose verification was measured."""
         return len(self.low.verify_s) - 1
+
+    def between(self, context: float, of: Callable[[CostTable], Sequence[float]]) -> list[float]:
+        """Return what `of` takes from the tables, at a context length; beyond those measured, as at the nearest one."""
+        span = self.high.context - self.low.context
+        share = min(max((context - self.low.context) / span, 0.0), 1.0) if span else 0.0
+        return [(1.0 - share) * a + share * b for a, b in zip(of(self.low), of(self.high), strict=True)]
 
     def decision(self, name: str) -> Price:
         """Return what decisions of the policy whose `cost_name` is `name` cost; nothing where they were not measured."""
@@ -213,10 +223,9 @@ class Profile:
 
     @classmethod
     def _calls(cls, table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
-        one = table.draft_s[0]
         verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
         first, drafted = cls._first_step(table, backlog), drafted.double()
-        later = one if table.later_draft_s is None else table.later_draft_s
+        later = table.later_s
         second = later if table.second_draft_s is None else table.second_draft_s
         drafts = first + second * (drafted > 1).double() + later * (drafted - 2).clamp_min(0)
         return drafts * (drafted > 0) + verify[verified]

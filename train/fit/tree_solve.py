@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from ...policies.costs import CostTable, Price, Profile
+from ...policies.costs import Price, Profile
 from ...policies.tree_gain import TreeGain
 from ...policies.tree_rule import MOST_NODES
 from ..traces.data import TraceArrays, typical_context
@@ -14,7 +15,7 @@ from ..traces.replay import replay
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 FIRST = (0, 1, 2, 3)
 FLOORS, UNHARMED = (0.1, 0.05, 0.02, 0.01), 1e-3
-"""Floors that are tried, and what share of the rate one may cost: that fewer branches are read is not in the replayed rate."""
+"""Floors that are tried, and what share of the rate one may cost: the time that fewer branches take is not in that rate."""
 
 SETTLED = 3e-3
 ROUNDS = 4
@@ -28,28 +29,20 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[st
         profile: what rounds cost.
         price: of decisions.
     """
-    tree, low, high = arrays.tree, profile.low, profile.high
-    span = high.context - low.context
-    share = min(max((typical_context(arrays) - low.context) / span, 0.0), 1.0) if span else 0.0
+    tree = arrays.tree
     outside = None if tree.is_chain else profile.tree_outside_s
     _, per_step, per_token = outside or (profile.round_s, profile.step_s, 0.0)
     branches = sum(bool(below) for below in tree.children)
     below = tree.nodes / max(branches, 1)
-
-    def between(low_s: Sequence[float], high_s: Sequence[float]) -> list[float]:
-        return [(1.0 - share) * a + share * b for a, b in zip(low_s, high_s, strict=True)]
-
-    def both(of: Callable[[CostTable], Sequence[float]]) -> list[float]:
-        return between(of(low), of(high))
-
-    opening = between(low.draft_s[:1], high.draft_s[:1])[0]
+    between = partial(profile.between, typical_context(arrays))
+    (opening,) = between(lambda table: table.draft_s[:1])
     if tree.is_chain:
         padded = profile.padded()[: tree.nodes + 1]
-        drafts = both(lambda table: [table.draft_s[0] if table.later_draft_s is None else table.later_draft_s])
-        verify = both(lambda table: [table.verify_s[n] for n in padded])
+        drafts = between(lambda table: [table.later_s])
+        verify = between(lambda table: [table.verify_s[n] for n in padded])
     else:
-        drafts = both(lambda table: table.tree_draft(max(tree.width, 1))[1:])
-        verify = both(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
+        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:])
+        verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
     return {
         "opening_s": opening + per_step + per_token * len(tree.children[0]) + price.opening + price.each,
         "draft_s": [s + per_step + per_token * below * rows + price.each for rows, s in enumerate(drafts, 1)],

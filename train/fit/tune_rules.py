@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...policies.baselines_roc import Roc
 from ...policies.baselines_scores import EntropyBound, MaxProb, Product
 from ...policies.baselines_trees import C2T, DDD, Eagle, OptTree
 from ...policies.contract import StopPolicy
-from ...policies.costs import CostTable, Profile
+from ...policies.costs import Profile
 from ...policies.errors import InputError, close_match
 from ..traces.data import TraceArrays, typical_context
 from ..traces.replay import Replayed, replay_many
@@ -154,18 +155,12 @@ def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
     decision_s = profile.decision("gain").each  # each step is followed by one more
     depth = min(arrays.depth, profile.max_depth) if chain else arrays.depth
     widest = max(len(level) for level in arrays.tree.levels)
-    low, high = profile.low, profile.high
-    span = high.context - low.context
-    share = min(max((typical_context(arrays) - low.context) / span, 0.0), 1.0) if span else 0.0
     outside = (profile.round_s, profile.step_s, 0.0) if chain else profile.tree_outside_s or (0.0, profile.step_s, 0.0)
-
-    def between(of: Callable[[CostTable], Sequence[float]]) -> list[float]:
-        return [(1.0 - share) * a + share * b for a, b in zip(of(low), of(high), strict=True)]
-
+    between = partial(profile.between, typical_context(arrays))
     if chain:
         padded = profile.padded()
         verify = between(lambda table: [table.verify_s[padded[n]] for n in range(depth + 1)])
-        draft = between(lambda table: [table.draft_s[0] if table.later_draft_s is None else table.later_draft_s])
+        draft = between(lambda table: [table.later_s])
     else:
         verify = between(lambda table: table.tree_verify(arrays.tree.nodes))
         draft = between(lambda table: table.tree_draft(widest)[1:])

@@ -34,14 +34,7 @@ def cost_ratio(profile: Profile, context: float) -> float:
     Raises:
         InputError: one of them is not above 0.
     """
-
-    span = profile.high.context - profile.low.context
-    share = (context - profile.low.context) / span if span else 0.0
-    low, high = (
-        (t.draft_s[0] if t.later_draft_s is None else t.later_draft_s, t.verify_s[0])
-        for t in (profile.low, profile.high)
-    )
-    draft, target = (a + (b - a) * share for a, b in zip(low, high, strict=True))
+    draft, target = profile.between(context, lambda table: (table.later_s, table.verify_s[0]))
     if draft <= 0 or target <= 0:
         raise InputError(
             f"--profile: expected draft and target steps that take time, not {draft:g} s and {target:g} s; "

@@ -121,7 +121,6 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
             weights.rise(batch * (n + 1), n + 1, fixed) / batch + slope * table.context
             for n, (fixed, slope) in enumerate(verify)
         ]
-        later = [t.draft_s[0] if t.later_draft_s is None else t.later_draft_s for t in tables]
 
         def draft(low: float, high: float) -> float:
             fixed, slope = parts(low, high)
@@ -130,7 +129,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         one = draft(*(t.draft_s[0] for t in tables))
         further = table.draft_s[1] - table.draft_s[0]
         return CostTable(
-            table.context, (one, one + further), table.draft_token_s, tuple(shares), draft(later[0], later[1])
+            table.context, (one, one + further), table.draft_token_s, tuple(shares), draft(*(t.later_s for t in tables))
         )
 
     return dataclasses.replace(
