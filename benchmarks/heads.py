@@ -46,7 +46,7 @@ from specstop.train.fit.thresholds import settle_thresholds
 from specstop.train.fit.tune import PRICED, fixed_grid, solve_rate
 from specstop.train.fit.tune_rules import tuned_rules
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
-from specstop.train.heads.forms import form
+from specstop.train.heads.forms import form, usual_features
 from specstop.train.heads.rows import visits
 from specstop.train.heads.scores import policy_survival, survival_scores
 from specstop.train.report.intervals import Resamples
@@ -94,7 +94,7 @@ OURS = {
     "xgboost": Ours("xgboost"),
     "xgboost-wide": Ours("xgboost", features=WIDE),
     TOKENS: Ours("tokens", features=(*WIDE[4:], *TOKEN_FEATURES)),
-    "tokens-lean": Ours("tokens", features=(*LEAN, *TOKEN_FEATURES)),
+    "tokens-lean": Ours("tokens", features=usual_features("tokens", FEATURES)),
     HIDDEN: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN,)),
     BOTH: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN, TARGET_HIDDEN)),
     "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),

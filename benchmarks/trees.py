@@ -33,15 +33,15 @@ from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies.costs import CostTable, Profile
-from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.demo.pair import demo_pair
-from specstop.train.fit.run import FEATURES, train
+from specstop.train.fit.run import train
 from specstop.train.fit.tree_choice import TreeChoice, choose_tree
 from specstop.train.fit.tree_fit import TREE_FEATURES, TreePlan, fit_tree
 from specstop.train.fit.tree_solve import solve_tree
 from specstop.train.fit.tune import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
+from specstop.train.heads.forms import usual_features
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 from specstop.train.traces.data import TraceArrays, trace_arrays
@@ -55,12 +55,12 @@ SEED = 0
 VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
 PLANS = (
     TreePlan(),
-    TreePlan("tokens", (*TREE_FEATURES, *TOKEN_FEATURES), "tree-tokens"),
+    TreePlan("tokens", usual_features("tokens", TREE_FEATURES), "tree-tokens"),
 )
 """What the tree policy reads; the one that is fastest on prompts held out is taken."""
 
-CHAINS = {"logistic": FEATURES, "tokens": (*(name for name in FEATURES if name != "top1"), *TOKEN_FEATURES)}
-"""Heads of the learned chain policy and what they read; likewise."""
+CHAINS = ("logistic", "tokens")
+"""Heads of the learned chain policy; likewise."""
 
 
 def main() -> int:
@@ -185,11 +185,11 @@ class Run:
     def chain(self, profile: Profile) -> tuple[LearnedPolicy, Profile]:
         """Return the learned chain policy, settled for what its decisions cost in the loop."""
         best, best_rate = None, 0.0
-        for head, features in CHAINS.items():
+        for head in CHAINS:
             name = f"chain-{head}"
-            policy = train(self.chains["train"], profile, head=head, features=features, name=name, passes=2).policy
+            policy = train(self.chains["train"], profile, head=head, name=name, passes=2).policy
             profile = profile.with_decisions(self.decision(policy, None))
-            arrays = trace_arrays(self.chains["train"], features)
+            arrays = trace_arrays(self.chains["train"], policy.features)
             folds = prompt_folds(arrays, FOLDS, SEED)
             fitting, left_out = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
             policy = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]

@@ -28,7 +28,9 @@ def train(
     ],
     profile: ProfileFile,
     out: Out,
-    head: Annotated[str, typer.Option(help="logistic, mlp, xgboost, ...; with --tune several, by commas.")] = "",
+    head: Annotated[
+        str, typer.Option(help="logistic, tokens, mlp, xgboost, ...; with --tune several, by commas.")
+    ] = "",
     rule: Annotated[
         str,
         typer.Option(

@@ -77,9 +77,14 @@ class Guard:
             self._watch.decided(depth, text.policy_state)
         return kept
 
+    @property
+    def selects(self) -> bool:
+        """Whether the policy chooses among what was drafted."""
+        return type(self.policy).select is not StopPolicy.select
+
     def select(self, text: Text, found: Candidates, hide_tokens: bool) -> list[bool] | None:
         """Return by row of the topology whether the target shall verify it; None = all."""
-        if type(self.policy).select is StopPolicy.select or not found.drafted:
+        if not self.selects or not found.drafted:
             return None
         try:
             if self._device.type == "cpu" and up_to_date(type(self.policy), "select", "select_few"):

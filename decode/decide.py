@@ -83,6 +83,7 @@ class Decider:
         few = plain and self._one is None and (self._keep_few is not None or not chain)
         self._read_few = FewReader(self.layout.node) if few else None
         self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
+        self._anchor_alone = self.layout.anchor == ("anchor_token",)
 
     def wants(self, depth: int, deepest: int) -> bool:
         """Whether the tokens of a depth matter: the policy is asked there, or follows paths through it."""
@@ -186,7 +187,9 @@ class Decider:
         past = history.values(self.layout.history)
         states = seen(hidden) if hidden is not None and self.policy.vectors else None
         if self._one is not None or self._read_few is not None:
-            if self.layout.anchor:
+            if self._anchor_alone:
+                past = [float(anchor), *past]
+            elif self.layout.anchor:
                 past = self._read_anchor(Row(anchor_row, temperature, None, anchor)) + past
             return Base(row=past, hidden=states)
         device = anchor_row.device

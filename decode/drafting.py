@@ -95,7 +95,7 @@ class DraftPhase:
             if not alive:
                 found.capped = bool(places)
                 break
-        if not self._select_each:
+        if not self._select_each and self._guard.selects:
             watch.start()
             self._selected(text, found, range(found.roots, len(found.tokens)), [])
             watch.lap("policy")  # else it would count as the loop's own

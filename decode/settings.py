@@ -72,9 +72,12 @@ class Stopwatch:
     laps: dict[str, float] = field(default_factory=lambda: {"first": 0.0, "draft": 0.0, "verify": 0.0, "policy": 0.0})
     mark: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._waits = self.device.type == "cuda"
+
     def now(self) -> float:
         """Return the clock, once the device has finished."""
-        if self.device.type == "cuda":
+        if self._waits:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 

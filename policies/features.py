@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -296,7 +297,7 @@ class Layout:
         order = [*anchor_at, *history_at, *node_at]
         self._known_first = len(anchor_at) + len(history_at)
         self._back = None if order == sorted(order) else torch.tensor(order).argsort()
-        self._order = None if self._back is None else self._back.tolist()
+        self._order = None if self._back is None else itemgetter(*self._back.tolist())
         self._unknown = [0.0] * len(self.node)
 
     def base(self, anchor: Tensor, history: Tensor) -> Tensor:
@@ -306,15 +307,14 @@ class Layout:
     def step_one(self, base: list[float], nodes: list[float] | None = None) -> list[float]:
         """Return the F features of one stream, rounded to float32, from the values of `base` and of the nodes. See `step`."""
         both = base + (self._unknown if nodes is None else nodes)
-        rounded = array("f", both if self._order is None else [both[at] for at in self._order])
-        return rounded.tolist()
+        return array("f", both if self._order is None else self._order(both)).tolist()
 
     def steps_few(self, base: list[float], nodes: Sequence[list[float]]) -> list[list[float]]:
         """Return `step_one` of several rows of `nodes`, rounded all at once."""
         order, width = self._order, len(self.names)
         rows = [base + row for row in nodes]
         if order is not None:
-            rows = [[row[at] for at in order] for row in rows]
+            rows = [list(order(row)) for row in rows]
         flat = array("f", chain.from_iterable(rows)).tolist()
         return [flat[at : at + width] for at in range(0, len(rows) * width, width)] if width else rows
 

@@ -79,7 +79,8 @@ class TokenHead(TensorHead):
         # By whether it is depth 0: place and both weights of each scalar, those of log-odds, and by depth what is added.
         self._cells, self._odds, self._start = zip(*(self._by_scalar(*layer) for layer in layers), strict=True)
         # Accept and next of a token stand side by side; a plain list would take eight times the room.
-        self._tables = [array("f", table[:, at].T.reshape(-1).tolist()) for at in range(len(self._ids))]
+        tables = [array("f", table[:, at].T.reshape(-1).tolist()) for at in range(len(self._ids))]
+        self._looked_up = [[(self._ids[at], tables[at]) for at in known] for known in self._known]
         self._pairs = array("f", pairs.T.reshape(-1).tolist())
 
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
@@ -114,11 +115,11 @@ class TokenHead(TensorHead):
             x = log_odds(features[at])
             accept += now * x
             following += later * x
-        for at in self._known[first]:
-            token = int(features[self._ids[at]])
-            if 0 <= token < self.vocabulary:
-                accept += self._tables[at][2 * token]
-                following += self._tables[at][2 * token + 1]
+        for at, table in self._looked_up[first]:
+            place = 2 * int(features[at])
+            if 0 <= place < len(table):
+                accept += table[place]
+                following += table[place + 1]
         if depth and self._pair:
             behind, drawn = self._pair
             place = 2 * bucket(int(features[behind]), int(features[drawn]), self._buckets)

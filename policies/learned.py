@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .heads import Head
 from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays
 from .rules import AnyFork, Rule
 from .survival import SurvivalMaps
+
+_LEAST_ODDS = -700.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class LearnedPolicy(StopPolicy):
         self._lag, self._joint = getattr(head, "lag", 0), isinstance(rule, AnyFork)
         scales = [calibrator.scale for calibrator in (accept, following)]
         self._scale = None if None in scales else torch.tensor(scales)
+        self._scales = None if accept.scale is None or following.scale is None else (accept.scale, following.scale)
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
@@ -122,11 +126,16 @@ class LearnedPolicy(StopPolicy):
         # A head of somebody's own need know nothing of hidden states.
         scores = self.head.logits_one(features, depth, vectors) if vectors else self.head.logits_one(features, depth)
         accept, following = scores
-        following = self.following.one(following)
+        if self._scales is not None:  # nearly always, and a call less is a microsecond less
+            accept, following = accept * self._scales[0], following * self._scales[1]
+            accept = 1.0 / (1.0 + exp(-accept)) if accept > _LEAST_ODDS else 0.0
+            following = 1.0 / (1.0 + exp(-following)) if following > _LEAST_ODDS else 0.0
+        else:
+            accept, following = self.accept.one(accept), self.following.one(following)
         if depth == 0:
             return self.rule.keep(0, 0.0, 1.0, following), 1.0
-        # A head that lags has scored nothing of what was drawn so far.
-        accept = 1.0 if depth <= self._lag else self.accept.one(accept)
+        if depth <= self._lag:  # the head has scored nothing of what was drawn so far
+            accept = 1.0
         survival = accept if depth == self.first else state * accept
         table = self._maps[depth]
         if table is not None:
