@@ -15,7 +15,7 @@ from .errors import PolicyError
 from .features import Kind, feature
 from .layers import Array
 
-_KINDS = {"feature": torch.int64, "missing_left": torch.bool, "order": torch.int64}
+_KINDS = {"feature": torch.int64, "missing_left": torch.bool, "order": torch.int64, "strides": torch.int64}
 _EDGE = 1e-6
 EDGES = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))
 """Where `torch.logit` clips float32 probabilities."""

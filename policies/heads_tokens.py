@@ -3,34 +3,24 @@
 What a draft gets right depends on the token more than on much that its distribution shows: behind an opening bracket it
 does, behind a line break it does not. A table says so for the price of looking a number up, without reading a row of
 logits. (Measured on a small pair, greedy: AUC of `next` .79 with tokens, .70 with ten scalars and no token.) What a token
-says depends on the one before it, so pairs of tokens have weights as well, in a table that is looked up by a hash, as
-language models hash their n-grams.
+says depends on where it stands, so what comes together has weights as well (`crosses`): a token and the one above, and
+so on.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from .crosses import Crosses
 from .errors import PolicyError
 from .features import TOKEN_FEATURES
 from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, log_odds, take
 
 Cell = tuple[int, float, float]
-IdsT = TypeVar("IdsT", int, Tensor)
-PAIR = ("above_token", "drawn_token")
-"""A head that reads both may have a table of pairs."""
-
-_STRIDE = 40503
-
-
-def bucket(above: IdsT, drawn: IdsT, size: int) -> IdsT:
-    """Return the places in [0, size) of pairs of tokens, as numbers or as tensors; best spread where `size` is prime."""
-    return (above * _STRIDE + drawn) % size
 
 
 class TokenHead(TensorHead):
@@ -43,31 +33,37 @@ class TokenHead(TensorHead):
         names: features, one or more of `TOKEN_FEATURES` among them. The other ones are scalars.
         tensors: `mean` and `scale` [F'] of the scalars' basis; `weight` [3, F'] of accept, next, and next at depth 0;
             `bias` [2, K + 1] of accept and next at each depth, the last one beyond; `table` [2, I, V] for the I token
-            features in their order, a token beyond the table counting as 0; and `pairs` [2, B] of `PAIR` by `bucket`
-            from depth 1 on. It may be missing: B = 0.
+            features in their order, a token beyond the table counting as 0; and `crosses` [2, C, B] from depth 1 on, with
+            the `strides` and `edges` of their places (`crosses.Crosses`). The three may be missing: C = 0.
     """
 
     kind = "tokens"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        none = {"pairs": torch.zeros(2, 0)}
-        self._tensors = take({**none, **tensors}, ("mean", "scale", "weight", "bias", "table", "pairs"))
+        none = {
+            "strides": torch.zeros(0, len(names) + 1, dtype=torch.int64),
+            "edges": torch.zeros(0, 0),
+            "crosses": torch.zeros(2, 0, 1),
+        }
+        self._tensors = take(
+            {**none, **tensors}, ("mean", "scale", "weight", "bias", "table", "strides", "edges", "crosses")
+        )
         self._ids = [at for at, name in enumerate(names) if name in TOKEN_FEATURES]
         self._scalars = [at for at, name in enumerate(names) if name not in TOKEN_FEATURES]
         if not self._ids:
             raise PolicyError(f"tokens head: expected one of the features {', '.join(TOKEN_FEATURES)}")
         self.basis = Basis([names[at] for at in self._scalars], self._tensors["mean"], self._tensors["scale"])
-        weight, bias, table, pairs = (self._tensors[name] for name in ("weight", "bias", "table", "pairs"))
+        weight, bias, table, crosses = (self._tensors[name] for name in ("weight", "bias", "table", "crosses"))
         self._deepest = bias.shape[-1] - 1 if bias.dim() else 0
         self.vocabulary = table.shape[-1] if table.dim() else 0
         expect(weight, (3, self.basis.width), "weight")
         expect(bias, (2, max(self._deepest, 0) + 1), "bias")
         expect(table, (2, len(self._ids), max(self.vocabulary, 1)), "table")
-        self._buckets = pairs.shape[-1] if pairs.dim() else 0
-        expect(pairs, (2, self._buckets), "pairs")
-        if self._buckets and not set(PAIR) <= set(names):
-            raise PolicyError(f"tokens head: a table of pairs goes with the features {' and '.join(PAIR)}")
-        self._pair = [names.index(name) for name in PAIR] if self._buckets else []
+        strides = self._tensors["strides"]
+        expect(strides, (len(strides) if strides.dim() else 0, len(names) + 1), "strides")
+        size = crosses.shape[-1] if crosses.dim() else 0
+        expect(crosses, (2, len(strides), max(size, 1)), "crosses")
+        self._places = Crosses(names, strides, self._tensors["edges"], size) if len(strides) else None
         # By whether it is depth 0: the token features that count there.
         self._known = [
             [at for at, place in enumerate(self._ids) if (names[place] == "anchor_token") == first]
@@ -75,26 +71,26 @@ class TokenHead(TensorHead):
         ]
         zero = torch.zeros(2)
         layers = [self.basis.fold(weight[rows], zero, first) for rows, first in (([0, 1], False), ([0, 2], True))]
-        self._placed = [OnDevice(*layer, bias, table, pairs) for layer in layers]
+        self._placed = [OnDevice(*layer, bias, table, crosses) for layer in layers]
         # By whether it is depth 0: place and both weights of each scalar, those of log-odds, and by depth what is added.
         self._cells, self._odds, self._start = zip(*(self._by_scalar(*layer) for layer in layers), strict=True)
         # Accept and next of a token stand side by side; a plain list would take eight times the room.
         tables = [array("f", table[:, at].T.reshape(-1).tolist()) for at in range(len(self._ids))]
         self._looked_up = [[(self._ids[at], tables[at]) for at in known] for known in self._known]
-        self._pairs = array("f", pairs.T.reshape(-1).tolist())
+        self._crossed = [array("f", crosses[:, at].T.reshape(-1).tolist()) for at in range(len(strides))]
 
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
-        weight, shift, bias, table, pairs = self._placed[depth == 0](features.device)
+        weight, shift, bias, table, crosses = self._placed[depth == 0](features.device)
         x = self.basis.expand(features[..., self._scalars])
         out = torch.nn.functional.linear(x, weight, shift) + bias[:, min(depth, self._deepest)]
         for at in self._known[depth == 0]:
             token = features[..., self._ids[at]].long()
             inside = (token >= 0) & (token < self.vocabulary)
             out = out + torch.where(inside[..., None], table[:, at].T[token.clamp(0, self.vocabulary - 1)], 0.0)
-        if depth and self._pair:
-            above, drawn = (features[..., at].long() for at in self._pair)
-            out = out + pairs.T[bucket(above, drawn, self._buckets)]
+        if depth and self._places is not None:
+            for at, places in enumerate(self._places.places(features, depth).unbind(-1)):
+                out = out + crosses[:, at].T[places]
         return out
 
     def _by_scalar(self, weight: Tensor, shift: Tensor) -> tuple[list[Cell], list[Cell], list[list[float]]]:
@@ -120,9 +116,8 @@ class TokenHead(TensorHead):
             if 0 <= place < len(table):
                 accept += table[place]
                 following += table[place + 1]
-        if depth and self._pair:
-            behind, drawn = self._pair
-            place = 2 * bucket(int(features[behind]), int(features[drawn]), self._buckets)
-            accept += self._pairs[place]
-            following += self._pairs[place + 1]
+        if depth and self._places is not None:
+            for place, table in zip(self._places.places_one(features, depth), self._crossed, strict=False):
+                accept += table[2 * place]
+                following += table[2 * place + 1]
         return [accept, following]

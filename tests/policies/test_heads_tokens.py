@@ -6,10 +6,11 @@ import pytest
 import torch
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import TokenHead, build_head
-from specstop.policies.heads_tokens import bucket
 
 NAMES = ("anchor_token", "entropy", "drawn_token", "above_token")
-WIDTH, BUCKETS = 9, 7
+WIDTH, SIZE = 9, 7
+STRIDES = [[0, 0, 1, 5, 0], [3, 0, 1, 0, 2], [0, 4, 1, 0, 0]]
+"""Of what is above and drawn; of the anchor, what is drawn and the depth; of what is drawn and the range of the entropy."""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -20,7 +21,9 @@ def tensors() -> dict[str, torch.Tensor]:
         "weight": torch.randn(3, 1, generator=generator),
         "bias": torch.randn(2, 4, generator=generator),
         "table": torch.randn(2, 3, WIDTH, generator=generator),
-        "pairs": torch.randn(2, BUCKETS, generator=generator),
+        "strides": torch.tensor(STRIDES),
+        "edges": torch.tensor([[0.25, 0.5]]),
+        "crosses": torch.randn(2, len(STRIDES), SIZE, generator=generator),
     }
 
 
@@ -43,7 +46,10 @@ def test_scores_are_the_sums_that_they_are_said_to_be(depth: int) -> None:
                 if (feature == 0) == (depth == 0) and row[place] < WIDTH:
                     wanted += float(t["table"][output, feature, int(row[place])])
             if depth:
-                wanted += float(t["pairs"][output, bucket(int(row[3]), int(row[2]), BUCKETS)])
+                anchor, entropy, drawn, above = row
+                within = (entropy > 0.25) + (entropy > 0.5)
+                sums = (drawn + 5 * above, 3 * anchor + drawn + 2 * depth, 4 * within + drawn)
+                wanted += sum(float(t["crosses"][output, at, int(total) % SIZE]) for at, total in enumerate(sums))
             assert scores[output] == pytest.approx(wanted, abs=1e-5)
 
 
@@ -58,15 +64,28 @@ def test_one_row_is_scored_as_many(depth: int) -> None:
 def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
     with pytest.raises(PolicyError, match="tokens head: expected one of the features anchor_token"):
         build_head("tokens", ("entropy",), tensors())
-    for name, shape in (("table", (2, 2, WIDTH)), ("bias", (3, 4)), ("weight", (2, 1)), ("pairs", (3, BUCKETS))):
+    shapes = {"table": (2, 2, WIDTH), "bias": (3, 4), "weight": (2, 1), "crosses": (2, 2, SIZE)}
+    for name, shape in shapes.items():
         with pytest.raises(PolicyError, match=f"expected {name} of shape"):
             build_head("tokens", NAMES, {**tensors(), name: torch.zeros(shape)})
-    with pytest.raises(PolicyError, match="a table of pairs goes with the features above_token and drawn_token"):
-        build_head("tokens", NAMES[:3], {**tensors(), "table": torch.zeros(2, 2, WIDTH)})
+    with pytest.raises(PolicyError, match="expected strides of shape"):
+        build_head("tokens", NAMES, {**tensors(), "strides": torch.zeros(3, 4, dtype=torch.int64)})
+    with pytest.raises(PolicyError, match="expected edges for 1 crossed scalars"):
+        build_head("tokens", NAMES, {**tensors(), "edges": torch.zeros(2, 2)})
 
 
-def test_a_head_made_without_pairs_is_one_whose_pairs_say_nothing() -> None:
+def test_a_head_made_without_crosses_is_one_whose_crosses_say_nothing() -> None:
     t, x = tensors(), rows(20)
-    del t["pairs"]
-    silent = TokenHead(NAMES, {**t, "pairs": torch.zeros(2, BUCKETS)})
+    silent = TokenHead(NAMES, {**t, "crosses": torch.zeros(2, len(STRIDES), SIZE)})
+    for name in ("strides", "edges", "crosses"):
+        del t[name]
     assert torch.equal(TokenHead(NAMES, t).logits(x, 2), silent.logits(x, 2))
+
+
+def test_an_edge_belongs_to_the_range_below_it_for_one_row_as_for_many() -> None:
+    t = tensors()
+    edge = t["edges"][0, 1]
+    head = TokenHead(NAMES, t)
+    for entropy in (edge, edge.nextafter(torch.tensor(2.0)), edge.nextafter(torch.tensor(0.0))):
+        row = torch.stack([torch.tensor(1.0), entropy, torch.tensor(2.0), torch.tensor(3.0)])
+        assert head.logits_one(row.tolist(), 1) == pytest.approx(head.logits(row[None], 1)[0].tolist(), abs=1e-5)

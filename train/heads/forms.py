@@ -51,7 +51,7 @@ def _survival(stops: tuple[float, ...]) -> tuple[float, ...]:
 
 FORMS: dict[str, Form] = {
     # Beside tokens and the margin these tell little, less than the time that they take (`benchmarks/heads.py`).
-    "tokens": Form(more=TOKEN_FEATURES, less=("mean_full", "last_accepted", "top1", "depth")),
+    "tokens": Form(more=("noisy_score", *TOKEN_FEATURES), less=("mean_full", "last_accepted", "top1", "depth")),
     "resnet": Form(any_vectors=True),
     "dynasd-soft": Form(
         (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)

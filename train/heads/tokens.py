@@ -1,4 +1,4 @@
-"""The token head, fitted: sparse logistic regressions on scalars, depth, the tokens that are there, and pairs of them."""
+"""The token head, fitted: sparse logistic regressions on scalars, depth, the tokens that are there, and crosses of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
+from ...policies.crosses import DEPTH, Crosses
 from ...policies.errors import InputError
 from ...policies.features import TOKEN_FEATURES
 from ...policies.heads import Basis, TokenHead
-from ...policies.heads_tokens import PAIR, bucket
 from .calibrate import log_loss
 from .fitting import FitTask
 from .linear import fit_basis
@@ -22,19 +22,33 @@ from .rows import FitRows
 PENALTIES = (0.05, 0.15, 0.5)
 """Inverse penalties C that are tried; the one with the least held-out loss is kept, output by output."""
 
-BUCKETS = 65_521
-"""Places for pairs of tokens: a prime below 2^16, half a megabyte for both outputs."""
+CROSSES = (
+    ("above_token", "drawn_token"),
+    ("anchor_token", "drawn_token", DEPTH),
+    ("anchor_token", "above_token", "drawn_token"),
+    ("drawn_token", "noisy_margin"),
+    ("drawn_token", "noisy_score"),
+)
+"""What is crossed, where a head reads all of it."""
 
+BUCKETS = 65_521
+"""Places of a cross: a prime below 2^16, half a megabyte for both outputs."""
+
+RANGES = 8
+"""Of a crossed scalar, each with as many rows."""
+
+_STRIDES = {"drawn_token": 1, "above_token": 40_503, "anchor_token": 24_133, DEPTH: 7_919}
+_RANGE_STRIDE = 5_003
 _ROUNDS = 200
 
 
 class Design:
-    """Rows as a sparse matrix: the basis of the scalars, a column for each depth, token of each feature, and bucket of pairs.
+    """Rows as a sparse matrix: the basis of the scalars, a column for each depth, token of each feature, place of each cross.
 
     Args:
         names: features of the rows.
         rows: to fit on; they say how scalars are standardised and which tokens there are.
-        buckets: for pairs of tokens, where the features have both.
+        buckets: places of each cross; 0 = no crosses.
     """
 
     def __init__(self, names: Sequence[str], rows: FitRows, buckets: int = BUCKETS) -> None:
@@ -49,11 +63,22 @@ class Design:
         self.basis = Basis(bare, self.mean, self.scale)
         self.depths = int(rows.depth.max()) + 1
         self.vocabulary = int(rows.features[:, self.ids].max()) + 1
-        self.pair = [self.names.index(name) for name in PAIR if name in names]
-        self.buckets = buckets if len(self.pair) == len(PAIR) else 0
+        self.buckets = buckets
+        crosses = [cross for cross in CROSSES if set(cross) - {DEPTH} <= set(names)] if buckets else []
+        self.strides = torch.zeros(len(crosses), len(names) + 1, dtype=torch.int64)
+        for at, cross in enumerate(crosses):
+            for name in cross:
+                place = len(names) if name == DEPTH else self.names.index(name)
+                self.strides[at, place] = _STRIDES.get(name, _RANGE_STRIDE)
+        ranged = [at for at in self.scalars if bool((self.strides[:, at] != 0).any())]
+        drawn = rows.features[rows.depth > 0][:, ranged].double().numpy()
+        shares = np.linspace(0.0, 1.0, RANGES + 1)[1:-1]
+        edges = np.quantile(drawn, shares, axis=0).T if len(drawn) else np.zeros((len(ranged), 0))
+        self.edges = torch.from_numpy(edges.copy()).float()
+        self.places = Crosses(names, self.strides, self.edges, buckets)
 
     def matrix(self, rows: FitRows) -> sparse.csr_matrix:
-        """Return [M, F' + depths + I V + B] float64."""
+        """Return [M, F' + depths + I V + C B] float64."""
         first = rows.depth == 0
         scalars = rows.features[:, self.scalars]
         x = torch.where(first[:, None], self.basis(scalars, 0), self.basis(scalars, 1))
@@ -61,20 +86,21 @@ class Design:
         blocks = [sparse.csr_matrix(x.double().numpy()), _one_hot(rows.depth, self.depths, torch.ones_like(first))]
         for at, counts in zip(self.ids, known, strict=True):
             blocks.append(_one_hot(rows.features[:, at].long(), self.vocabulary, counts))
-        if self.buckets:
-            above, drawn = (rows.features[:, at].long() for at in self.pair)
-            blocks.append(_one_hot(bucket(above, drawn, self.buckets), self.buckets, ~first))
+        if len(self.strides):
+            for places in self.places.places(rows.features, rows.depth).unbind(-1):
+                blocks.append(_one_hot(places, self.buckets, ~first))
         return sparse.hstack(blocks, format="csr")
 
     def parts(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return (scalars [F'], depths [K + 1], tokens [I V], pairs [B]) of a weight for each column."""
-        return torch.split(weight, [self.basis.width, self.depths, len(self.ids) * self.vocabulary, self.buckets])
+        """Return (scalars [F'], depths [K + 1], tokens [I V], crosses [C B]) of a weight for each column."""
+        crosses = len(self.strides) * self.buckets
+        return torch.split(weight, [self.basis.width, self.depths, len(self.ids) * self.vocabulary, crosses])
 
 
 def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     """Fit the token head; see `Fitter`.
 
-    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` for pairs of tokens, 0 = none.
+    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` of each cross, 0 = no crosses.
     """
     design = Design(task.names, task.rows, int(task.options.params.get("buckets", BUCKETS)))
     given = task.options.params.get("C")
@@ -84,7 +110,7 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     for label, use, held_use in _parts(task.rows, task.held_out):
         found.append(_regress((x[use.numpy()], label[0][use]), (held[held_use.numpy()], label[1][held_use]), penalties))
     (accept, _), (following, later), (opening, first) = found
-    scalars, depths, tables, pairs = zip(
+    scalars, depths, tables, crosses = zip(
         *(design.parts(weight) for weight in (accept, following, opening)), strict=True
     )
     after = torch.cat([depths[2][:1] + first, depths[1][1:] + later])
@@ -98,9 +124,13 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
         "weight": torch.stack(scalars),
         "bias": torch.stack([depths[0] + found[0][1], after]),
         "table": table,
-        "pairs": torch.stack(pairs[:2]),
+        "strides": design.strides,
+        "edges": design.edges,
+        "crosses": torch.stack(crosses[:2]).view(2, len(design.strides), max(design.buckets, 1)),
     }
-    return TokenHead(task.names, {name: t.float().contiguous() for name, t in tensors.items()}), {}
+    return TokenHead(
+        task.names, {name: (t if name == "strides" else t.float()).contiguous() for name, t in tensors.items()}
+    ), {}
 
 
 def _parts(rows: FitRows, held: FitRows) -> list[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
