@@ -87,7 +87,8 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
     text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
     trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key, written.noise), target_rows)
     own = torch.tensor(text, device=target_rows.device)[anchor - 1]
-    anchor_rows = Rows(target_rows[anchor - 1], tokens=own)
+    before = torch.tensor([prompt[-1], *text], device=target_rows.device)[anchor - 1]
+    anchor_rows = Rows(target_rows[anchor - 1], tokens=own, above=before)
     ended, count = text[-1] in unroller.pair.eos, len(anchor)
     columns: dict[str, Any] = {
         "prompt_id": [name] * count,

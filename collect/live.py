@@ -82,8 +82,11 @@ class Recorder:
             row[TARGET_HIDDEN] = stored(seen.anchor_hidden[0]).cpu().numpy()
         self._label(row, seen, node, drawn)
         self._measure(row, seen, node, levels)
-        tokens = torch.tensor([found.tokens[0]], device=seen.anchor_row.device)
-        anchor = compute(ANCHOR_FEATURES, Rows(seen.anchor_row, tokens=tokens))[0].tolist()
+        own, before = (
+            torch.tensor([token], device=seen.anchor_row.device)
+            for token in (found.tokens[0], seen.text.tokens[record.context - (1 if self._first == 0 else 2)])
+        )
+        anchor = compute(ANCHOR_FEATURES, Rows(seen.anchor_row, tokens=own, above=before))[0].tolist()
         row |= dict(zip(ANCHOR_FEATURES, anchor, strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
         row["accepted_length"] = int(row["accepted"].sum())

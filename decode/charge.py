@@ -78,6 +78,11 @@ class Guard:
         return kept
 
     @property
+    def listens(self) -> bool:
+        """Whether anybody is to be told how a round went."""
+        return self._watch is not None or type(self.policy).observe is not StopPolicy.observe
+
+    @property
     def selects(self) -> bool:
         """Whether the policy chooses among what was drafted."""
         return type(self.policy).select is not StopPolicy.select

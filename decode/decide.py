@@ -83,7 +83,8 @@ class Decider:
         few = plain and self._one is None and (self._keep_few is not None or not chain)
         self._read_few = FewReader(self.layout.node) if few else None
         self._read, self._read_anchor = Reader(self.layout.node), Reader(self.layout.anchor)
-        self._anchor_alone = self.layout.anchor == ("anchor_token",)
+        ids = ("anchor_token", "before_token")
+        self._anchor_ids = [ids.index(n) for n in self.layout.anchor] if set(self.layout.anchor) <= set(ids) else None
 
     def wants(self, depth: int, deepest: int) -> bool:
         """Whether the tokens of a depth matter: the policy is asked there, or follows paths through it."""
@@ -171,6 +172,7 @@ class Decider:
         self,
         anchor_row: Tensor,
         anchor: int,
+        before: int,
         history: HistoryOne,
         temperature: float = 0.0,
         hidden: Tensor | None = None,
@@ -179,7 +181,7 @@ class Decider:
 
         Args:
             anchor_row: [1, V], the target's row that the anchor was drawn from.
-            anchor: the anchor token.
+            anchor, before: the anchor token and the one before it.
             history: of the text.
             temperature: of the sampling.
             hidden: [1, H], the target's last hidden state of that row, if the policy reads it.
@@ -187,13 +189,15 @@ class Decider:
         past = history.values(self.layout.history)
         states = seen(hidden) if hidden is not None and self.policy.vectors else None
         if self._one is not None or self._read_few is not None:
-            if self._anchor_alone:
-                past = [float(anchor), *past]
-            elif self.layout.anchor:
-                past = self._read_anchor(Row(anchor_row, temperature, None, anchor)) + past
+            if self._anchor_ids is None:
+                past = self._read_anchor(Row(anchor_row, temperature, None, anchor, behind=before)) + past
+            elif self._anchor_ids:
+                known = float(anchor), float(before)
+                past = [known[at] for at in self._anchor_ids] + past
             return Base(row=past, hidden=states)
         device = anchor_row.device
-        rows = Rows(anchor_row, temperature, tokens=torch.tensor([anchor], device=device))
+        own, behind = (torch.tensor([token], device=device) for token in (anchor, before))
+        rows = Rows(anchor_row, temperature, tokens=own, above=behind)
         columns = self.layout.base(compute(self.layout.anchor, rows), torch.tensor([past], device=device))
         return Base(columns, hidden=states)
 

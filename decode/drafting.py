@@ -74,7 +74,7 @@ class DraftPhase:
             if depth >= self._guard.policy.first:
                 watch.start()
                 known = known or self._guard.decider.base(
-                    text.anchor_row, text.roots[0], text.history, self._temperature, text.hidden
+                    text.anchor_row, text.roots[0], text.tokens[base - 1], text.history, self._temperature, text.hidden
                 )
                 kept = self._guard.keep(text, depth, known, level, found, alive)
                 if depth and self._guard.policy.trims:

@@ -207,9 +207,10 @@ class Speculator:
         watch.start()
         if self._guard.decider.layout.history and not cut:
             text.history.add(accepted, verified)
-        self._guard.finished(text, accepted, verified, cut)
-        elapsed = watch.mark - begin
-        self._guard.ended(text, lambda: self._outcome(context, found, verified, accepted, backlog, cut, elapsed))
+        if self._guard.listens:
+            self._guard.finished(text, accepted, verified, cut)
+            elapsed = watch.mark - begin
+            self._guard.ended(text, lambda: self._outcome(context, found, verified, accepted, backlog, cut, elapsed))
         watch.lap("policy")
         laps = watch.laps
         record = Round(

@@ -256,7 +256,9 @@ def measure_decision(
         found = Candidates.at([0], tree)
         for depth in range(asked):
             found.add(depth, depth + 1, int(logits.argmax(-1)))
-        base = decide.base(logits, found.tokens[1], HistoryOne(), temperature, hidden.get(TARGET_HIDDEN))
+        base = decide.base(
+            logits, found.tokens[1], found.tokens[0], HistoryOne(), temperature, hidden.get(TARGET_HIDDEN)
+        )
         if policy.first == 0:
             _, state = decide(0, base, None, state, found, [0])
         drawn = Logits(logits, None, logits, [0], hidden.get(DRAFT_HIDDEN))

@@ -54,7 +54,7 @@ class Rows:
         sampled: [R, V] log-weights of the distribution that is sampled from, where it is not softmax(logits / T).
         rank: [R] of the tokens among their siblings; None = each is an only child.
         width: [R] number of siblings, itself included.
-        above: [R] the tokens that they were drawn behind.
+        above: [R] the tokens that they stand behind.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Rows:
 
     @cached_property
     def above_token(self) -> Tensor:
-        """[R] the ids that the tokens were drawn behind; -1 where that is not known."""
+        """[R] the ids that the tokens stand behind; -1 where that is not known."""
         return self.constant(-1.0) if self.above is None else self.above.to(self.logits.dtype)
 
     @cached_property
@@ -208,6 +208,8 @@ _ALL = (
             lambda rows: rows.drawn_logprob.exp()),
     Feature("anchor_token", Kind.ANCHOR, "id of the anchor token", 0.0, INFINITY,
             lambda rows: rows.tokens.to(rows.logits.dtype)),
+    Feature("before_token", Kind.ANCHOR, "id of the token before the anchor", -1.0, INFINITY,
+            lambda rows: rows.above_token),
     Feature("temperature", Kind.ANCHOR, "temperature of the sampling, 0 = greedy: the same for a whole run", 0.0,
             INFINITY, lambda rows: rows.constant(rows.temperature)),
     Feature("top1", Kind.PRE, "probability of the draft's best token", 0.0, 1.0, lambda rows: rows.top1),
@@ -241,7 +243,7 @@ _ALL = (
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
 """Every feature by name."""
 
-TOKEN_FEATURES = ("anchor_token", "drawn_token", "above_token")
+TOKEN_FEATURES = ("before_token", "anchor_token", "drawn_token", "above_token")
 """Ids, which only a head with a table of tokens has a use for (float32 holds them exactly up to 2^24)."""
 
 TREE_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST) and f.name not in TOKEN_FEATURES)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .crosses import Crosses
 from .errors import PolicyError
-from .features import TOKEN_FEATURES
+from .features import TOKEN_FEATURES, Kind, feature
 from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, log_odds, take
 
 Cell = tuple[int, float, float]
@@ -26,8 +26,8 @@ Cell = tuple[int, float, float]
 class TokenHead(TensorHead):
     """Accept and next, each a sum: a number for the depth, weighted scalars, a number for each token and each pair of them.
 
-    At depth 0 the anchor is all there is, so `anchor_token` counts there alone; from depth 1 on it is what was drawn, and
-    behind which token.
+    At depth 0 the anchor and the token before it are all there is, so these count on their own there alone; from depth 1 on
+    it is what was drawn, and behind which token.
 
     Args:
         names: features, one or more of `TOKEN_FEATURES` among them. The other ones are scalars.
@@ -66,7 +66,7 @@ class TokenHead(TensorHead):
         self._places = Crosses(names, strides, self._tensors["edges"], size) if len(strides) else None
         # By whether it is depth 0: the token features that count there.
         self._known = [
-            [at for at, place in enumerate(self._ids) if (names[place] == "anchor_token") == first]
+            [at for at, place in enumerate(self._ids) if (feature(names[place]).kind is Kind.ANCHOR) == first]
             for first in (False, True)
         ]
         zero = torch.zeros(2)

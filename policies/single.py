@@ -34,9 +34,19 @@ _PLACE.update(
     {f"anchor_{name}": _PLACE[name] for name in ("entropy", "top1", "margin")},
     anchor_prob=_PLACE["drawn_prob"],
     anchor_token=_PLACE["drawn_token"],
+    before_token=_PLACE["above_token"],
 )
 
-_CHEAP = ("noisy_margin", "noisy_score", "depth", "temperature", "drawn_token", "above_token", "anchor_token")
+_CHEAP = (
+    "noisy_margin",
+    "noisy_score",
+    "depth",
+    "temperature",
+    "drawn_token",
+    "above_token",
+    "anchor_token",
+    "before_token",
+)
 """Features for which the row of logits need not be read, but for its two largest scores."""
 
 
@@ -45,7 +55,7 @@ class Row:
 
     Args:
         above: the row of the branch's parent, or the log-probability of the path down to it.
-        behind: the token that `token` was drawn behind; -1 = unknown.
+        behind: the token that `token` stands behind; -1 = unknown.
     """
 
     __slots__ = ("above", "behind", "depth", "logits", "path", "sampled", "scores", "temperature", "token")
@@ -95,7 +105,7 @@ class Reader:
         """Return the features of `row` in the order of the names: what `features.compute` returns for it."""
         if self._few is not None:
             score, behind = self._two_scores(row) if self._noisy else (0.0, 0.0)
-            cheap = (score - behind, score, row.depth, row.temperature, row.token, row.behind, row.token)
+            cheap = (score - behind, score, row.depth, row.temperature, row.token, row.behind, row.token, row.behind)
             return [cheap[place] for place in self._few]
         if not self._known:
             return self._as_many(row)

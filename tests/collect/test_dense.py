@@ -105,6 +105,15 @@ def test_there_is_one_row_for_each_anchor_of_each_text(
 
 
 @TEMPERATURES
+def test_the_anchor_and_the_token_before_it_are_those_of_the_text(
+    prompt_ids: list[list[int]], traces: dict[float, Trace], texts: dict[float, list[list[int]]], temperature: float
+) -> None:
+    for (sequence, anchor), row in by_anchor(traces[temperature]).items():
+        text = [prompt_ids[sequence][-1], *texts[temperature][sequence]]
+        assert [row["before_token"], row["anchor_token"]] == text[anchor - 1 : anchor + 1]
+
+
+@TEMPERATURES
 def test_labels_are_those_of_a_walk_along_the_text(
     traces: dict[float, Trace], texts: dict[float, list[list[int]]], temperature: float
 ) -> None:

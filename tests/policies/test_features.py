@@ -64,6 +64,7 @@ def reference(name: str, rows: Rows, i: int) -> float:
         "anchor_token": drawn,
         "drawn_token": drawn,
         "above_token": int(rows.above[i]),
+        "before_token": int(rows.above[i]),
     }
     return values[name]
 

@@ -62,7 +62,7 @@ def test_one_row_is_scored_as_many(depth: int) -> None:
 
 
 def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
-    with pytest.raises(PolicyError, match="tokens head: expected one of the features anchor_token"):
+    with pytest.raises(PolicyError, match="tokens head: expected one of the features before_token"):
         build_head("tokens", ("entropy",), tensors())
     shapes = {"table": (2, 2, WIDTH), "bias": (3, 4), "weight": (2, 1), "crosses": (2, 2, SIZE)}
     for name, shape in shapes.items():

@@ -14,9 +14,14 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.records import Generation
 from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
+from specstop.policies.features import TOKEN_FEATURES
+from specstop.policies.heads import TokenHead
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived
 from specstop.train.traces.data import TraceArrays, seen_features, trace_arrays
 from specstop.train.traces.replay import Replayed, replay
 from torch import Tensor
@@ -62,6 +67,38 @@ def test_rounds_are_those_of_the_live_loop(
 ) -> None:
     policy = ZOO.get(name) or SelectingByToken()
     assert logged(replay(arrays[temperature], policy, profile)) == rounds(live(policy, temperature))
+
+
+def token_policy(vocabulary: int) -> LearnedPolicy:
+    """A policy that goes by all tokens it may read, and what it crosses them with, through tables of chance."""
+    names = ("mean_accepted", "noisy_margin", "noisy_score", *TOKEN_FEATURES)
+    generator, size = torch.Generator().manual_seed(0), 97
+    strides = torch.randint(0, 3, (5, len(names) + 1), generator=generator)
+    strides[:, 0] = 0  # the running mean is not crossed
+    tensors = {
+        "mean": torch.zeros(3),
+        "scale": torch.ones(3),
+        "weight": 0.1 * torch.randn(3, 3, generator=generator),
+        "bias": torch.ones(2, DEPTH + 1),
+        "table": torch.randn(2, len(TOKEN_FEATURES), vocabulary, generator=generator),
+        "strides": strides,
+        "edges": torch.tensor([[0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]]),
+        "crosses": torch.randn(2, len(strides), size, generator=generator),
+    }
+    return LearnedPolicy(
+        "by-tokens", names, TokenHead(names, tensors), Calibrator(), Calibrator(),
+        Derived([0.3] * DEPTH), DEPTH,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rounds_of_a_token_head_are_those_of_the_live_loop(
+    arrays: dict[float, TraceArrays], live: Live, profile: Profile, temperature: float
+) -> None:
+    policy = token_policy(arrays[temperature].header.vocabulary)
+    played = replay(arrays[temperature], policy, profile)
+    assert logged(played) == rounds(live(policy, temperature))
+    assert len(played.log[:, 2].unique()) > 2, "it stops at several depths"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

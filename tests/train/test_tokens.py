@@ -80,7 +80,7 @@ def test_tokens_are_read_unless_told_otherwise(sides: tuple[Trace, Trace], full_
 
 
 def test_a_fit_without_token_features_is_refused() -> None:
-    with pytest.raises(InputError, match="the tokens head needs one of anchor_token"):
+    with pytest.raises(InputError, match="the tokens head needs one of before_token"):
         fit_tokens(FitTask(made_rows(40, 0), made_rows(40, 1), ("entropy",)))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...policies.costs import Price, Profile
-from ...policies.features import CHAIN_FEATURES
+from ...policies.features import CHAIN_FEATURES, TOKEN_FEATURES
 from ...policies.history import HISTORY_FEATURES
 from ..heads.continuation_heads import ValueRows, boost
 from ..heads.crossfit import Folds, prompt_folds
@@ -187,5 +187,5 @@ def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:
     """Return all scalars that a policy could have read on this trace: recorded ones and HISTORY."""
     have = arrays.columns
     node = [name for name in CHAIN_FEATURES if name in have and name != "depth"]
-    anchor = [name for name in arrays.header.anchor_features if name in have and name != "anchor_token"]
+    anchor = [name for name in arrays.header.anchor_features if name in have and name not in TOKEN_FEATURES]
     return (*anchor, *node, *HISTORY_FEATURES, "depth")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...policies.crosses import DEPTH, Crosses
 from ...policies.errors import InputError
-from ...policies.features import TOKEN_FEATURES
+from ...policies.features import TOKEN_FEATURES, Kind, feature
 from ...policies.heads import Basis, TokenHead
 from .calibrate import log_loss
 from .fitting import FitTask
@@ -26,6 +26,7 @@ CROSSES = (
     ("above_token", "drawn_token"),
     ("anchor_token", "drawn_token", DEPTH),
     ("anchor_token", "above_token", "drawn_token"),
+    ("before_token", "anchor_token", "drawn_token"),
     ("drawn_token", "noisy_margin"),
     ("drawn_token", "noisy_score"),
 )
@@ -37,7 +38,7 @@ BUCKETS = 65_521
 RANGES = 8
 """Of a crossed scalar, each with as many rows."""
 
-_STRIDES = {"drawn_token": 1, "above_token": 40_503, "anchor_token": 24_133, DEPTH: 7_919}
+_STRIDES = {"drawn_token": 1, "above_token": 40_503, "anchor_token": 24_133, "before_token": 57_037, DEPTH: 7_919}
 _RANGE_STRIDE = 5_003
 _ROUNDS = 200
 
@@ -82,7 +83,7 @@ class Design:
         first = rows.depth == 0
         scalars = rows.features[:, self.scalars]
         x = torch.where(first[:, None], self.basis(scalars, 0), self.basis(scalars, 1))
-        known = [first if self.names[at] == "anchor_token" else ~first for at in self.ids]
+        known = [first if _of_anchor(self.names[at]) else ~first for at in self.ids]
         blocks = [sparse.csr_matrix(x.double().numpy()), _one_hot(rows.depth, self.depths, torch.ones_like(first))]
         for at, counts in zip(self.ids, known, strict=True):
             blocks.append(_one_hot(rows.features[:, at].long(), self.vocabulary, counts))
@@ -116,7 +117,7 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     after = torch.cat([depths[2][:1] + first, depths[1][1:] + later])
     table = torch.stack([tables[0], tables[1]]).view(2, len(design.ids), design.vocabulary).clone()
     for at, place in enumerate(design.ids):
-        if task.names[place] == "anchor_token":
+        if _of_anchor(task.names[place]):
             table[:, at] = torch.stack([torch.zeros(design.vocabulary), tables[2].view(len(design.ids), -1)[at]])
     tensors = {
         "mean": design.mean,
@@ -168,6 +169,10 @@ def _one_hot(values: Tensor, width: int, counts: Tensor) -> sparse.csr_matrix:
     use = (counts & (values >= 0) & (values < width)).nonzero()[:, 0].numpy()
     cells = (np.ones(len(use)), (use, values.numpy()[use]))
     return sparse.csr_matrix(cells, shape=(len(values), width))
+
+
+def _of_anchor(name: str) -> bool:
+    return feature(name).kind is Kind.ANCHOR
 
 
 def _only(rows: FitRows, columns: Sequence[int]) -> FitRows:
