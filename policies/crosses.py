@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .errors import PolicyError
 from .features import TOKEN_FEATURES
+from .heads_base import OnDevice
 
 DEPTH = "depth"
 """In a cross: the depth of the decision, be it a feature that is read or not."""
@@ -37,28 +38,31 @@ class Crosses:
         scalars = [at for at in used if names[at] not in TOKEN_FEATURES]
         if edges.dim() != 2 or len(edges) != len(scalars):
             raise PolicyError(f"weights: expected edges for {len(scalars)} crossed scalars, got {list(edges.shape)}")
+        self._scalars, self._placed = scalars, OnDevice(torch.tensor(self._ids + scalars, dtype=torch.int64), edges)
         # As the features came, in float32: the ranges must be the same for one row as for many.
-        self._ranges = list(zip(scalars, edges, [array("f", row.tolist()) for row in edges], strict=True))
-        # Tokens first, then ranges, then the depth, which is how `places_one` has the values.
-        placed = strides[:, [*self._ids, *scalars, len(names)]].tolist()
-        self._parts = [[(at, stride) for at, stride in enumerate(cross) if stride] for cross in placed]
+        self._edges = [array("f", row.tolist()) for row in edges]
+        # Tokens first, then ranges, then the depth.
+        placed = strides[:, [*self._ids, *scalars, len(names)]]
+        self._strides = OnDevice(placed.double().T)
+        self._parts = [[(at, stride) for at, stride in enumerate(cross) if stride] for cross in placed.tolist()]
         self._size = size
 
     def places(self, features: Tensor, depth: int | Tensor) -> Tensor:
         """Return [..., C] int64, the places of features [..., F] at one depth, or at depths [...]."""
-        values = [features[..., at].long() for at in self._ids]
-        for at, edges, _ in self._ranges:
-            values.append(torch.searchsorted(edges.to(features.device), features[..., at].contiguous()))
-        values.append(torch.zeros_like(features[..., 0], dtype=torch.int64) + depth)
-        where = [
-            sum((stride * values[at] for at, stride in parts), torch.zeros_like(values[0])) for parts in self._parts
-        ]
-        return torch.stack(where, -1) % self._size
+        columns, edges = self._placed(features.device)
+        values = features.index_select(-1, columns)
+        depths = torch.zeros_like(values[..., :1]) + (depth[..., None] if isinstance(depth, Tensor) else depth)
+        ids, scalars = values.split([len(self._ids), len(self._scalars)], -1)
+        ranges = [torch.searchsorted(edges[at], x.contiguous()) for at, x in enumerate(scalars.unbind(-1))]
+        parts = [ids, *(within[..., None] for within in ranges), depths]
+        # In float64 sums of whole numbers up to 2^53 are exact, and any device multiplies it.
+        sums = torch.cat([part.double() for part in parts], -1) @ self._strides(features.device)[0]
+        return (sums % self._size).long()
 
     def places_one(self, features: Sequence[float], depth: int) -> list[int]:
         """Return the C places of one row; see `places`."""
         values = [int(features[at]) for at in self._ids]
-        for at, _, edges in self._ranges:
+        for at, edges in zip(self._scalars, self._edges, strict=True):
             values.append(bisect_left(edges, features[at]))
         values.append(depth)
         places = []

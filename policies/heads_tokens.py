@@ -24,7 +24,7 @@ Cell = tuple[int, float, float]
 
 
 class TokenHead(TensorHead):
-    """Accept and next, each a sum: a number for the depth, weighted scalars, a number for each token and each pair of them.
+    """Accept and next, each a sum: a number for the depth, weighted scalars, a number for each token and each cross.
 
     At depth 0 the anchor and the token before it are all there is, so these count on their own there alone; from depth 1 on
     it is what was drawn, and behind which token.
@@ -65,32 +65,36 @@ class TokenHead(TensorHead):
         expect(crosses, (2, len(strides), max(size, 1)), "crosses")
         self._places = Crosses(names, strides, self._tensors["edges"], size) if len(strides) else None
         # By whether it is depth 0: the token features that count there.
-        self._known = [
+        known = [
             [at for at, place in enumerate(self._ids) if (feature(names[place]).kind is Kind.ANCHOR) == first]
             for first in (False, True)
         ]
         zero = torch.zeros(2)
         layers = [self.basis.fold(weight[rows], zero, first) for rows, first in (([0, 1], False), ([0, 2], True))]
-        self._placed = [OnDevice(*layer, bias, table, crosses) for layer in layers]
+        scalars, ids = torch.tensor(self._scalars, dtype=torch.int64), torch.tensor(self._ids, dtype=torch.int64)
+        # Accept and next of a token stand side by side, here and below.
+        rows, crossed = table.permute(1, 2, 0).contiguous(), crosses.permute(1, 2, 0).contiguous()
+        self._placed = [
+            OnDevice(*layer, bias, scalars, ids[at], rows[at], crossed) for layer, at in zip(layers, known, strict=True)
+        ]
         # By whether it is depth 0: place and both weights of each scalar, those of log-odds, and by depth what is added.
         self._cells, self._odds, self._start = zip(*(self._by_scalar(*layer) for layer in layers), strict=True)
-        # Accept and next of a token stand side by side; a plain list would take eight times the room.
-        tables = [array("f", table[:, at].T.reshape(-1).tolist()) for at in range(len(self._ids))]
-        self._looked_up = [[(self._ids[at], tables[at]) for at in known] for known in self._known]
-        self._crossed = [array("f", crosses[:, at].T.reshape(-1).tolist()) for at in range(len(strides))]
+        # A plain list would take eight times the room of an array.
+        tables = [array("f", numbers.reshape(-1).tolist()) for numbers in rows]
+        self._looked_up = [[(self._ids[at], tables[at]) for at in some] for some in known]
+        self._crossed = [array("f", numbers.reshape(-1).tolist()) for numbers in crossed]
 
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
-        weight, shift, bias, table, crosses = self._placed[depth == 0](features.device)
-        x = self.basis.expand(features[..., self._scalars])
+        weight, shift, bias, scalars, ids, tables, crosses = self._placed[depth == 0](features.device)
+        x = self.basis.expand(features.index_select(-1, scalars))
         out = torch.nn.functional.linear(x, weight, shift) + bias[:, min(depth, self._deepest)]
-        for at in self._known[depth == 0]:
-            token = features[..., self._ids[at]].long()
-            inside = (token >= 0) & (token < self.vocabulary)
-            out = out + torch.where(inside[..., None], table[:, at].T[token.clamp(0, self.vocabulary - 1)], 0.0)
+        tokens = features.index_select(-1, ids).long()
+        inside = (tokens >= 0) & (tokens < self.vocabulary)
+        found = _looked_up(tables, tokens.clamp(0, self.vocabulary - 1))
+        out = out + torch.where(inside[..., None], found, 0.0).sum(-2)
         if depth and self._places is not None:
-            for at, places in enumerate(self._places.places(features, depth).unbind(-1)):
-                out = out + crosses[:, at].T[places]
+            out = out + _looked_up(crosses, self._places.places(features, depth)).sum(-2)
         return out
 
     def _by_scalar(self, weight: Tensor, shift: Tensor) -> tuple[list[Cell], list[Cell], list[list[float]]]:
@@ -121,3 +125,8 @@ class TokenHead(TensorHead):
                 accept += table[2 * place]
                 following += table[2 * place + 1]
         return [accept, following]
+
+
+def _looked_up(tables: Tensor, places: Tensor) -> Tensor:
+    """Return [..., I, 2] of tables [I, V, 2], each at its own place [..., I]."""
+    return tables[torch.arange(len(tables), device=tables.device), places]
