@@ -22,7 +22,7 @@ DEPTH = "depth"
 
 
 class Crosses:
-    """Places in tables of `size` for each of C crosses: the sum of what is crossed, each times its stride, modulo the size.
+    """Places of C crosses in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
 
     Args:
         names: F features, in the order of the columns.
@@ -48,7 +48,7 @@ class Crosses:
         self._size = size
 
     def places(self, features: Tensor, depth: int | Tensor) -> Tensor:
-        """Return [..., C] int64, the places of features [..., F] at one depth, or at depths [...]."""
+        """Return [..., C] int64 below C times the size, the places of features [..., F] at one depth, or at depths [...]."""
         columns, edges = self._placed(features.device)
         values = features.index_select(-1, columns)
         depths = torch.zeros_like(values[..., :1]) + (depth[..., None] if isinstance(depth, Tensor) else depth)
@@ -57,7 +57,7 @@ class Crosses:
         parts = [ids, *(within[..., None] for within in ranges), depths]
         # In float64 sums of whole numbers up to 2^53 are exact, and any device multiplies it.
         sums = torch.cat([part.double() for part in parts], -1) @ self._strides(features.device)[0]
-        return (sums % self._size).long()
+        return (sums % self._size).long() + self._size * torch.arange(sums.shape[-1], device=sums.device)
 
     def places_one(self, features: Sequence[float], depth: int) -> list[int]:
         """Return the C places of one row; see `places`."""
@@ -65,10 +65,11 @@ class Crosses:
         for at, edges in zip(self._scalars, self._edges, strict=True):
             values.append(bisect_left(edges, features[at]))
         values.append(depth)
-        places = []
+        places, size, table = [], self._size, 0
         for parts in self._parts:
             place = 0
             for at, stride in parts:  # a loop takes half the time of a sum
                 place += stride * values[at]
-            places.append(place % self._size)
+            places.append(table + place % size)
+            table += size
         return places

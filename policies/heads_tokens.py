@@ -73,7 +73,7 @@ class TokenHead(TensorHead):
         layers = [self.basis.fold(weight[rows], zero, first) for rows, first in (([0, 1], False), ([0, 2], True))]
         scalars, ids = torch.tensor(self._scalars, dtype=torch.int64), torch.tensor(self._ids, dtype=torch.int64)
         # Accept and next of a token stand side by side, here and below.
-        rows, crossed = table.permute(1, 2, 0).contiguous(), crosses.permute(1, 2, 0).contiguous()
+        rows, crossed = table.permute(1, 2, 0).contiguous(), crosses.permute(1, 2, 0).reshape(-1, 2)
         self._placed = [
             OnDevice(*layer, bias, scalars, ids[at], rows[at], crossed) for layer, at in zip(layers, known, strict=True)
         ]
@@ -82,7 +82,7 @@ class TokenHead(TensorHead):
         # A plain list would take eight times the room of an array.
         tables = [array("f", numbers.reshape(-1).tolist()) for numbers in rows]
         self._looked_up = [[(self._ids[at], tables[at]) for at in some] for some in known]
-        self._crossed = [array("f", numbers.reshape(-1).tolist()) for numbers in crossed]
+        self._crossed = array("f", crossed.reshape(-1).tolist())
 
     def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
         """Return [..., 2], accept and next; see `Head`."""
@@ -91,10 +91,10 @@ class TokenHead(TensorHead):
         out = torch.nn.functional.linear(x, weight, shift) + bias[:, min(depth, self._deepest)]
         tokens = features.index_select(-1, ids).long()
         inside = (tokens >= 0) & (tokens < self.vocabulary)
-        found = _looked_up(tables, tokens.clamp(0, self.vocabulary - 1))
+        found = tables[torch.arange(len(ids), device=ids.device), tokens.clamp(0, self.vocabulary - 1)]
         out = out + torch.where(inside[..., None], found, 0.0).sum(-2)
         if depth and self._places is not None:
-            out = out + _looked_up(crosses, self._places.places(features, depth)).sum(-2)
+            out = out + crosses[self._places.places(features, depth)].sum(-2)
         return out
 
     def _by_scalar(self, weight: Tensor, shift: Tensor) -> tuple[list[Cell], list[Cell], list[list[float]]]:
@@ -121,12 +121,8 @@ class TokenHead(TensorHead):
                 accept += table[place]
                 following += table[place + 1]
         if depth and self._places is not None:
-            for place, table in zip(self._places.places_one(features, depth), self._crossed, strict=False):
-                accept += table[2 * place]
-                following += table[2 * place + 1]
+            crossed = self._crossed
+            for place in self._places.places_one(features, depth):
+                accept += crossed[2 * place]
+                following += crossed[2 * place + 1]
         return [accept, following]
-
-
-def _looked_up(tables: Tensor, places: Tensor) -> Tensor:
-    """Return [..., I, 2] of tables [I, V, 2], each at its own place [..., I]."""
-    return tables[torch.arange(len(tables), device=tables.device), places]

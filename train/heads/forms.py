@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...collect.store import Trace
 from ...policies.errors import InputError
-from ...policies.features import TOKEN_FEATURES
+from ...policies.features import TOKEN_FEATURES, Kind, feature
 from ...policies.heads_dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
 from ...policies.heads_specdec import MOST, STOP_THRESHOLD, STOP_THRESHOLDS
 from ...policies.vectors import DRAFT_HIDDEN, VECTORS, check_vectors
@@ -81,12 +81,17 @@ def form(kind: str) -> Form:
     return FORMS.get(kind, Form())
 
 
+_KNOWN = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
+
+
 def usual_features(kind: str, features: Sequence[str]) -> tuple[str, ...]:
     """Return what a head reads where `features` are what heads read unless told otherwise."""
     asked = form(kind)
     if asked.features is not None:
         return asked.features
-    return tuple(dict.fromkeys((*(name for name in features if name not in asked.less), *asked.more)))
+    names = dict.fromkeys((*(name for name in features if name not in asked.less), *asked.more))
+    # In the order in which they become known, which spares the loop a reordering at each decision.
+    return tuple(sorted(names, key=lambda name: _KNOWN.index(feature(name).kind)))
 
 
 def read_vectors(kind: str, traces: Sequence[Trace], wanted: Sequence[str] | None) -> tuple[str, ...]:

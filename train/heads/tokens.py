@@ -88,8 +88,8 @@ class Design:
         for at, counts in zip(self.ids, known, strict=True):
             blocks.append(_one_hot(rows.features[:, at].long(), self.vocabulary, counts))
         if len(self.strides):
-            for places in self.places.places(rows.features, rows.depth).unbind(-1):
-                blocks.append(_one_hot(places, self.buckets, ~first))
+            places = self.places.places(rows.features, rows.depth)
+            blocks.append(_one_hot(places, len(self.strides) * self.buckets, ~first))
         return sparse.hstack(blocks, format="csr")
 
     def parts(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -165,9 +165,10 @@ def _regress(
 
 
 def _one_hot(values: Tensor, width: int, counts: Tensor) -> sparse.csr_matrix:
-    """Return [M, width], a one in the column of each value that counts and lies inside."""
-    use = (counts & (values >= 0) & (values < width)).nonzero()[:, 0].numpy()
-    cells = (np.ones(len(use)), (use, values.numpy()[use]))
+    """Return [M, width], a one in the column of each value [M] or [M, n] that counts and lies inside."""
+    values = values.view(len(values), -1)
+    row, at = (counts[:, None] & (values >= 0) & (values < width)).nonzero().T.numpy()
+    cells = (np.ones(len(row)), (row, values.numpy()[row, at]))
     return sparse.csr_matrix(cells, shape=(len(values), width))
 
 
