@@ -25,12 +25,10 @@ PENALTIES = (0.05, 0.15, 0.5)
 CROSSES = (
     ("above_token", "drawn_token"),
     ("anchor_token", "drawn_token", DEPTH),
-    ("anchor_token", "above_token", "drawn_token"),
     ("before_token", "anchor_token", "drawn_token"),
-    ("drawn_token", "noisy_margin"),
     ("drawn_token", "noisy_score"),
 )
-"""What is crossed, where a head reads all of it."""
+"""What is crossed, where a head reads all of it; more of them told no more in replay (`benchmarks/heads.py`, two pairs)."""
 
 BUCKETS = 65_521
 """Places of a cross: a prime below 2^16, half a megabyte for both outputs."""
