@@ -28,7 +28,7 @@ CROSSES = (
     ("before_token", "anchor_token", "drawn_token"),
     ("drawn_token", "noisy_score"),
 )
-"""What is crossed, where a head reads all of it; more of them told no more in replay (`benchmarks/heads.py`, two pairs)."""
+"""What is crossed, where a head reads all of it; more of them told no more on two small pairs."""
 
 BUCKETS = 65_521
 """Places of a cross: a prime below 2^16, half a megabyte for both outputs."""
