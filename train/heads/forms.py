@@ -89,6 +89,8 @@ def usual_features(kind: str, features: Sequence[str]) -> tuple[str, ...]:
     asked = form(kind)
     if asked.features is not None:
         return asked.features
+    if not asked.more and not asked.less:
+        return tuple(features)
     names = dict.fromkeys((*(name for name in features if name not in asked.less), *asked.more))
     # In the order in which they become known, which spares the loop a reordering at each decision.
     return tuple(sorted(names, key=lambda name: _KNOWN.index(feature(name).kind)))
