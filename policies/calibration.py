@@ -13,6 +13,9 @@ from .errors import PolicyError
 
 KINDS = ("identity", "temperature", "isotonic")
 
+LEAST_ODDS = -700.0
+"""Log-odds below which a probability is 0: their exponential would overflow."""
+
 
 class Calibrator:
     """A monotone map from logits to probabilities.
@@ -50,7 +53,7 @@ class Calibrator:
             value: float = level[at] + slope[at] * (logit - start[at])
             return value
         odds = logit / self.temperature
-        return 0.0 if odds < -700.0 else 1.0 / (1.0 + math.exp(-odds))
+        return 0.0 if odds < LEAST_ODDS else 1.0 / (1.0 + math.exp(-odds))
 
     @property
     def scale(self) -> float | None:

@@ -20,6 +20,9 @@ from .heads_base import OnDevice
 DEPTH = "depth"
 """In a cross: the depth of the decision, be it a feature that is read or not."""
 
+MOST_STRIDE = 1 << 20
+"""With ids below 2^24 all sums stay whole in float64."""
+
 
 class Crosses:
     """Places of C crosses in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
@@ -38,6 +41,8 @@ class Crosses:
         scalars = [at for at in used if names[at] not in TOKEN_FEATURES]
         if edges.dim() != 2 or len(edges) != len(scalars):
             raise PolicyError(f"weights: expected edges for {len(scalars)} crossed scalars, got {list(edges.shape)}")
+        if bool((edges.diff(dim=1) < 0).any()) or bool(((strides < 0) | (strides > MOST_STRIDE)).any()):
+            raise PolicyError(f"weights: expected ascending edges, and strides between 0 and {MOST_STRIDE}")
         self._scalars, self._placed = scalars, OnDevice(torch.tensor(self._ids + scalars, dtype=torch.int64), edges)
         # As the features came, in float32: the ranges must be the same for one row as for many.
         self._edges = [array("f", row.tolist()) for row in edges]

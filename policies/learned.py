@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calibration import Calibrator
+from .calibration import LEAST_ODDS, Calibrator
 from .contract import DraftStep, State, StopPolicy
 from .heads import Head
 from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays
 from .rules import AnyFork, Rule
 from .survival import SurvivalMaps
-
-_LEAST_ODDS = -700.0
 
 
 @dataclass(frozen=True)
@@ -89,9 +87,8 @@ class LearnedPolicy(StopPolicy):
         if not hasattr(head, "logits_one"):
             vars(self)["keep_one"] = None
         self._lag, self._joint = getattr(head, "lag", 0), isinstance(rule, AnyFork)
-        scales = [calibrator.scale for calibrator in (accept, following)]
-        self._scale = None if None in scales else torch.tensor(scales)
         self._scales = None if accept.scale is None or following.scale is None else (accept.scale, following.scale)
+        self._scale = None if self._scales is None else torch.tensor(self._scales)
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
@@ -128,8 +125,8 @@ class LearnedPolicy(StopPolicy):
         accept, following = scores
         if self._scales is not None:  # nearly always, and a call less is a microsecond less
             accept, following = accept * self._scales[0], following * self._scales[1]
-            accept = 1.0 / (1.0 + exp(-accept)) if accept > _LEAST_ODDS else 0.0
-            following = 1.0 / (1.0 + exp(-following)) if following > _LEAST_ODDS else 0.0
+            accept = 1.0 / (1.0 + exp(-accept)) if accept > LEAST_ODDS else 0.0
+            following = 1.0 / (1.0 + exp(-following)) if following > LEAST_ODDS else 0.0
         else:
             accept, following = self.accept.one(accept), self.following.one(following)
         if depth == 0:

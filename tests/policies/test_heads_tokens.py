@@ -72,6 +72,9 @@ def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
         build_head("tokens", NAMES, {**tensors(), "strides": torch.zeros(3, 4, dtype=torch.int64)})
     with pytest.raises(PolicyError, match="expected edges for 1 crossed scalars"):
         build_head("tokens", NAMES, {**tensors(), "edges": torch.zeros(2, 2)})
+    for name, wrong in (("edges", torch.tensor([[0.5, 0.25]])), ("strides", -torch.tensor(STRIDES))):
+        with pytest.raises(PolicyError, match="expected ascending edges, and strides between 0 and"):
+            build_head("tokens", NAMES, {**tensors(), name: wrong})
 
 
 def test_a_head_made_without_crosses_is_one_whose_crosses_say_nothing() -> None:

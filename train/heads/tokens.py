@@ -127,9 +127,8 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
         "edges": design.edges,
         "crosses": torch.stack(crosses[:2]).view(2, len(design.strides), max(design.buckets, 1)),
     }
-    return TokenHead(
-        task.names, {name: (t if name == "strides" else t.float()).contiguous() for name, t in tensors.items()}
-    ), {}
+    whole = {name: (t if name == "strides" else t.float()).contiguous() for name, t in tensors.items()}
+    return TokenHead(task.names, whole), {}
 
 
 def _parts(rows: FitRows, held: FitRows) -> list[tuple[tuple[Tensor, Tensor], Tensor, Tensor]]:
