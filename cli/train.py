@@ -49,7 +49,10 @@ def train(
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
     param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
     folds: Annotated[int, typer.Option(help="Parts of the prompts; the first one stays held out.")] = 4,
-    passes: Annotated[int, typer.Option(help="Times heads are fitted, from the second on on their own rounds.")] = 1,
+    passes: Annotated[
+        int | None,
+        typer.Option(help="Times heads are fitted, from the second on on their own rounds.", show_default="the head's"),
+    ] = None,
     cross_fit: Annotated[
         bool, typer.Option(help="Calibrate on all prompts, by a head for each part; else on the first part alone.")
     ] = True,

@@ -19,6 +19,7 @@ from specstop.policies.heads import Basis
 from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.train.heads.boosted import fit_boosted
 from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.linear import fit_basis, fit_linear
 from specstop.train.heads.mlp import StopHeadModule, TraceDataModule, fit_mlp
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
@@ -101,6 +102,18 @@ def test_cut_rounds_are_left_out(trace: TraceArrays, profile: Profile) -> None:
     assert visited.row.tolist() == [int(r) for r in row if not trace.cut[r]]
     assert 0 < len(visited.row) < len(replayed.log)
     assert visited.history.shape == (len(visited.row), len(HISTORY_FEATURES))
+
+
+def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
+    trace = made_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], DEPTH)
+    folds = prompt_folds(trace, 3, 0)
+    found = own_visits(trace, folds, [FixedLength(2), FixedLength(1)], profile)
+    for fold, length in enumerate((2, 1, 2)):
+        whole = visits(trace, [replay(trace, FixedLength(length), profile)])
+        mine, expected = (folds.of_rows(trace, some) == fold for some in (found, whole))
+        assert len(found.row[mine]) > 2
+        torch.testing.assert_close(found.row[mine], whole.row[expected])
+        torch.testing.assert_close(found.history[mine], whole.history[expected])
 
 
 def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceArrays, profile: Profile) -> None:

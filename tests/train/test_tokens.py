@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from made import made_trace
+from sklearn.linear_model import LogisticRegression
 from specstop.collect.store import Trace
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
@@ -37,6 +38,21 @@ def test_each_token_gets_the_weight_that_it_has() -> None:
     assert odds[::2, 1].min() > 0.65 > 0.35 > odds[1::2, 1].max()  # of the second output few rows are known
     held = made_rows(1000, 2)
     assert (auc(head.logits(held.features, 1)[:, 0], held.accepted) or 0.0) > 0.85
+
+
+def test_rare_tokens_are_fitted_as_far_as_frequent_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chances = 1.0 / torch.arange(1, 400).double()
+    ids = torch.multinomial(chances, 2 * 20_000, replacement=True, generator=generator).view(-1, 2)
+    odds = 2.0 * torch.randn(len(chances), generator=generator)
+    hit = torch.rand(len(ids), generator=generator) < torch.sigmoid(odds[ids].sum(1))
+    rows = FitRows(ids.float(), torch.ones(len(ids), dtype=torch.int64), hit, hit, hit)
+    task = FitTask(rows, rows, ("drawn_token", "above_token"), options=FitOptions(params={"C": 0.5, "buckets": 0}))
+    head, _ = fit_tokens(task)
+    x = torch.nn.functional.one_hot(ids, len(chances)).flatten(1).double().numpy()
+    best = LogisticRegression(C=0.5, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(x, hit.numpy())
+    found = torch.logit(torch.from_numpy(best.predict_proba(x)[:, 1]))
+    assert (head.logits(rows.features, 1)[:, 0].double() - found).abs().max() < 0.15  # 0.9 where the fit ends early
 
 
 def test_pairs_tell_what_neither_token_tells() -> None:
@@ -77,6 +93,12 @@ def test_tokens_are_read_unless_told_otherwise(sides: tuple[Trace, Trace], full_
     assert set(TOKEN_FEATURES) < set(usual) and "top1" not in usual
     named = train(sides[0], full_profile, head="tokens", features=("top1", "drawn_token")).policy.features
     assert named == ("top1", "drawn_token")
+
+
+def test_it_is_fitted_again_on_its_own_rounds(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    profile = full_profile.with_decisions({"tokens": 30e-6})
+    usual, once, twice = (train(sides[0], profile, head="tokens", passes=n).metrics for n in (None, 1, 2))
+    assert usual == twice != once
 
 
 def test_a_fit_without_token_features_is_refused() -> None:

@@ -19,10 +19,21 @@ from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
 from ...policies.files import refuse_full
 from ...policies.folder import load_policy_folder, save_policy
+from ...policies.heads import Head
 from ...policies.history import HISTORY_FEATURES
 from ...policies.learned import Facts, LearnedPolicy
 from ...policies.progress import Progress, silent
-from ..heads.crossfit import FOLDS, Calibrated, FoldHeads, Folds, calibrate, fit_folds, held_out_outputs, prompt_folds
+from ..heads.crossfit import (
+    FOLDS,
+    Calibrated,
+    FoldHeads,
+    Folds,
+    calibrate,
+    fit_folds,
+    held_out_outputs,
+    own_visits,
+    prompt_folds,
+)
 from ..heads.fitting import HEAD_KINDS, FitOptions
 from ..heads.forms import Form, form, read_vectors, usual_features
 from ..heads.mixing import mixed_arrays
@@ -60,7 +71,7 @@ class Plan:
     seed: int = 0
     folds: int = FOLDS
     cross_fit: bool = True
-    passes: int = 1
+    passes: int | None = None
     fit: FitOptions = field(default_factory=FitOptions)
     vectors: tuple[str, ...] = ()
 
@@ -89,7 +100,7 @@ def train(
     seed: int = 0,
     folds: int = FOLDS,
     cross_fit: bool = True,
-    passes: int = 1,
+    passes: int | None = None,
     fit: FitOptions | None = None,
     mixed: Trace | None = None,
     overwrite: bool = False,
@@ -113,7 +124,8 @@ def train(
         seed: of split and fit.
         folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
         cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
-        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits.
+        passes: times that heads are fitted; from the second on, on the rounds that the policy before visits. None = what
+            is usual for the head, or until the visits settle (rule "continuation").
         fit: how heads are fitted.
         mixed: a trace of `collect --mix` that the head is fitted on in the place of `traces`, as SpecDec++'s is; on `traces`
             it is calibrated and settled.
@@ -132,7 +144,7 @@ def train(
 
         return train_tree(
             several[0], profile, head=head, out=out, features=features, name=name, seed=seed, folds=folds,
-            passes=None if passes == 1 else passes, fit=fit, overwrite=overwrite, progress=progress,
+            passes=passes, fit=fit, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     wanted = form(head)
     names = tuple(features) if features else usual_features(head, default_features(several))
@@ -162,7 +174,7 @@ def check_plan(plan: Plan) -> None:
         feature(wanted)
     if plan.folds < 2:
         raise InputError(f"--folds: expected 2 or more, not {plan.folds}")
-    if plan.passes < 1:
+    if plan.passes is not None and plan.passes < 1:
         raise InputError(f"--passes: expected 1 or more, not {plan.passes}")
 
 
@@ -194,7 +206,7 @@ def train_arrays(
     calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     acceptance = conditional_acceptance(arrays, visited)
-    policy = _policy(plan, fitted, calibrated, arrays.depth)
+    policy = _policy(plan, fitted.heads[0], calibrated, arrays.depth)
     progress("settle the rule", 0, 1)
     policy, rate = ruled(policy, plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid)
     progress("settle the rule", 1, 1)
@@ -224,7 +236,7 @@ def _train_continuation(
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     margins = MARGINS if plan.threshold is None else (plan.threshold,)
     how: dict[str, Any] = {"name": plan.name, "seed": plan.seed, "margins": margins, "progress": progress}
-    rounds = plan.passes if plan.passes > 1 else MOST_ROUNDS
+    rounds = plan.passes or MOST_ROUNDS
     if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first one
         first = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=1, **how).made
         profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.vectors)
@@ -282,11 +294,12 @@ def _fitted(
     """Return the heads of all folds, the rounds to calibrate on, and the profile with the policy's decisions.
 
     Heads are fitted on the rounds that fixed lengths near the best one visit; what comes after rests on the rounds that a
-    policy with these heads visits, because policies skip easy runs and HISTORY features tell of their own play.
+    policy with these heads visits on prompts left out of their fit, because policies skip easy runs and HISTORY features tell
+    of their own play.
     """
     grid = [] if arrays.header.mix else fixed_grid(arrays, profile)
     visited = reference = _reference(arrays, grid)
-    for turn in range(plan.passes):
+    for turn in range(plan.passes or plan.form.passes):
         work = plan.fit.checkpoints
         options = dataclasses.replace(plan.fit, checkpoints=work / f"pass-{turn}" if work is not None else None)
         fitted = fit_folds(
@@ -296,11 +309,12 @@ def _fitted(
         if arrays.header.mix:
             break
         outputs = held_out_outputs(fitted, arrays, plan.features, visited)
-        draft = _policy(plan, fitted, calibrate(outputs, not plan.form.calibrated), arrays.depth)
-        profile = add_decisions(profile, [draft], arrays.header.vocabulary, arrays.header.vectors)
+        calibrated = calibrate(outputs, not plan.form.calibrated)
+        drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
+        profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.vectors)
         mean = conditional_acceptance(arrays, visited)
-        rule = passing_rule(draft, plan.rule, plan.threshold, arrays, profile, mean, best_of(grid).rate)
-        own = visits(arrays, [replay(arrays, draft.with_rule(rule), profile)])
+        rule = passing_rule(drafts[0], plan.rule, plan.threshold, arrays, profile, mean, best_of(grid).rate)
+        own = own_visits(arrays, folds, [draft.with_rule(rule) for draft in drafts], profile)
         few = len(own.row) < FEW
         visited = _both(own, reference) if few else own
     return fitted, visited, profile
@@ -319,11 +333,11 @@ def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
     return visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])
 
 
-def _policy(plan: Plan, fitted: FoldHeads, calibrated: Calibrated, depth: int) -> LearnedPolicy:
-    """Return the policy of the first fold's head, under a rule that is to be replaced."""
+def _policy(plan: Plan, head: Head, calibrated: Calibrated, depth: int) -> LearnedPolicy:
+    """Return the policy of a head, under a rule that is to be replaced."""
     maps = calibrated.survival.maps
     return LearnedPolicy(
-        plan.name, plan.features, fitted.heads[0], calibrated.accept, calibrated.following, RULES[plan.rule](0.5), depth,
+        plan.name, plan.features, head, calibrated.accept, calibrated.following, RULES[plan.rule](0.5), depth,
         survival=maps if maps.changes else None,
     )  # fmt: skip
 

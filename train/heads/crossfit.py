@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from ...policies.calibration import Calibrator
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ...policies.heads import Head
 from ...policies.progress import Progress, silent
 from ..traces.data import TraceArrays, seen_features
+from ..traces.replay import replay
 from .calibrate import auc, fit_calibrator, fit_kind, log_loss
 from .fitting import FitOptions, FitTask, fitter
 from .forms import form
 from .mixing import mixed_rows
-from .rows import FitRows, Visits, fit_rows
+from .rows import FitRows, Visits, fit_rows, visits
 from .scores import Scored
 from .survival import Products, SurvivalFit, fit_survival, products_as_they_are
 
@@ -186,6 +189,27 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     heat = arrays.column("temperature")[visited.row]
     lag = getattr(fitted.heads[0], "lag", 0)
     return Outputs(logits, arrays.accepted[visited.row], parts.of_rows(arrays, visited), heat, lag)
+
+
+def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
+    """Return the rounds that policies play on prompts left out of their fit.
+
+    A head knows the prompts that it was fitted on: it stops there where drafts fail, as it will not on new ones.
+
+    Args:
+        arrays: traces.
+        folds: of its prompts.
+        drafts: a policy for each fold, its head fitted on the others; where there are fewer, the first plays the rest.
+        profile: what rounds cost.
+    """
+    parts = []
+    for fold in range(folds.count):
+        sequences = folds.sequences(fold)
+        played = replay(arrays.subset(sequences), drafts[fold if fold < len(drafts) else 0], profile)
+        log = played.log.clone()
+        log[:, 0] = torch.tensor(sequences)[log[:, 0]]
+        parts.append(dataclasses.replace(played, log=log))
+    return visits(arrays, parts)
 
 
 def seen_vectors(arrays: TraceArrays, names: Iterable[str], row: Tensor, depth: int) -> dict[str, Tensor]:

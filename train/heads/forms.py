@@ -28,6 +28,7 @@ class Form:
         rule: of a published policy; None = the derived rule.
         thresholds: of that rule, as published, the one taken first; others are what its authors searched.
         deepest: drafts at most, where the paper has a bound.
+        passes: times that it is fitted, see `run.train`.
         more, less: what it reads besides, and does without, unless it is told which features to read.
     """
 
@@ -40,6 +41,7 @@ class Form:
     rule: str | None = None
     thresholds: tuple[float, ...] = ()
     deepest: int | None = None
+    passes: int = 1
     more: tuple[str, ...] = ()
     less: tuple[str, ...] = ()
 
@@ -50,8 +52,11 @@ def _survival(stops: tuple[float, ...]) -> tuple[float, ...]:
 
 
 FORMS: dict[str, Form] = {
-    # Beside tokens and the margin these tell little, less than the time that they take (`benchmarks/heads.py`).
-    "tokens": Form(more=("noisy_score", *TOKEN_FEATURES), less=("mean_full", "last_accepted", "top1", "depth")),
+    # Beside tokens and the margin these tell little, less than the time that they take (`benchmarks/heads.py`). With many
+    # weights it matters on which rounds they are fitted; heads of few gain nothing by a second pass.
+    "tokens": Form(
+        passes=2, more=("noisy_score", *TOKEN_FEATURES), less=("mean_full", "last_accepted", "top1", "depth")
+    ),
     "resnet": Form(any_vectors=True),
     "dynasd-soft": Form(
         (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)
