@@ -169,14 +169,13 @@ def prepare(where: Path, prompts: Prompts, temperature: float, work: Path, token
     sides = {}
     for side, records in zip(("train", "test"), prompts, strict=True):
         at = folder / side
-        if not (at / "header.json").exists():
-            asked = [Prompt(r["id"], r["prompt"], r["group"]) for r in records]
-            with progress_bars() as progress:
-                collect(
-                    pair, asked, at, target=str(where / "target"),
-                    draft=str(where / "draft"), depth=DEPTH, temperature=temperature, max_new_tokens=tokens, seed=SEED,
-                    vectors=(DRAFT_HIDDEN, TARGET_HIDDEN), progress=progress,
-                )  # fmt: skip
+        asked = [Prompt(r["id"], r["prompt"], r["group"]) for r in records]
+        with progress_bars() as progress:
+            collect(
+                pair, asked, at, target=str(where / "target"),
+                draft=str(where / "draft"), depth=DEPTH, temperature=temperature, max_new_tokens=tokens, seed=SEED,
+                vectors=(DRAFT_HIDDEN, TARGET_HIDDEN), resume=(at / "header.json").exists(), progress=progress,
+            )  # fmt: skip
         sides[side] = open_trace(at)
     if not (folder / "profile.json").exists():
         measured(pair, where, sides["train"], temperature, tokens).save(folder / "profile.json")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
+from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
@@ -24,7 +25,7 @@ from ...policies.learned import Facts
 from ...policies.progress import Progress, silent
 from ...policies.tree_gain import TreeGain
 from ...policies.tree_rule import TreeRule
-from ..heads.crossfit import FOLDS, Folds, prompt_folds
+from ..heads.crossfit import FOLDS, Folds, own_visits, prompt_folds
 from ..heads.fitting import HEAD_KINDS, FitOptions, FitTask, fitter
 from ..heads.forms import form, usual_features
 from ..heads.rows import Visits, visits
@@ -137,17 +138,17 @@ def fit_tree(
         )
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     static, _ = best_static_tree(fit_side, profile)
-    playing: Any = static
+    playing: Sequence[StopPolicy] = [static]
     for turn in range(plan.passes):
         progress("fit trees", turn, plan.passes)
-        visited = visits(arrays, [replay(arrays, playing, profile)])
-        policy, files, fitted = _fitted(plan, arrays, folds, visited)
+        policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
+        policy = policies[0]
         profile = add_decisions(profile, [policy], arrays.header.vocabulary)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         rate = policy.facts.rho or replay(fit_side, static, profile).rate
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
         policy, rate = solve_tree(policy, fit_side, profile)
-        playing = policy
+        playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", plan.passes, plan.passes)
     mine, theirs = (replay(held_side, one, profile).rate for one in (policy, static))
     metrics = {
@@ -165,27 +166,28 @@ def fit_tree(
 
 def _fitted(
     plan: TreePlan, arrays: TraceArrays, folds: Folds, visited: Visits
-) -> tuple[TreeGain, dict[str, bytes], int]:
-    """Return a policy under a rule without prices, files, and the number of rows."""
+) -> tuple[list[TreeGain], dict[str, bytes], int]:
+    """Return a policy for each fold under a rule without prices, all but its head alike; files and rows of the first."""
     fold = folds.of_rows(arrays, visited)
-    parts, kept = [], {}
+    parts = []
     for number in range(folds.count):
         inside, outside = (_part(visited, (fold == number) == side) for side in (True, False))
-        if not len(inside.row):
-            continue
-        rows, held = (tree_rows(arrays, plan.features, some) for some in (outside, inside))
-        task = FitTask(rows.rows, held.rows, plan.features, plan.seed, options=plan.fit)
-        head, files = fitter(plan.head)(task)
+        # A fold whose rounds were all cut has nothing to stop a fit early with.
+        rows, held = (
+            tree_rows(arrays, plan.features, some) for some in (outside, inside if len(inside.row) else outside)
+        )
+        head, files = fitter(plan.head)(FitTask(rows.rows, held.rows, plan.features, plan.seed, options=plan.fit))
         parts.append((head, inside))
         if number == 0:
-            kept, first = files, (head, rows)
-    head, rows = first
+            first = head, rows, files
+    head, rows, files = first
     accept, following = fit_paths(parts, arrays, plan.features)
     tree = arrays.tree
     shares = fit_shares(_chances(head, rows), rows.children[rows.known], rows.width[rows.known])
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
-    return TreeGain(plan.name, plan.features, head, accept, following, rule, arrays.depth), kept, len(rows.rows)
+    policies = [TreeGain(plan.name, plan.features, one, accept, following, rule, arrays.depth) for one, _ in parts]
+    return policies, files, len(rows.rows)
 
 
 def _part(visited: Visits, use: Tensor) -> Visits:
