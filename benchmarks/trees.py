@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
-    counts = {"train": 24, "test": 12} if options.quick else {"train": 160, "test": 120}
+    counts = {"train": 24, "test": 12} if options.quick else {"train": 160, "test": 240}
     tokens, nodes = (48, 40) if options.quick else (128, 160)
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
     where = options.pair or demo_pair()

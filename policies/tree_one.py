@@ -80,7 +80,7 @@ class OneTree:
         accept, following = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
         above = self._above(depth, parent, levels)
         if depth and self._rule.floor:
-            expected = self._expected(depth, parent, ranks, levels)
+            expected = self._expected(depth, parent, ranks, levels, alive)
             alive = [there and e >= self._rule.floor for there, e in zip(alive, expected, strict=True)]
         survival, chances = [], []
         for b, row in enumerate(rows):
@@ -109,14 +109,17 @@ class OneTree:
         return [max(levels[-1][0][p], 0.0) for p in parent]
 
     def _expected(
-        self, depth: int, parent: Sequence[int], ranks: Sequence[int], levels: Sequence[Level]
+        self, depth: int, parent: Sequence[int], ranks: Sequence[int], levels: Sequence[Level], alive: Sequence[bool]
     ) -> list[float]:
-        """Return what survival is expected of the branches, given the ones above."""
+        """Return what survival is expected of the branches that are alive, given the ones above."""
         if depth <= 1 or not levels:
             mean: list[float] = self._rule.mean_survival(depth, len(parent)).tolist()
             return mean
         survival, chances = levels[-1]
-        return [max(survival[p], 0.0) * self._share(chances[p], rank) for p, rank in zip(parent, ranks, strict=True)]
+        return [
+            max(survival[p], 0.0) * self._share(chances[p], rank) if there else 0.0
+            for p, rank, there in zip(parent, ranks, alive, strict=True)
+        ]
 
     def price(self, values: Sequence[float]) -> float:
         """Return what `TreeRule.node_price` returns."""
@@ -167,7 +170,7 @@ class OneTree:
             parent, depth, drawn: by node.
             levels: after drafting.
         """
-        values = self.survival(parent, depth, levels)
+        values = self.survival(parent, depth, levels, drawn)
         order = sorted((node for node, there in enumerate(drawn) if there), key=lambda node: -values[node])
         tokens = self._rule.verify_all(len(parent))
         total = best = 0.0
@@ -181,8 +184,10 @@ class OneTree:
             chosen[node] = True
         return chosen
 
-    def survival(self, parent: Sequence[int], depth: Sequence[int], levels: Sequence[Level]) -> list[float]:
-        """Return what `TreeGain.node_survival` returns."""
+    def survival(
+        self, parent: Sequence[int], depth: Sequence[int], levels: Sequence[Level], drawn: Sequence[bool] | None = None
+    ) -> list[float]:
+        """Return what `TreeGain.node_survival` returns; of nodes that are not drawn, nor is any below them, 0."""
         offset, typical = max(self._first, 1), self._typical
         ranks = self._node_ranks(tuple(parent))
         width = [depth.count(d) for d in range(offset, offset + len(levels))]
@@ -192,6 +197,10 @@ class OneTree:
         for node, above in enumerate(parent):
             d = depth[node]
             place, last = (place + 1, last) if d == last else (0, d)
+            if drawn is not None and not drawn[node]:
+                values.append(0.0)
+                chances.append(0.0)
+                continue
             inherited, chance = (values[above], chances[above]) if above >= 0 else (1.0, typical[0])
             at = d - offset
             if 0 <= at < len(levels) and width[at] == len(levels[at][0]) and levels[at][0][place] >= 0.0:
