@@ -1,9 +1,10 @@
 """The learned tree policy beside the best static tree and the best chain policy, replayed on held-out prompts.
 
     python benchmarks/trees.py --check
-    python benchmarks/trees.py --quick --pair path/to/pair
+    python benchmarks/trees.py --quick --pair path/to/pair --text records.jsonl
 
-Without `--pair` the embedded pair is used. Traces of a large tree and of chains are collected at temperatures 0 and
+Without `--pair` the embedded pair is used; prompts are cut from what neither model has seen of the text that a pair was made
+of. Traces of a large tree and of chains are collected at temperatures 0 and
 0.7. There are two profiles: of this machine, trees included, and of a GPU, where a verification takes 20 ms whatever it
 reads up to 32 tokens and half as much again beyond, and a draft step 3% of that. On training prompts are found, for
 each: the best static tree inside the large one; a learned chain policy (derived rule) and the learned tree policy, whose
@@ -27,14 +28,15 @@ from typing import Any
 
 import numpy as np
 from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
 from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.train.demo.pair import demo_pair
+from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
+from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.run import train
 from specstop.train.fit.tree_choice import TreeChoice, choose_tree
 from specstop.train.fit.tree_fit import TREE_FEATURES, TreePlan, fit_tree
@@ -67,6 +69,7 @@ def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser.add_argument("--text", type=Path, help="what --pair was made of; default: the standard library")
     parser.add_argument("--out", type=Path, help="folder for traces, profiles and figures; default: a temporary one")
     parser.add_argument("--reuse", action="store_true", help="take the traces and profiles that --out has already")
     parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
@@ -79,10 +82,12 @@ def main() -> int:
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
     where = options.pair or demo_pair()
     pair = load_pair(where / "target", where / "draft")
+    documents = read_documents(options.text) if options.text else stdlib_documents()
+    prompts = dict(zip(counts, unseen_prompts(where, documents, *counts.values()), strict=True))
     found: dict[str, Any] = {}
     missed: list[str] = []
     for temperature in options.temperature or TEMPERATURES:
-        run = Run(pair, where, folder / f"T={temperature:g}", temperature, counts, tokens, nodes, options.reuse)
+        run = Run(pair, where, folder / f"T={temperature:g}", temperature, prompts, tokens, nodes, options.reuse)
         profile = run.profile()
         for kind in options.machine or MACHINES:
             costs = gpu_profile(profile) if kind == "gpu" else profile
@@ -118,7 +123,7 @@ class Run:
         pair, where: the pair and its folder.
         folder: for traces and the profile.
         temperature: of the sampling.
-        counts: prompts by side.
+        prompts: by side.
         tokens: new ones of each text.
         nodes: of the large tree.
         reuse: what the folder has already.
@@ -130,7 +135,7 @@ class Run:
         where: Path,
         folder: Path,
         temperature: float,
-        counts: dict[str, int],
+        prompts: dict[str, list[dict[str, str]]],
         tokens: int,
         nodes: int,
         reuse: bool,
@@ -138,15 +143,15 @@ class Run:
         self.pair, self.where, self.folder, self.temperature, self.tokens = pair, where, folder, temperature, tokens
         self.tree, self.reuse = likely_tree(nodes, DEPTH), reuse
         self.chains, self.trees = (
-            {s: self._traces(s, n, tree) for s, n in counts.items()} for tree in (None, self.tree)
+            {s: self._traces(s, some, tree) for s, some in prompts.items()} for tree in (None, self.tree)
         )
         self.ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
 
-    def _traces(self, side: str, count: int, tree: str | None) -> Trace:
+    def _traces(self, side: str, records: list[dict[str, str]], tree: str | None) -> Trace:
         with progress_bars() as progress:
             return collect(
                 self.pair,
-                read_prompts(self.where / f"prompts-{side}.jsonl", count),
+                [Prompt(r["id"], r["prompt"], r["group"]) for r in records],
                 self.folder / f"{side}-{'tree' if tree else 'chain'}",
                 target=str(self.where / "target"),
                 draft=str(self.where / "draft"),
