@@ -34,6 +34,7 @@ from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies.costs import CostTable, Profile
+from specstop.policies.errors import SpecstopError
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
 from specstop.train.demo.pair_text import read_documents
@@ -82,8 +83,12 @@ def main() -> int:
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
     where = options.pair or demo_pair()
     pair = load_pair(where / "target", where / "draft")
-    documents = read_documents(options.text) if options.text else stdlib_documents()
-    prompts = dict(zip(counts, unseen_prompts(where, documents, *counts.values()), strict=True))
+    try:
+        documents = read_documents(options.text) if options.text else stdlib_documents()
+        prompts = dict(zip(counts, unseen_prompts(where, documents, *counts.values()), strict=True))
+    except SpecstopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     found: dict[str, Any] = {}
     missed: list[str] = []
     for temperature in options.temperature or TEMPERATURES:
