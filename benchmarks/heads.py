@@ -189,7 +189,7 @@ def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[Le
     policy = ours.fitted(place.train, place.profile, name)
     profile = place.profile.with_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
     if policy.rule.kind in PRICED:
-        return solve_rate(policy, fitting, profile, policy.facts.acceptance)[0], profile
+        return solve_rate(policy, fitting, profile, policy.facts.acceptance, (policy.rule.first,))[0], profile
     return ours.fitted(place.train, profile, name), profile
 
 

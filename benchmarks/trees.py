@@ -202,7 +202,7 @@ class Run:
             arrays = trace_arrays(self.chains["train"], policy.features)
             folds = prompt_folds(arrays, FOLDS, SEED)
             fitting, left_out = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
-            policy = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
+            policy = solve_rate(policy, fitting, profile, policy.facts.acceptance, (policy.rule.first,))[0]
             rate = replay(left_out, policy, profile).rate
             if rate > best_rate:
                 best, best_rate = policy, rate

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
 from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.calibration import Calibrator
 from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
+from specstop.policies.folder import load_policy_folder, save_policy
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived, derived_thresholds
-from specstop.train.fit.run import train
+from specstop.policies.rules import Derived, Threshold, derived_thresholds
+from specstop.train.fit.rates import left_out_rates, replayed_rates
+from specstop.train.fit.run import settle, train
 from specstop.train.fit.tune import (
-    LATEST,
+    CLEARLY,
+    FIRST,
     LOOK_AHEAD,
     THRESHOLDS,
     best_of,
@@ -22,11 +29,20 @@ from specstop.train.fit.tune import (
     tune_confidence,
     typical_context,
 )
+from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import replay
 from zoo import DEPTH
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
+
+
+def certain(policy: LearnedPolicy, chance: float) -> LearnedPolicy:
+    """Return a policy that takes every token to be accepted with this chance."""
+    flat = Calibrator("isotonic", knots=torch.tensor([[-1.0, 1.0], [chance, chance]]))
+    return LearnedPolicy(
+        policy.name, policy.features, policy.head, flat, policy.following, policy.rule, policy.max_depth, policy.facts
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +108,12 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     rho = max(r.rate for r in fixed_grid(arrays, costs))
     context, decision_s = typical_context(arrays), costs.decision("logistic")
     for share in LOOK_AHEAD:
-        for first in (0, 1):
+        for first in FIRST:
             table = costs.chain_costs(context, decision_s, first, DEPTH)
             rule = Derived(derived_thresholds(rho, table, [share * a for a in acceptance]), first)
             other = replay(arrays, learned.with_rule(rule), costs).rate
-            # The iteration begins at this rho for depth 0 only; the others go on from the best rate found there.
-            assert rate >= (other if first == 0 else (1 - CLOSE) * other)
+            # The iteration begins at this rho for depth 1 only; another has to be clearly better than the best.
+            assert (1 + CLEARLY) ** FIRST.index(first) * rate >= other * (1 if first == 1 else 1 - CLOSE)
     assert (solved.head, solved.accept, solved.following) == (learned.head, learned.accept, learned.following)
     assert isinstance(solved.rule, Derived)
     assert len(solved.rule.thresholds) == DEPTH
@@ -115,6 +131,50 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     solved, rate = solve_rate(learned, arrays, costly, learned.facts.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
+
+
+def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
+    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
+) -> None:
+    folds = prompt_folds(arrays, 3, 0)
+    drafts = [certain(learned, 0.5), certain(learned, 1.0), certain(learned, 0.0)]
+    rules = [Threshold("step", threshold) for threshold in (0.3, 0.6)]
+    found = left_out_rates(arrays, folds, drafts, full_profile)([learned.with_rule(rule) for rule in rules])
+    for rule, rate in zip(rules, found, strict=True):
+        played = [
+            replay(arrays.subset(folds.sequences(fold)), drafts[fold].with_rule(rule), full_profile) for fold in (1, 2)
+        ]
+        assert int(played[1].drafted.max()) <= int(played[1].rounds.max()) < int(played[0].drafted.max())
+        tokens, seconds = (sum(float(getattr(one, of).sum()) for one in played) for of in ("tokens", "seconds"))
+        assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
+    rule = learned.with_rule(rules[0])
+    alone = left_out_rates(arrays, folds, drafts[:1], full_profile)([rule])
+    assert alone == replayed_rates(arrays.subset(folds.sequences(0, inside=False)), full_profile)([rule])
+
+
+def test_another_first_decision_has_to_be_clearly_better(
+    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
+) -> None:
+    for better, expected in ((1.0 + CLEARLY / 2, 1), (1.0 + 2 * CLEARLY, 0)):
+
+        def rates(policies: Sequence[LearnedPolicy], better: float = better) -> list[float]:
+            return [100.0 * (better if policy.rule.first == 0 else 1.0) for policy in policies]
+
+        solved, rate = solve_rate(learned, arrays, full_profile, learned.facts.acceptance, rates=rates)
+        assert solved.rule.first == expected
+        assert rate == (100.0 if expected else 100.0 * better)
+
+
+def test_settling_for_measured_decisions_leaves_the_first_one(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    made = train(sides[0], full_profile, out=tmp_path / "policy")
+    late = made.policy.with_rule(Derived([0.4] * DEPTH, 2))
+    save_policy(late, tmp_path / "late", {})
+    settled = settle(tmp_path / "late", sides[0], full_profile)
+    assert settled.rule.first == 2
+    assert settled.facts.rho > 0.0
+    assert load_policy_folder(tmp_path / "late").rule.to_dict() == settled.rule.to_dict()
 
 
 def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
@@ -140,4 +200,4 @@ def test_a_dear_decision_comes_later(sides: tuple[Trace, Trace], profile: Profil
         solved, rate = solve_rate(policy, arrays, costs, policy.facts.acceptance)
         assert rate == pytest.approx(replay(arrays, solved, costs).rate)
         firsts.append(solved.first)
-    assert firsts[0] < firsts[1] <= LATEST
+    assert firsts[0] < firsts[1] <= max(FIRST)

@@ -9,7 +9,7 @@ from ...policies.errors import InputError, close_match
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
 from ..traces.data import TraceArrays, typical_context
-from ..traces.replay import replay_many
+from .rates import Rates, replayed_rates
 from .tune import THRESHOLDS, solve_rate
 
 FINER = (-0.025, -0.0125, 0.0125, 0.025)
@@ -66,6 +66,7 @@ def ruled(
     profile: Profile,
     acceptance: Sequence[float],
     published: Sequence[float] = (),
+    rates: Rates | None = None,
 ) -> tuple[LearnedPolicy, float]:
     """Return the policy under its rule, and rho of a derived one (else 0).
 
@@ -77,20 +78,20 @@ def ruled(
         profile: what rounds cost.
         acceptance: a_1..a_K of the training traces.
         published: thresholds, the only ones that are tried where there are some.
+        rates: of policies; by default on `arrays`.
     """
+    rates = rates or replayed_rates(arrays, profile)
     if kind == "derived":
-        return solve_rate(policy, arrays, profile, acceptance)
+        return solve_rate(policy, arrays, profile, acceptance, rates=rates)
     if threshold is not None:
         return policy.with_rule(RULES[kind](threshold)), 0.0
     if published:
-        return policy.with_rule(RULES[kind](_fastest(policy, kind, published, arrays, profile))), 0.0
-    best = _fastest(policy, kind, THRESHOLDS, arrays, profile)
+        return policy.with_rule(RULES[kind](_fastest(policy, kind, published, rates))), 0.0
+    best = _fastest(policy, kind, THRESHOLDS, rates)
     near = [t for t in (best, *(best + step for step in FINER)) if 0.0 < t < 1.0]
-    return policy.with_rule(RULES[kind](_fastest(policy, kind, near, arrays, profile))), 0.0
+    return policy.with_rule(RULES[kind](_fastest(policy, kind, near, rates))), 0.0
 
 
-def _fastest(
-    policy: LearnedPolicy, kind: str, thresholds: Sequence[float], arrays: TraceArrays, profile: Profile
-) -> float:
-    played = replay_many(arrays, [policy.with_rule(RULES[kind](t)) for t in thresholds], profile)
-    return thresholds[max(range(len(played)), key=lambda at: played[at].rate)]
+def _fastest(policy: LearnedPolicy, kind: str, thresholds: Sequence[float], rates: Rates) -> float:
+    found = rates([policy.with_rule(RULES[kind](t)) for t in thresholds])
+    return thresholds[found.index(max(found))]

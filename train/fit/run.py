@@ -43,6 +43,7 @@ from ..traces.data import TraceArrays, trace_arrays
 from ..traces.replay import Replayed, replay
 from ..traces.several import joined_arrays, temperatures
 from .continuation_fit import MARGINS, fit_continuation
+from .rates import left_out_rates
 from .refit import MOST_ROUNDS
 from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
 from .trained import Trained
@@ -206,9 +207,10 @@ def train_arrays(
     calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     acceptance = conditional_acceptance(arrays, visited)
-    policy = _policy(plan, fitted.heads[0], calibrated, arrays.depth)
+    drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
+    rates = left_out_rates(arrays, folds, drafts, profile)
     progress("settle the rule", 0, 1)
-    policy, rate = ruled(policy, plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid)
+    policy, rate = ruled(drafts[0], plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid, rates)
     progress("settle the rule", 1, 1)
     metrics = calibrated.metrics | {"prompts": len(set(arrays.prompt_ids)), "rows": fitted.rows}
     if not arrays.header.mix:
@@ -257,10 +259,11 @@ def _train_continuation(
 
 
 def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
-    """Solve the derived rule of a saved policy again, for another profile, and save it in place.
+    """Solve the derived rule of a saved policy again, for a profile that is a little different, and save it in place.
 
     `train` estimates what a decision costs where the profile does not say; a policy that has run in the loop is settled
-    for what its decisions cost there.
+    for what its decisions cost there. The depth of its first decision stays: `train` found it on prompts that its heads had
+    not seen, and the head that was kept has seen most of these.
 
     Args:
         path: the policy folder.
@@ -270,7 +273,8 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     policy = load_policy_folder(path)
     if policy.rule.kind not in PRICED:
         return policy
-    settled, rate = solve_rate(policy, trace_arrays(traces, policy.features), profile, policy.facts.acceptance)
+    arrays = trace_arrays(traces, policy.features)
+    settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.to_dict())
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
     return settled

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.costs import Profile
@@ -14,8 +15,9 @@ from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived, derived_thresholds
 from ...policies.tree_gain import TreeGain
 from ..traces.data import TraceArrays, typical_context
-from ..traces.replay import Replayed, replay, replay_many
-from .tree_solve import solve_tree
+from ..traces.replay import Replayed, replay
+from .rates import Rates, replayed_rates
+from .tree_solve import FIRST, solve_tree
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOOK_AHEAD = (0.0, 0.5, 1.0)
@@ -25,8 +27,8 @@ SETTLED = 3e-3
 PRICED = ("derived", "gain")
 """Rules that hold for the costs of one profile, whose rate `solve_rate` solves."""
 
-LATEST = 3
-"""Latest depth of a first decision that is tried."""
+CLEARLY = 0.01
+"""What another first decision has to gain over the one before: less is as likely a matter of the prompts at hand."""
 
 _ROUNDS = 4
 
@@ -44,7 +46,12 @@ def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[
 
 
 def solve_rate(
-    policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, acceptance: Sequence[float]
+    policy: LearnedPolicy,
+    arrays: TraceArrays,
+    profile: Profile,
+    acceptance: Sequence[float],
+    firsts: Sequence[int] = FIRST,
+    rates: Rates | None = None,
 ) -> tuple[LearnedPolicy, float]:
     """Solve rho of the derived rule, or of a tree policy's, by Dinkelbach's iteration: assume a rate, replay, assume it anew.
 
@@ -57,6 +64,8 @@ def solve_rate(
         arrays: training traces, never the evaluated ones.
         profile: what rounds cost.
         acceptance: a_1..a_K of the training traces.
+        firsts: depths of the first decision that are tried.
+        rates: of policies, but of trees; by default on `arrays`.
 
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
@@ -65,32 +74,44 @@ def solve_rate(
         PolicyError: `acceptance` ends before the policy does.
     """
     if isinstance(policy, TreeGain):
-        return solve_tree(policy, arrays, profile)
+        return solve_tree(policy, arrays, profile, firsts=firsts)
     if len(acceptance) < policy.max_depth:
         raise PolicyError(
             f"{policy.name}: expected the mean acceptance at {policy.max_depth} depths to solve the derived rule with, got "
             f"{len(acceptance)}; train the policy again"
         )
     context, price = typical_context(arrays), profile.decision(policy.cost_name)
+    rates = rates or replayed_rates(arrays, profile)
     start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
-    for first in range(min(LATEST + 1, policy.max_depth)):
+    for first in (first for first in firsts if first < policy.max_depth):
         costs = profile.chain_costs(context, price, first, policy.max_depth)
-        known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
-        rates = dict.fromkeys(LOOK_AHEAD, max(start, best_rate))  # by share; settled ones leave
-        for _ in range(_ROUNDS):
-            candidates = []
-            for share, rho in rates.items():
-                taus = derived_thresholds(rho, costs, [share * a for a in acceptance])
-                candidates.append(policy.with_rule(Derived([tau / known for tau in taus], first)))
-            found = [played.rate for played in replay_many(arrays, candidates, profile)]
-            for candidate, rate in zip(candidates, found, strict=True):
-                if rate > best_rate:
-                    best, best_rate = candidate, rate
-            now = zip(rates.items(), found, strict=True)
-            rates = {share: rate for (share, rho), rate in now if abs(rate - rho) >= SETTLED * rho}
-            if not rates:
-                break
+        found, rate = _solved(policy, costs, first, acceptance, max(start, best_rate), rates)
+        if rate > (1.0 + CLEARLY) * best_rate:
+            best, best_rate = found, rate
+    return best, best_rate
+
+
+def _solved(
+    policy: LearnedPolicy, costs: Tensor, first: int, acceptance: Sequence[float], start: float, rates: Rates
+) -> tuple[LearnedPolicy, float]:
+    """Return the fastest rule met whose first decision is at this depth, and its rate; rho is `start` to begin with."""
+    best, best_rate = policy, 0.0
+    known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
+    assumed = dict.fromkeys(LOOK_AHEAD, start)  # by share; settled ones leave
+    for _ in range(_ROUNDS):
+        candidates = []
+        for share, rho in assumed.items():
+            taus = derived_thresholds(rho, costs, [share * a for a in acceptance])
+            candidates.append(policy.with_rule(Derived([tau / known for tau in taus], first)))
+        found = rates(candidates)
+        for candidate, rate in zip(candidates, found, strict=True):
+            if rate > best_rate:
+                best, best_rate = candidate, rate
+        now = zip(assumed.items(), found, strict=True)
+        assumed = {share: rate for (share, rho), rate in now if abs(rate - rho) >= SETTLED * rho}
+        if not assumed:
+            break
     return best, best_rate
 
 
