@@ -20,6 +20,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable, Profile
+from specstop.policies.errors import SpecstopError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
@@ -58,7 +60,7 @@ from specstop.train.traces.replay import Replayed, replay
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10
 SEED = 0
-TRAIN, TEST = 600, 400
+TRAIN, TEST = 600, 800
 RULES = ("confidence", "entropy", "product", "maxprob", "online")
 PUBLISHED = ("dynasd-hard", "dynasd-soft", "specdec-published")
 HIDDEN, BOTH, TOKENS = "resnet-hidden", "resnet-both", "tokens"
@@ -101,9 +103,6 @@ OURS = {
 }
 
 
-Prompts = tuple[list[dict[str, str]], list[dict[str, str]]]
-
-
 @dataclass(frozen=True)
 class Place:
     """A pair at a temperature: models, prompts to measure on, traces, costs."""
@@ -136,15 +135,21 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
+    if len(options.pair) != len(options.text):
+        parser.error(f"expected a --text for each --pair, got {len(options.text)} for {len(options.pair)}")
     counts = (24, 12) if options.quick else (TRAIN, TEST)
     tokens = 48 if options.quick else 128
     work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
     found: dict[str, Any] = {}
     missed: list[str] = []
-    pairs = [] if options.only_pairs else [(demo_pair(), stdlib_documents())]
-    pairs += [(pair, read_documents(text)) for pair, text in zip(options.pair, options.text, strict=True)]
-    for where, documents in pairs:
-        prompts = unseen_prompts(where, documents, *counts)
+    try:
+        pairs = [] if options.only_pairs else [(demo_pair(), stdlib_documents())]
+        pairs += [(pair, read_documents(text)) for pair, text in zip(options.pair, options.text, strict=True)]
+        cut = [(where, unseen_prompts(where, documents, *counts)) for where, documents in pairs]
+    except SpecstopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for where, prompts in cut:
         for temperature in options.temperature or TEMPERATURES:
             place = prepare(where, prompts, temperature, work, tokens)
             plain = load_pair(where / "target", where / "draft", engine="plain")
@@ -161,15 +166,14 @@ def main() -> int:
     return int(options.check and (bool(missed) or not checked))
 
 
-def prepare(where: Path, prompts: Prompts, temperature: float, work: Path, tokens: int) -> Place:
+def prepare(where: Path, prompts: Sequence[list[Prompt]], temperature: float, work: Path, tokens: int) -> Place:
     """Return traces of training and test prompts, and the machine's latency."""
     pair = load_pair(where / "target", where / "draft")
     name = f"{where.name} T={temperature:g}"
     folder = work / name.replace(" ", "-")
     sides = {}
-    for side, records in zip(("train", "test"), prompts, strict=True):
+    for side, asked in zip(("train", "test"), prompts, strict=True):
         at = folder / side
-        asked = [Prompt(r["id"], r["prompt"], r["group"]) for r in records]
         with progress_bars() as progress:
             collect(
                 pair, asked, at, target=str(where / "target"),

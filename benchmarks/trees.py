@@ -140,7 +140,7 @@ class Run:
         where: Path,
         folder: Path,
         temperature: float,
-        prompts: dict[str, list[dict[str, str]]],
+        prompts: dict[str, list[Prompt]],
         tokens: int,
         nodes: int,
         reuse: bool,
@@ -152,11 +152,11 @@ class Run:
         )
         self.ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
 
-    def _traces(self, side: str, records: list[dict[str, str]], tree: str | None) -> Trace:
+    def _traces(self, side: str, asked: list[Prompt], tree: str | None) -> Trace:
         with progress_bars() as progress:
             return collect(
                 self.pair,
-                [Prompt(r["id"], r["prompt"], r["group"]) for r in records],
+                asked,
                 self.folder / f"{side}-{'tree' if tree else 'chain'}",
                 target=str(self.where / "target"),
                 draft=str(self.where / "draft"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from specstop.collect.prompts import Prompt
 from specstop.policies.errors import InputError
 from specstop.train.demo import pair as module
 from specstop.train.demo.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts
@@ -104,12 +105,13 @@ def test_unseen_prompts_are_of_text_that_was_never_learnt(tmp_path: Path) -> Non
     assert split.left
     seen = {document.name for document in (*split.learn, *split.spare)}
     sides = unseen_prompts(pair, found, 1000, 1000)
-    names = [{prompt["id"].rpartition("#")[0] for prompt in side} for side in sides]
+    names = [{prompt.id.rpartition("#")[0] for prompt in side} for side in sides]
     assert not names[0] & names[1] and not seen & (names[0] | names[1])
     assert seen | names[0] | names[1] == {document.name for document in found}
     for side, more in zip(("train", "test"), sides, strict=True):
         own = records(pair / f"prompts-{side}.jsonl")
-        assert len(more) > len(own) and all(prompt in more for prompt in own)
+        assert len(more) > len(own)
+        assert all(Prompt(prompt["id"], prompt["prompt"], prompt["group"]) in more for prompt in own)
     with pytest.raises(InputError, match="expected the text that"):
         unseen_prompts(pair, documents(23)[::-1], 10, 10)
 

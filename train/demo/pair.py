@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
+from ...collect.prompt_tokens import Prompt
 from ...policies.errors import InputError
 from ...policies.files import read_json, sha256, staged_folder, write_atomic, write_json
 from ...policies.progress import Progress, silent
@@ -93,7 +94,7 @@ def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, prog
 
 def unseen_prompts(
     pair: Path, documents: Sequence[Document], train: int, test: int
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+) -> tuple[list[Prompt], list[Prompt]]:
     """Cut more prompts than a pair came with, from text that neither of its models has seen.
 
     Args:
@@ -103,7 +104,7 @@ def unseen_prompts(
         test: Prompts for tests, from other documents.
 
     Returns:
-        Training and test prompts, as many as the text has, with `id`, `prompt` and `group`.
+        Training and test prompts, as many as the text has.
 
     Raises:
         InputError: The pair was not made of these documents.
@@ -122,7 +123,7 @@ def unseen_prompts(
         first = (pair / f"prompts-{side}.jsonl").read_text(encoding="utf-8").partition("\n")[0]
         if cut[0] != json.loads(first):
             raise InputError(f"expected the text that {pair} was made of: its first {side} prompt is not in this one")
-        found.append(cut)
+        found.append([Prompt(record["id"], record["prompt"], record["group"]) for record in cut])
     return found[0], found[1]
 
 
