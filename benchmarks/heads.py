@@ -139,7 +139,6 @@ def main() -> int:
         parser.error(f"expected a --text for each --pair, got {len(options.text)} for {len(options.pair)}")
     counts = (24, 12) if options.quick else (TRAIN, TEST)
     tokens = 48 if options.quick else 128
-    work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
     found: dict[str, Any] = {}
     missed: list[str] = []
     try:
@@ -149,6 +148,7 @@ def main() -> int:
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
     for where, prompts in cut:
         for temperature in options.temperature or TEMPERATURES:
             place = prepare(where, prompts, temperature, work, tokens)

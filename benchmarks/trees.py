@@ -83,15 +83,15 @@ def main() -> int:
     options = parser.parse_args()
     counts = {"train": 24, "test": 12} if options.quick else {"train": 160, "test": 240}
     tokens, nodes = (48, 40) if options.quick else (128, 160)
-    folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
-    where = options.pair or demo_pair()
-    pair = load_pair(where / "target", where / "draft")
     try:
+        where = options.pair or demo_pair()
+        pair = load_pair(where / "target", where / "draft")
         documents = read_documents(options.text) if options.text else stdlib_documents()
         prompts = dict(zip(counts, unseen_prompts(where, documents, *counts.values()), strict=True))
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
     found: dict[str, Any] = {}
     missed: list[str] = []
     for temperature in options.temperature or TEMPERATURES:
