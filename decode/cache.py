@@ -69,8 +69,13 @@ class SlotLayer(CacheLayerMixin):
 
 
 def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly."""
-    if mask.dtype != torch.bool or model.config._attn_implementation == "sdpa":
+    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
+
+    On the CPU that is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a
+    small model's call).
+    """
+    reads_bool = model.config._attn_implementation == "sdpa" and mask.device.type != "cpu"
+    if mask.dtype != torch.bool or reads_bool:
         return mask
     zero = torch.zeros((), dtype=model.dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(model.dtype).min)
@@ -111,7 +116,8 @@ class CachedModel:
         self._windows = window_layers(model)
         self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
-        self._trees: dict[Topology, Tensor] = {}  # by identity; the topology is kept alive with its mask
+        # By identity, kept alive with its masks: behind a prefix, and alone.
+        self._trees: dict[Topology, tuple[Tensor, Tensor]] = {}
         self._positions = torch.arange(capacity, device=model.device)[None]
         self._position_at = torch.zeros(1, capacity, dtype=torch.int64, device=model.device)  # by slot
 
@@ -191,17 +197,17 @@ class CachedModel:
             before: rows of the tree that are in the cache, by slot.
             rows: n rows to append.
         """
-        mask = self._trees.get(topology)
-        if mask is None:
-            mask = self._trees[topology] = self._behind_prefix(topology.sees)
+        if topology not in self._trees:
+            mask = self._behind_prefix(topology.sees)
+            self._trees[topology] = mask, mask[0, 0, :, self.capacity :]
+        mask, alone = self._trees[topology]
         seen = [*before, *rows]
-        prefix = self.capacity - base
         if seen == list(range(len(seen))):  # the whole tree up to here: a slice
-            part = mask[:, :, len(before) : len(seen), prefix : self.capacity + len(seen)]
+            part = mask[:, :, len(before) : len(seen), self.capacity - base : self.capacity + len(seen)]
         else:
-            columns = torch.tensor([*range(prefix, self.capacity), *(self.capacity + row for row in seen)])
-            at = torch.tensor(rows, device=mask.device)
-            part = mask.index_select(2, at).index_select(3, columns.to(mask.device))
+            at, columns = torch.tensor(rows, device=mask.device), torch.tensor(seen, device=mask.device)
+            part = mask[:, :, : len(rows), self.capacity - base : self.capacity + len(seen)].clone()
+            part[0, 0, :, base:] = alone[at[:, None], columns]
         depth = torch.tensor([[topology.depth[row] for row in rows]], device=mask.device)
         return self.read(torch.tensor([list(tokens)], device=mask.device), 0, part, base + depth)
 

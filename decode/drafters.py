@@ -101,7 +101,7 @@ class ModelDrafter:
                 self._read(unread)
             elif found.roots == 1:
                 tokens = unread + tokens
-        if found.topology.is_chain or (found.roots == 1 and found.depth[feeding[0]] == 0):
+        if len(feeding) == 1 and len(self._fed) == found.depth[feeding[0]]:  # all it has read leads to this place
             logits = self._read(tokens)
         else:
             before, rows = ([found.rows[place] for place in places] for places in (self._fed, feeding))

@@ -239,7 +239,7 @@ class Speculator:
         """Return the target's raw and processed logits [len(sent), V] behind each place sent."""
         tokens = [found.tokens[place] for place in sent]
         watch.start()
-        if found.topology.is_chain:
+        if len(sent) == found.depth[sent[-1]] + 1:  # a single path
             padding = self._padding(len(text.tokens), len(sent) - 1)
             read = torch.tensor([tokens + tokens[-1:] * padding], device=self.pair.device)
             logits = self._target.read(read)[0, : len(sent)]
