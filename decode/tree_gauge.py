@@ -1,14 +1,18 @@
 """What rounds of trees cost: rows fed at a draft step, tokens verified, and everything around them.
 
-As the profile of chains, it is measured through the loop itself, driven by a script: random sub-trees of one topology.
+As the profile of chains, it is measured through the loop itself, driven by a script: random sub-trees of one topology, small
+ones more often than large ones, as with policies. Both contexts share the shape of a curve, each has its own scale: single
+sizes come up too seldom to be priced alone, and the best tree would be the one whose size was timed in a lucky moment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,17 +28,23 @@ from .records import Round
 from .settings import Settings
 from .timings import line, typical
 
-LEAST = 3
-"""Rounds that a size must have come up in to count."""
+GOES_ON, WHOLE = 5, 1.25
+"""One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
+
+Points = tuple[tuple[int, float], ...]
 
 
 class RandomTree(StopPolicy):
-    """Extends and verifies branches at random, whatever the text is: in each round with another chance; in plain numbers."""
+    """Extends and verifies branches at random, whatever the text is, in plain numbers.
+
+    A round extends at most 1, 2, 4, ... branches of a depth, each as often as the others, and verifies a number of nodes
+    whose logarithm is even.
+    """
 
     name = "random-tree"
 
-    def __init__(self, depth: int) -> None:
-        self.max_depth = depth
+    def __init__(self, depth: int, widest: int) -> None:
+        self.max_depth, self._widest = depth, widest
         self.first = min(1, depth)
 
     def start(self, streams: int, key: Tensor) -> State:
@@ -44,9 +54,10 @@ class RandomTree(StopPolicy):
     def keep_few(
         self, depth: int, alive: Sequence[bool], parent: Sequence[int], rows: Sequence[Sequence[float]], state: State
     ) -> tuple[list[bool], State]:
-        """Keep some branches, with the round's own chance: a third, two thirds or always."""
-        chance = 1 + _toss(*state) % 3
-        return [on and _toss(*state, depth, at) % 3 < chance for at, on in enumerate(alive)], state
+        """Keep the first branches, up to the round's own width, or none."""
+        wide = _toss(*state) % (1 + self._widest.bit_length())
+        left = 2**wide if _toss(*state, depth) % GOES_ON else 0
+        return _first(left, alive), state
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep some branches."""
@@ -56,17 +67,22 @@ class RandomTree(StopPolicy):
     def select_few(
         self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], state: State
     ) -> list[bool]:
-        """Verify all nodes up to a random one."""
-        limit = _toss(*state, -1) % (2 * len(drawn) + 2)
-        return [on and (limit > len(drawn) or at < limit) for at, on in enumerate(drawn)]
+        """Verify the first nodes, a random number of them or all."""
+        limit = (1 + sum(drawn)) ** (WHOLE * _toss(*state, -1) / 2**64)
+        return _first(int(limit), drawn)
 
     def select(self, tree: DraftTree, state: State) -> Tensor:
-        """Verify all nodes up to a random one."""
+        """Verify the first nodes."""
         return torch.tensor([self.select_few((), (), tree.drawn[0].tolist(), state)], device=tree.drawn.device)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Count the round."""
         return state[0], state[1] + 1
+
+
+def _first(count: int, flags: Sequence[bool]) -> list[bool]:
+    """Return the flags without those behind the first `count` that are set."""
+    return [on and number <= count for on, number in zip(flags, accumulate(flags), strict=True)]
 
 
 def _toss(*numbers: int) -> int:
@@ -105,7 +121,7 @@ class TreeGauge:
     def __init__(self, pair: Pair, tree: str, *, temperature: float, new_tokens: int = 96) -> None:
         settings = Settings(temperature, new_tokens, ignore_eos=True, tree=tree)
         self._watching: list[_Watching] = [_Watching(), _Watching()]
-        policy = RandomTree(settings.topology.deepest)
+        policy = RandomTree(settings.topology.deepest, settings.topology.width)
         self._runs = [Speculator(pair, policy, settings, observer=watching) for watching in self._watching]
 
     def play(self, number: int, contexts: Sequence[list[int]]) -> None:
@@ -119,43 +135,67 @@ class TreeGauge:
     def add_to(self, profile: Profile) -> Profile:
         """Return the profile with the costs of trees."""
         sides = [watching.rounds for watching in self._watching]
-        every = sides[0] + sides[1]
+        drafts, verifies = _curves([_drafts(side) for side in sides]), _curves([_verifications(side) for side in sides])
         low, high = (
-            dataclasses.replace(table, tree_draft_s=_draft(side, table), tree_verify_s=_verify(side, every, table))
-            for side, table in zip(sides, (profile.low, profile.high), strict=True)
+            # None is what plain decoding verifies, on caches that no draft has emptied: it is timed there.
+            dataclasses.replace(table, tree_draft_s=draft, tree_verify_s=((0, table.verify_s[0]), *verify))
+            for table, draft, verify in zip((profile.low, profile.high), drafts, verifies, strict=True)
         )
-        return dataclasses.replace(profile, low=low, high=high, tree_outside_s=_outside(every))
+        return dataclasses.replace(profile, low=low, high=high, tree_outside_s=_outside(sides[0] + sides[1]))
 
 
 _Rounds = Sequence[tuple[list[int], Round]]
+_Timings = Mapping[tuple[int, ...], list[float]]
+"""Seconds together of calls that read so many tokens."""
 
 
-def _draft(rounds: _Rounds, table: CostTable) -> tuple[tuple[int, float], ...]:
-    """Return the line that the later draft steps lie on: seconds = steps * a + rows * b, by averages of like rounds."""
-    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
+def _drafts(rounds: _Rounds) -> _Timings:
+    """Return the timings of later draft steps."""
+    timings: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for fed, record in rounds:
-        later = [rows for rows in fed[1:] if rows]
+        later = tuple(sorted(rows for rows in fed[1:] if rows))
         if later:
-            groups[len(later), sum(later)].append(record.draft_s)
-    most = max((rows for fed, _ in rounds for rows in fed[1:]), default=1)
-    if len({rows / steps for steps, rows in groups}) < 2:
-        return table.tree_draft_s
-    per_step, per_row = line([(key, values) for key, values in groups.items()])
-    return ((1, per_step + per_row), (most, per_step + most * per_row)) if most > 1 else ((1, per_step + per_row),)
+            timings[later].append(record.draft_s)
+    return timings
 
 
-def _verify(rounds: _Rounds, every: _Rounds, table: CostTable) -> tuple[tuple[int, float], ...]:
-    """Return the seconds by verified tokens; of both contexts together where a size is rare.
+def _verifications(rounds: _Rounds) -> _Timings:
+    """Return the timings of verifications."""
+    timings: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for _, record in rounds:
+        if record.verified:
+            timings[(record.verified,)].append(record.verify_s)
+    return timings
 
-    None is what plain decoding verifies, on caches that no draft has emptied: it is timed there, not behind a tree.
-    """
-    points = [(0, table.verify_s[0])]
-    for count in sorted({record.verified for _, record in every if record.verified}):
-        times = [[r.verify_s for _, r in some if r.verified == count] for some in (rounds, every)]
-        chosen = times[0] if len(times[0]) >= LEAST else times[1]
-        if len(chosen) >= LEAST:
-            points.append((count, typical(chosen)))
-    return tuple(points)
+
+def _curves(sides: Sequence[_Timings]) -> list[Points]:
+    """Return for each context the seconds by tokens: never falling, straight between powers of two."""
+    every: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for side in sides:
+        for sizes, seconds in side.items():
+            every[sizes] += seconds
+    if not every:
+        return [()] * len(sides)
+    knots = _knots(max(max(sizes) for sizes in every))
+    per_call, *rises = line([(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()])
+    known = [per_call + float(np.dot(rises, _parts(n, knots)[1:])) for n in knots]
+
+    def scale(side: _Timings) -> float:
+        said = {sizes: float(np.interp(sizes, knots, known).sum()) for sizes in side}
+        return typical([s / said[sizes] for sizes, seconds in side.items() for s in seconds if said[sizes]]) or 1.0
+
+    return [tuple((n, scale(side) * seconds) for n, seconds in zip(knots, known, strict=True)) for side in sides]
+
+
+def _knots(most: int) -> list[int]:
+    """Return 1, 2, 4, ... below `most`, and `most`."""
+    return [*(2**k for k in range((most - 1).bit_length())), most]
+
+
+def _parts(tokens: int, knots: Sequence[int]) -> list[float]:
+    """Return what a call costs, in calls and in tokens between one knot and the next."""
+    between = zip(knots, knots[1:], strict=False)
+    return [1.0, *(float(min(max(tokens - low, 0), high - low)) for low, high in between)]
 
 
 def _outside(rounds: _Rounds) -> tuple[float, float, float] | None:
