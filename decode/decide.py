@@ -222,10 +222,11 @@ class Decider:
         if level is None:
             return [True], [0], [self.layout.step_one(base)]
         assert self._read_few is not None and isinstance(level.rows, FewRows)
-        rows, width = found.topology.levels[depth], len(self.layout.names)
-        first, going = rows[0], set(alive)
-        features, mask = [[0.0] * width for _ in rows], [False] * len(rows)
-        for place, row in zip(level.places, self.layout.steps_few(base, self._read_few(level.rows)), strict=True):
+        rows, going = found.topology.levels[depth], set(alive)
+        first, unread = rows[0], [0.0] * len(self.layout.names)
+        features, mask = [unread] * len(rows), [False] * len(rows)
+        known = self.layout.steps_few(base, self._read_few(level.rows), len(level.places))
+        for place, row in zip(level.places, known, strict=True):
             if place in going:
                 at = found.rows[place] - first
                 features[at], mask[at] = row, True

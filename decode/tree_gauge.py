@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ..policies.costs import CostTable, Profile
+from ..policies.costs import Profile
 from .candidates import Candidates
 from .decide import Logits
 from .loop import Speculator
@@ -194,8 +194,7 @@ def _knots(most: int) -> list[int]:
 
 def _parts(tokens: int, knots: Sequence[int]) -> list[float]:
     """Return what a call costs, in calls and in tokens between one knot and the next."""
-    between = zip(knots, knots[1:], strict=False)
-    return [1.0, *(float(min(max(tokens - low, 0), high - low)) for low, high in between)]
+    return [1.0, *(float(min(max(tokens - low, 0), high - low)) for low, high in pairwise(knots))]
 
 
 def _outside(rounds: _Rounds) -> tuple[float, float, float] | None:

@@ -311,14 +311,13 @@ class Layout:
         both = base + (self._unknown if nodes is None else nodes)
         return array("f", both if self._order is None else self._order(both)).tolist()
 
-    def steps_few(self, base: list[float], nodes: Sequence[list[float]]) -> list[list[float]]:
-        """Return `step_one` of several rows of `nodes`, rounded all at once."""
-        order, width = self._order, len(self.names)
-        rows = [base + row for row in nodes]
-        if order is not None:
-            rows = [list(order(row)) for row in rows]
-        flat = array("f", chain.from_iterable(rows)).tolist()
-        return [flat[at : at + width] for at in range(0, len(rows) * width, width)] if width else rows
+    def steps_few(self, base: list[float], columns: Sequence[Sequence[float]], count: int) -> list[list[float]]:
+        """Return `step_one` of `count` nodes that are given by columns, rounded all at once."""
+        both: list[Sequence[float]] = [[value] * count for value in base]
+        both += columns
+        every: Sequence[Sequence[float]] = both if self._order is None else self._order(both)
+        flat, width = array("f", chain.from_iterable(zip(*every, strict=True))).tolist(), len(self.names)
+        return [flat[at : at + width] for at in range(0, len(flat), width)] if width else [[] for _ in range(count)]
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

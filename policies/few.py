@@ -58,14 +58,21 @@ class FewRows:
 
 
 class _Read:
-    """What was read of the rows of a depth: by row, or (`drawn`, `paths`, `noisy`) by token."""
+    """What was read of the rows of a depth: by row, or (`drawn`, `paths`) by token; `best` as in `FewRows`."""
 
-    __slots__ = ("drawn", "entropy", "most", "noisy", "paths", "top1", "top2")
+    __slots__ = ("best", "drawn", "entropy", "last", "most", "paths", "top1", "top2")
 
     def __init__(self) -> None:
-        none: Sequence[float] = ()
+        none: list[float] = []
         self.top1 = self.top2 = self.most = self.entropy = self.drawn = self.paths = none
-        self.noisy: Sequence[tuple[float, float, float]] = ()
+        self.best: list[list[float]] = []
+        self.last = 0  # in a row of logits
+
+
+def _margins(rows: FewRows, read: _Read) -> list[float]:
+    best, last = read.best, read.last
+    ranked = zip(rows.owner, rows.rank, rows.width, strict=True)
+    return [best[o][r] - best[o][w if w < last else last] for o, r, w in ranked]
 
 
 _COLUMNS: dict[str, Callable[[FewRows, _Read], Sequence[float]]] = {
@@ -76,14 +83,16 @@ _COLUMNS: dict[str, Callable[[FewRows, _Read], Sequence[float]]] = {
     "entropy": lambda rows, read: [read.entropy[o] for o in rows.owner],
     "drawn_prob": lambda rows, read: read.drawn,
     "path_logprob": lambda rows, read: read.paths,
-    "noisy_margin": lambda rows, read: [score - left_out for _, score, left_out in read.noisy],
-    "noisy_score": lambda rows, read: [score for _, score, _ in read.noisy],
-    "noisy_behind": lambda rows, read: [best - score for best, score, _ in read.noisy],
+    "noisy_margin": _margins,
+    "noisy_score": lambda rows, read: [read.best[o][r] for o, r in zip(rows.owner, rows.rank, strict=True)],
+    "noisy_behind": lambda rows, read: [
+        read.best[o][0] - read.best[o][r] for o, r in zip(rows.owner, rows.rank, strict=True)
+    ],
     "depth": lambda rows, read: [float(rows.depth)] * len(rows.tokens),
-    "branch_rank": lambda rows, read: list(map(float, rows.rank)),
+    "branch_rank": lambda rows, read: rows.rank,
     "temperature": lambda rows, read: [rows.temperature] * len(rows.tokens),
-    "drawn_token": lambda rows, read: list(map(float, rows.tokens)),
-    "above_token": lambda rows, read: list(map(float, rows.behind)),
+    "drawn_token": lambda rows, read: rows.tokens,
+    "above_token": lambda rows, read: rows.behind,
 }
 
 
@@ -105,8 +114,8 @@ class FewReader:
         self._softmax = self._second or self._entropy or "top1" in wanted
         self._logit = "top1_logit" in wanted
 
-    def __call__(self, rows: FewRows) -> list[list[float]]:
-        """Return [tokens][F], what `features.compute` returns."""
+    def __call__(self, rows: FewRows) -> list[Sequence[float]]:
+        """Return [F][tokens], by columns what `features.compute` returns."""
         raw, read = rows.logits, _Read()
         probs: Tensor | None = None
         if self._softmax:
@@ -124,9 +133,8 @@ class FewReader:
         if self._path:
             read.paths = self.paths(rows)
         if self._noisy:
-            read.noisy = self._scores(rows)
-        columns = [column(rows, read) for column in self._columns]
-        return [list(values) for values in zip(*columns, strict=True)] if columns else [[] for _ in rows.tokens]
+            read.best, read.last = self._best(rows)
+        return [column(rows, read) for column in self._columns]
 
     def _drawn_probs(self, rows: FewRows, probs: Tensor | None) -> list[float]:
         """Return by token its probability in the distribution that is sampled from; `probs` are those at temperature 1."""
@@ -148,12 +156,11 @@ class FewReader:
             rows.paths = [one + before[p] for one, p in zip(own, rows.parent, strict=True)] if before else own
         return rows.paths
 
-    def _scores(self, rows: FewRows) -> list[tuple[float, float, float]]:
-        """Return by token the best noisy score of its row, its own, and that of the best token that was not drawn."""
+    def _best(self, rows: FewRows) -> tuple[list[list[float]], int]:
+        """Return by row its best noisy scores in falling order, and the last place of a row."""
         if rows.scores is None:
             raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
         size, best = rows.scores.shape[-1], rows.best
         if best is None:
             best = torch.topk(rows.scores, min(max(rows.width) + 1, size), -1).values.tolist()
-        ranked = zip(rows.owner, rows.rank, rows.width, strict=True)
-        return [(best[o][0], best[o][r], best[o][min(w, size - 1)]) for o, r, w in ranked]
+        return best, size - 1

@@ -6,8 +6,11 @@ processor's caches; on a small pair that is more than the draft step it decides 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .heads import Head
 from .tree_calibration import PathCalibrator
@@ -20,6 +23,26 @@ Level = tuple[list[float], list[float]]
 """Of a depth, by branch: survival, -1 where the policy was not asked, and `next`."""
 
 _EDGE, _LEAST, _SHARE_EDGE = 1e-6, 1e-9, 1e-4
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of the branches of a depth before anything is read: see `OneTree._step`."""
+
+    ranks: list[int]
+    counts: list[int]
+    costs: list[list[float]]
+    decay: list[float]
+    least: float
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What is known of the nodes of a tree: rank among siblings, place in the level, and the width of each level."""
+
+    ranks: list[int]
+    places: list[int]
+    widths: list[int]
 
 
 def _sigmoid(odds: float) -> float:
@@ -51,17 +74,21 @@ class OneTree:
         self._rises: list[float] = rule.rises.tolist()
         self._typical = [rule.typical(depth) for depth in range(1, len(rule.acceptance) + 1)]
         self._accept, self._next = (c.knots.double().tolist() for c in (accept, following))
-        self._ranks: dict[tuple[int, ...], list[int]] = {}
-        self._steps: dict[tuple[int, int], tuple[list[int], list[int], list[list[float]], list[float]]] = {}
+        self._shapes: dict[tuple[int, ...], _Shape] = {}
+        self._steps: dict[tuple[int, int], _Step] = {}
 
-    def _tables(self, depth: int, branches: int) -> tuple[list[int], list[int], list[list[float]], list[float]]:
-        """Return ranks and children counts of the branches, the costs of extending them, and how acceptance falls."""
+    def _step(self, depth: int, branches: int) -> _Step:
+        """Return ranks and children counts of the branches, the costs of extending them, and how acceptance falls.
+
+        `least` is what one more level costs at least.
+        """
         key = depth, branches
         if key not in self._steps:
             rule = self._rule
             costs = rule.costs(depth, branches).tolist()
             ranks, counts = rule.ranks(depth, branches).tolist(), rule.counts(depth, branches).tolist()
-            self._steps[key] = ranks, counts, costs, rule.decay(depth).tolist()
+            least = min((b - a for row in costs for a, b in itertools.pairwise([0.0, *row])), default=0.0)
+            self._steps[key] = _Step(ranks, counts, costs, rule.decay(depth).tolist(), least)
         return self._steps[key]
 
     def keep(
@@ -76,29 +103,25 @@ class OneTree:
             rows: features of each branch.
             levels: of the depths above, as far as the policy was asked.
         """
-        ranks, counts, costs, decay = self._tables(depth, len(alive))
+        step = self._step(depth, len(alive))
         accept, following = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
         above = self._above(depth, parent, levels)
         if depth and self._rule.floor:
-            expected = self._expected(depth, parent, ranks, levels, alive)
+            expected = self._expected(depth, parent, step.ranks, levels, alive)
             alive = [there and e >= self._rule.floor for there, e in zip(alive, expected, strict=True)]
-        survival, chances = [], []
-        for b, row in enumerate(rows):
-            if not alive[b]:
-                survival.append(-1.0)
-                chances.append(0.0)
-                continue
-            one, two = self._head.logits_one(row, depth)
-            s = 1.0 if depth == 0 else _path(accept, above[b], one, ranks[b])
-            survival.append(s)
-            chances.append(_path(following, s, two, ranks[b]) / (s if s > _LEAST else _LEAST))
-        if not costs or not costs[0]:
-            return [False] * len(alive), survival, chances
+        survival, chances, logits = [-1.0] * len(rows), [0.0] * len(rows), self._head.logits_one
+        for b, rank in enumerate(step.ranks):
+            if alive[b]:
+                one, two = logits(rows[b], depth)
+                s = survival[b] = _path(accept, above[b], one, rank) if depth else 1.0
+                chances[b] = _path(following, s, two, rank) / (s if s > _LEAST else _LEAST)
+        if not step.decay:
+            return [False] * len(rows), survival, chances
         known = [s for level in levels for s in level[0]]
         if depth:
             known += survival
         price = self.price(known) if known else self._rises[0]
-        return self._extended(survival, chances, counts, costs, decay, price), survival, chances
+        return self._extended(survival, chances, step, price), survival, chances
 
     def _above(self, depth: int, parent: Sequence[int], levels: Sequence[Level]) -> list[float]:
         if depth <= 1:
@@ -133,33 +156,35 @@ class OneTree:
         return min(self._rises[count], least)
 
     def _extended(
-        self, survival: Sequence[float], chances: Sequence[float], counts: Sequence[int],
-        costs: Sequence[Sequence[float]], decay: Sequence[float], price: float,
-    ) -> list[bool]:  # fmt: skip
+        self, survival: Sequence[float], chances: Sequence[float], step: _Step, price: float
+    ) -> list[bool]:
         """Return what `TreeRule.extend` returns."""
+        counts, decay = step.counts, step.decay
         best = [s * n if s > 0.0 and count else 0.0 for s, n, count in zip(survival, chances, counts, strict=True)]
-        order = sorted(range(len(best)), key=lambda b: -best[b])
-        # Below the level at which the best branch is worth nothing more, steps only cost.
-        reach = sum(best[order[0]] * share > price for share in decay) if order else 0
-        levels = min(len(costs[0]), max(reach, 1))
-        gains = [0.0] * levels
-        most, rows = 0.0, 0
+        order = [b for b in sorted(range(len(best)), key=best.__getitem__, reverse=True) if best[b] > 0.0]
+        kept = [False] * len(best)
+        # A level that all branches together cannot pay for only costs.
+        most, levels = sum(best), len(decay)
+        while levels > 1 and most * decay[levels - 1] <= step.least:
+            levels -= 1
+        gains, top, rows = [0.0] * levels, 0.0, 0
         for m, b in enumerate(order[: self._rule.width], 1):
-            if not best[b] > 0.0:
-                break
             worth = 0.0
             for rank in range(1, counts[b]):
-                worth += max(survival[b] * self._share(chances[b], rank) - price, 0.0)
-            row = costs[m - 1]
+                more = survival[b] * self._share(chances[b], rank) - price
+                if more > 0.0:
+                    worth += more
+            costs, own = step.costs[m - 1], best[b]
             for t in range(levels):
-                more = best[b] * decay[t] - price
+                more = own * decay[t] - price
                 if more > 0.0:
                     worth += more
                 gains[t] += worth
-                if gains[t] - row[t] > most:
-                    most, rows = gains[t] - row[t], m
-        chosen = set(order[:rows])
-        return [b in chosen and best[b] > 0.0 for b in range(len(survival))]
+                if gains[t] - costs[t] > top:
+                    top, rows = gains[t] - costs[t], m
+        for b in order[:rows]:
+            kept[b] = True
+        return kept
 
     def select(
         self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], levels: Sequence[Level]
@@ -170,8 +195,9 @@ class OneTree:
             parent, depth, drawn: by node.
             levels: after drafting.
         """
-        values = self.survival(parent, depth, levels, drawn)
-        order = sorted((node for node, there in enumerate(drawn) if there), key=lambda node: -values[node])
+        there = [node for node, drawn_ in enumerate(drawn) if drawn_]
+        values = self.survival(parent, depth, levels, there)
+        order = sorted(there, key=values.__getitem__, reverse=True)
         tokens = self._rule.verify_all(len(parent))
         total = best = 0.0
         count = 0
@@ -185,30 +211,21 @@ class OneTree:
         return chosen
 
     def survival(
-        self, parent: Sequence[int], depth: Sequence[int], levels: Sequence[Level], drawn: Sequence[bool] | None = None
+        self, parent: Sequence[int], depth: Sequence[int], levels: Sequence[Level], nodes: Sequence[int]
     ) -> list[float]:
-        """Return what `TreeGain.node_survival` returns; of nodes that are not drawn, nor is any below them, 0."""
-        offset, typical = max(self._first, 1), self._typical
-        ranks = self._node_ranks(tuple(parent))
-        width = [depth.count(d) for d in range(offset, offset + len(levels))]
-        values: list[float] = []
-        chances: list[float] = []
-        place, last = 0, 0
-        for node, above in enumerate(parent):
-            d = depth[node]
-            place, last = (place + 1, last) if d == last else (0, d)
-            if drawn is not None and not drawn[node]:
-                values.append(0.0)
-                chances.append(0.0)
-                continue
+        """Return what `TreeGain.node_survival` returns, of `nodes` and those above them, which are among them; else 0."""
+        first, typical, shape = max(self._first, 1), self._typical, self._shape(tuple(parent), depth)
+        values, chances = [0.0] * len(parent), [0.0] * len(parent)
+        for node in nodes:
+            above, d, place = parent[node], depth[node], shape.places[node]
             inherited, chance = (values[above], chances[above]) if above >= 0 else (1.0, typical[0])
-            at = d - offset
-            if 0 <= at < len(levels) and width[at] == len(levels[at][0]) and levels[at][0][place] >= 0.0:
-                values.append(min(levels[at][0][place], inherited))
-                chances.append(levels[at][1][place])
+            at = d - first
+            known = levels[at] if 0 <= at < len(levels) and shape.widths[d] == len(levels[at][0]) else None
+            if known is not None and known[0][place] >= 0.0:
+                values[node], chances[node] = min(known[0][place], inherited), known[1][place]
             else:
-                values.append(inherited * self._share(chance, ranks[node]))
-                chances.append(typical[min(d, len(typical) - 1)])
+                values[node] = inherited * self._share(chance, shape.ranks[node])
+                chances[node] = typical[min(d, len(typical) - 1)]
         return values
 
     def _share(self, chance: float, rank: int) -> float:
@@ -220,12 +237,13 @@ class OneTree:
         inside = min(max(chance, _SHARE_EDGE), 1.0 - _SHARE_EDGE)
         return _sigmoid(u + v * math.log(inside / (1.0 - inside)))
 
-    def _node_ranks(self, parent: tuple[int, ...]) -> list[int]:
-        if parent not in self._ranks:
-            seen: dict[int, int] = {}
-            ranks = []
-            for above in parent:
-                ranks.append(seen.get(above, 0))
-                seen[above] = ranks[-1] + 1
-            self._ranks[parent] = ranks
-        return self._ranks[parent]
+    def _shape(self, parent: tuple[int, ...], depth: Sequence[int]) -> _Shape:
+        if parent not in self._shapes:
+            children, widths, ranks, places = Counter[int](), [0] * (max(depth, default=0) + 1), [], []
+            for above, d in zip(parent, depth, strict=True):
+                ranks.append(children[above])
+                places.append(widths[d])
+                children[above] += 1
+                widths[d] += 1
+            self._shapes[parent] = _Shape(ranks, places, widths)
+        return self._shapes[parent]

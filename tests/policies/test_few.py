@@ -52,16 +52,16 @@ def levels(temperature: float, seed: int, masked: bool) -> list[tuple[FewRows, R
 def test_they_are_those_of_rows(temperature: float, masked: bool) -> None:
     for seed in range(5):
         for few, many in levels(temperature, seed, masked and temperature > 0.0):
-            found = torch.tensor(FewReader(NAMES)(few))
+            found = torch.tensor(FewReader(NAMES)(few)).T
             torch.testing.assert_close(found, compute(NAMES, many), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_alone_is_as_among_all(name: str) -> None:
     few, _ = levels(0.7, 1, False)[1]
-    everything = torch.tensor(FewReader(NAMES)(few))[:, NAMES.index(name)]
+    everything = torch.tensor(FewReader(NAMES)(few)[NAMES.index(name)])
     few.paths = None
-    torch.testing.assert_close(torch.tensor(FewReader([name])(few))[:, 0], everything)
+    torch.testing.assert_close(torch.tensor(FewReader([name])(few)[0]), everything)
 
 
 def test_others_are_left_to_rows() -> None:

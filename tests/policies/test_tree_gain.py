@@ -106,7 +106,7 @@ def test_it_verifies_the_set_of_nodes_worth_most() -> None:
         for step in make_steps(policy, seed):
             _, state = policy.keep(step, state)
         tree = make_drawn(seed)
-        values = np.array(policy._one.survival(PARENT.tolist(), DEEP.tolist(), state))
+        values = np.array(policy._one.survival(PARENT.tolist(), DEEP.tolist(), state, range(len(PARENT))))
         tokens = np.array(policy.rule.verify_all(len(PARENT)))
         there = tree.drawn[0].nonzero()[:, 0].tolist()
         closed = [
