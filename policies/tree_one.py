@@ -155,9 +155,7 @@ class OneTree:
                 best, count, least = total - tokens, at, value
         return min(self._rises[count], least)
 
-    def _extended(
-        self, survival: Sequence[float], chances: Sequence[float], step: _Step, price: float
-    ) -> list[bool]:
+    def _extended(self, survival: Sequence[float], chances: Sequence[float], step: _Step, price: float) -> list[bool]:
         """Return what `TreeRule.extend` returns."""
         counts, decay = step.counts, step.decay
         best = [s * n if s > 0.0 and count else 0.0 for s, n, count in zip(survival, chances, counts, strict=True)]
