@@ -12,60 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from .slots import SlotLayer, Slots
 from .topology import Topology
 
 _SLICED = 64
 """Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
-
-
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer in a buffer of `capacity` slots, written in place."""
-
-    is_sliding = False
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.capacity = capacity
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers for the shape, dtype and device of the first states."""
-        batch, heads, _, width = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(batch, heads, self.capacity, width)
-        self.values = value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states and return views of all slots in use."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        end = self.length + key_states.shape[-2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def move(self, slots: Tensor, to: int) -> None:
-        """Copy the states of `slots` [n] to `to`, `to` + 1, ..."""
-        assert self.keys is not None and self.values is not None
-        self.keys[:, :, to : to + len(slots)] = self.keys[:, :, slots]
-        self.values[:, :, to : to + len(slots)] = self.values[:, :, slots]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the keys' length with `query_length` more tokens, and their offset."""
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the slots in use."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return the slots there are."""
-        return self.capacity
 
 
 def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
@@ -111,7 +64,10 @@ class CachedModel:
         self.states: Tensor | None = None
         self._hidden = hidden
         config = model.config.get_text_config()
-        self._layers = [SlotLayer(capacity) for _ in range(config.num_hidden_layers)]
+        kinds = set(getattr(config, "layer_types", None) or [])
+        # Layers of several kinds may differ in shape: then each has buffers of its own.
+        self._slots = Slots(capacity, config.num_hidden_layers if len(kinds) < 2 else 1)
+        self._layers = [SlotLayer(self._slots) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._windows = window_layers(model)
         self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
@@ -145,8 +101,7 @@ class CachedModel:
             fixed += 1
         if fixed < len(slots):
             moved = torch.tensor(slots[fixed:], device=self.model.device)
-            for layer in self._layers:
-                layer.move(moved, base + fixed)
+            self._slots.move(moved, base + fixed)
             if self._windows:
                 self._position_at[:, base + fixed : base + len(slots)] = self._position_at[:, moved]
         self.roll_back(base + len(slots))

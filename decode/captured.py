@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import CachedModel, SlotLayer, backend_mask, window_layers
+from .cache import CachedModel, backend_mask, window_layers
+from .slots import SlotLayer, Slots
 
 MOST_TOKENS = 64
 """Longest call that is recorded; prompts run as they are."""
@@ -30,8 +31,8 @@ class _Where:
 class FixedLayer(SlotLayer):
     """Keys and values of one layer, written where `where` says; all slots are returned, used or not."""
 
-    def __init__(self, capacity: int, where: _Where) -> None:
-        super().__init__(capacity)
+    def __init__(self, slots: Slots, where: _Where) -> None:
+        super().__init__(slots)
         self._where = where
 
     def update(
@@ -71,7 +72,7 @@ class CapturedModel(CachedModel):
         super().__init__(model, capacity, vocabulary, hidden)
         self._maskless, self._record = False, record
         self._where = _Where()
-        self._layers = [FixedLayer(capacity, self._where) for _ in self._layers]
+        self._layers = [FixedLayer(self._slots, self._where) for _ in self._layers]
         self._cache = Cache(layers=list(self._layers))
         self._calls: dict[tuple[int, int], _Call] = {}
         self._hidden_value = backend_mask(torch.zeros((), dtype=torch.bool, device=model.device), model)

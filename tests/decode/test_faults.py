@@ -12,7 +12,7 @@ import torch
 from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
-from specstop.decode import cache, drafting, loop, modes, rejection
+from specstop.decode import drafting, loop, modes, rejection, slots
 from specstop.decode.candidates import Candidates
 from specstop.decode.lossy import TargetInit
 from specstop.decode.noise import Choices, Purpose
@@ -194,7 +194,7 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        (cache.SlotLayer, "move", lambda self, slots, to: None),
+        (slots.Slots, "move", lambda self, slots, to: None),
         (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
         (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
     ],

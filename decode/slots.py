@@ -1,0 +1,77 @@
+"""Where a model keeps the keys and values of what it has read: slots in preallocated buffers, which can be moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class Slots:
+    """Buffers of `capacity` slots, those of many layers side by side: a move is two operations and not two for each layer.
+
+    Args:
+        capacity: slots of a buffer.
+        together: layers that share memory.
+    """
+
+    def __init__(self, capacity: int, together: int) -> None:
+        self.capacity, self._together = capacity, together
+        self._shared: list[Tensor] = []  # each [together, B, heads, capacity, width]
+        self._free: dict[Any, list[Tensor]] = {}
+
+    def take(self, what: str, states: Tensor) -> Tensor:
+        """Return a buffer [B, heads, capacity, width] for states [B, heads, n, width], beside others that hold `what`."""
+        batch, heads, _, width = states.shape
+        free = self._free.setdefault((what, batch, heads, width, states.dtype, states.device), [])
+        if not free:
+            shared = states.new_zeros(self._together, batch, heads, self.capacity, width)
+            self._shared.append(shared)
+            free.extend(shared[layer] for layer in range(self._together))
+        return free.pop()
+
+    def move(self, slots: Tensor, to: int) -> None:
+        """Copy the states in `slots` [n] to `to`, `to` + 1, ..., in all buffers."""
+        for shared in self._shared:
+            shared.narrow(3, to, len(slots)).copy_(shared.index_select(3, slots))
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, written in place; its buffers are taken from `slots`."""
+
+    is_sliding = False
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._slots = slots
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers for the shape, dtype and device of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self._slots.take("keys", key_states), self._slots.take("values", value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the states and return views of all slots in use."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        count = key_states.shape[-2]
+        self.keys.narrow(2, self.length, count).copy_(key_states)
+        self.values.narrow(2, self.length, count).copy_(value_states)
+        self.length += count
+        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the keys' length with `query_length` more tokens, and their offset."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the slots in use."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return the slots there are."""
+        return self._slots.capacity
