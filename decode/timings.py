@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
+
+Calls = Mapping[tuple[int, ...], Sequence[float]]
+"""Timings of calls that read so many tokens, those of a round together."""
+
+Points = tuple[tuple[int, float], ...]
 
 STALL = 3.0
 """Times their median that timings count for at most: what takes longer happened to the machine, not to the model."""
@@ -45,3 +52,35 @@ def line(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[floa
     for column, value in zip(columns, found if columns else [], strict=True):
         out[column] = float(value)
     return out
+
+
+def rising(sides: Sequence[Calls]) -> list[Points]:
+    """Return the seconds of a call by tokens for each of several sides: never falling, straight between powers of two.
+
+    They are of one shape, found from all timings together, each side on a scale of its own.
+    """
+    every: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for side in sides:
+        for sizes, seconds in side.items():
+            every[sizes].extend(seconds)
+    if not every:
+        return [()] * len(sides)
+    knots = _knots(max(max(sizes) for sizes in every))
+    per_call, *rises = line([(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()])
+    known = [per_call + float(np.dot(rises, _parts(n, knots)[1:])) for n in knots]
+
+    def scale(side: Calls) -> float:
+        said = {sizes: float(np.interp(sizes, knots, known).sum()) for sizes in side}
+        return typical([s / said[sizes] for sizes, seconds in side.items() for s in seconds if said[sizes]]) or 1.0
+
+    return [tuple((n, scale(side) * seconds) for n, seconds in zip(knots, known, strict=True)) for side in sides]
+
+
+def _knots(most: int) -> list[int]:
+    """Return 1, 2, 4, ... below `most`, and `most`."""
+    return [*(2**k for k in range((most - 1).bit_length())), most]
+
+
+def _parts(tokens: int, knots: Sequence[int]) -> list[float]:
+    """Return what a call costs, in calls and in tokens between one knot and the next."""
+    return [1.0, *(float(min(max(tokens - low, 0), high - low)) for low, high in pairwise(knots))]

@@ -2,22 +2,23 @@
 
 As the profile of chains, it is measured through the loop itself, driven by a script: random sub-trees of one topology, small
 ones more often than large ones, as with policies. Both contexts share the shape of a curve, each has its own scale: single
-sizes come up too seldom to be priced alone, and the best tree would be the one whose size was timed in a lucky moment.
+sizes come up too seldom to be priced alone, and the best tree would be the one whose size was timed in a lucky moment. Every
+few rounds draft and verify a single path, as a chain does: they tell how fast the machine was when chains were timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ..policies.costs import Profile
+from ..policies.costs import CostTable, Profile
 from .candidates import Candidates
 from .decide import Logits
 from .loop import Speculator
@@ -26,19 +27,20 @@ from .observer import Seen
 from .pair import Pair
 from .records import Round
 from .settings import Settings
-from .timings import line, typical
+from .timings import Calls, line, rising, typical
+
+PATHS = 3
+"""One of so many rounds is a single path."""
 
 GOES_ON, WHOLE = 5, 1.25
 """One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
-
-Points = tuple[tuple[int, float], ...]
 
 
 class RandomTree(StopPolicy):
     """Extends and verifies branches at random, whatever the text is, in plain numbers.
 
-    A round extends at most 1, 2, 4, ... branches of a depth, each as often as the others, and verifies a number of nodes
-    whose logarithm is even.
+    Some rounds are a single path. Others extend at most 1, 2, 4, ... branches of a depth, each as often as the others, and
+    verify a number of nodes whose logarithm is even.
     """
 
     name = "random-tree"
@@ -55,7 +57,7 @@ class RandomTree(StopPolicy):
         self, depth: int, alive: Sequence[bool], parent: Sequence[int], rows: Sequence[Sequence[float]], state: State
     ) -> tuple[list[bool], State]:
         """Keep the first branches, up to the round's own width, or none."""
-        wide = _toss(*state) % (1 + self._widest.bit_length())
+        wide = 0 if _is_path(state) else _toss(*state) % (1 + self._widest.bit_length())
         left = 2**wide if _toss(*state, depth) % GOES_ON else 0
         return _first(left, alive), state
 
@@ -67,17 +69,24 @@ class RandomTree(StopPolicy):
     def select_few(
         self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], state: State
     ) -> list[bool]:
-        """Verify the first nodes, a random number of them or all."""
+        """Verify the first nodes, a random number of them or all; or the first one of each depth."""
+        if _is_path(state):
+            return [on and (at == 0 or depth[at] > depth[at - 1]) for at, on in enumerate(drawn)]
         limit = (1 + sum(drawn)) ** (WHOLE * _toss(*state, -1) / 2**64)
         return _first(int(limit), drawn)
 
     def select(self, tree: DraftTree, state: State) -> Tensor:
         """Verify the first nodes."""
-        return torch.tensor([self.select_few((), (), tree.drawn[0].tolist(), state)], device=tree.drawn.device)
+        parent, depth, drawn = (values[0].tolist() for values in (tree.parent, tree.depth, tree.drawn))
+        return torch.tensor([self.select_few(parent, depth, drawn, state)], device=tree.drawn.device)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Count the round."""
         return state[0], state[1] + 1
+
+
+def _is_path(state: State) -> bool:
+    return _toss(*state, -2) % PATHS == 0
 
 
 def _first(count: int, flags: Sequence[bool]) -> list[bool]:
@@ -93,11 +102,20 @@ def _toss(*numbers: int) -> int:
     return mixed
 
 
+@dataclass(frozen=True)
+class _Played:
+    """A round, the rows that were fed at each of its draft steps, and whether it was a chain."""
+
+    record: Round
+    fed: list[int]
+    is_path: bool
+
+
 class _Watching:
-    """Keeps what was fed in each round, beside its record."""
+    """Keeps the rounds that were not cut short."""
 
     def __init__(self) -> None:
-        self.rounds: list[tuple[list[int], Round]] = []
+        self.rounds: list[_Played] = []
 
     def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
         """See `Observer.level`."""
@@ -105,7 +123,9 @@ class _Watching:
     def round(self, seen: Seen) -> None:
         """See `Observer.round`."""
         if not seen.record.cut:
-            self.rounds.append((seen.found.fed(), seen.record))
+            fed = seen.found.fed()
+            is_path = max(fed) == 1 and len(seen.sent) == seen.found.depth[seen.sent[-1]] + 1
+            self.rounds.append(_Played(seen.record, fed, is_path))
 
 
 class TreeGauge:
@@ -134,74 +154,55 @@ class TreeGauge:
 
     def add_to(self, profile: Profile) -> Profile:
         """Return the profile with the costs of trees."""
-        sides = [watching.rounds for watching in self._watching]
-        drafts, verifies = _curves([_drafts(side) for side in sides]), _curves([_verifications(side) for side in sides])
+        tables, sides = (profile.low, profile.high), [watching.rounds for watching in self._watching]
+        paces = [_pace(side, table) for side, table in zip(sides, tables, strict=True)]
+        timed = list(zip(sides, paces, strict=True))
+        drafts, verifies = (rising([calls(*side) for side in timed]) for calls in (_drafts, _verifications))
         low, high = (
             # None is what plain decoding verifies, on caches that no draft has emptied: it is timed there.
             dataclasses.replace(table, tree_draft_s=draft, tree_verify_s=((0, table.verify_s[0]), *verify))
-            for table, draft, verify in zip((profile.low, profile.high), drafts, verifies, strict=True)
+            for table, draft, verify in zip(tables, drafts, verifies, strict=True)
         )
-        return dataclasses.replace(profile, low=low, high=high, tree_outside_s=_outside(sides[0] + sides[1]))
+        return dataclasses.replace(profile, low=low, high=high, tree_outside_s=_outside(timed))
 
 
-_Rounds = Sequence[tuple[list[int], Round]]
-_Timings = Mapping[tuple[int, ...], list[float]]
-"""Seconds together of calls that read so many tokens."""
+def _pace(rounds: Sequence[_Played], table: CostTable) -> float:
+    """Return how much slower the machine was than when the chains of `table` were timed, by the rounds that are chains."""
+    shares = []
+    for played in rounds:
+        steps, record = sum(played.fed[1:]), played.record
+        if played.is_path and 0 < record.verified < len(table.verify_s):
+            drafts = (table.second_draft_s or table.later_s) + (steps - 1) * table.later_s if steps else 0.0
+            shares.append((record.draft_s + record.verify_s) / (drafts + table.verify_s[record.verified]))
+    return typical(shares) or 1.0
 
 
-def _drafts(rounds: _Rounds) -> _Timings:
-    """Return the timings of later draft steps."""
+def _drafts(rounds: Sequence[_Played], pace: float) -> Calls:
+    """Return the timings of later draft steps, those of each round together."""
     timings: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for fed, record in rounds:
-        later = tuple(sorted(rows for rows in fed[1:] if rows))
+    for played in rounds:
+        later = tuple(sorted(rows for rows in played.fed[1:] if rows))
         if later:
-            timings[later].append(record.draft_s)
+            timings[later].append(played.record.draft_s / pace)
     return timings
 
 
-def _verifications(rounds: _Rounds) -> _Timings:
+def _verifications(rounds: Sequence[_Played], pace: float) -> Calls:
     """Return the timings of verifications."""
     timings: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for _, record in rounds:
-        if record.verified:
-            timings[(record.verified,)].append(record.verify_s)
+    for played in rounds:
+        if played.record.verified:
+            timings[(played.record.verified,)].append(played.record.verify_s / pace)
     return timings
 
 
-def _curves(sides: Sequence[_Timings]) -> list[Points]:
-    """Return for each context the seconds by tokens: never falling, straight between powers of two."""
-    every: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for side in sides:
-        for sizes, seconds in side.items():
-            every[sizes] += seconds
-    if not every:
-        return [()] * len(sides)
-    knots = _knots(max(max(sizes) for sizes in every))
-    per_call, *rises = line([(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()])
-    known = [per_call + float(np.dot(rises, _parts(n, knots)[1:])) for n in knots]
-
-    def scale(side: _Timings) -> float:
-        said = {sizes: float(np.interp(sizes, knots, known).sum()) for sizes in side}
-        return typical([s / said[sizes] for sizes, seconds in side.items() for s in seconds if said[sizes]]) or 1.0
-
-    return [tuple((n, scale(side) * seconds) for n, seconds in zip(knots, known, strict=True)) for side in sides]
-
-
-def _knots(most: int) -> list[int]:
-    """Return 1, 2, 4, ... below `most`, and `most`."""
-    return [*(2**k for k in range((most - 1).bit_length())), most]
-
-
-def _parts(tokens: int, knots: Sequence[int]) -> list[float]:
-    """Return what a call costs, in calls and in tokens between one knot and the next."""
-    return [1.0, *(float(min(max(tokens - low, 0), high - low)) for low, high in pairwise(knots))]
-
-
-def _outside(rounds: _Rounds) -> tuple[float, float, float] | None:
+def _outside(timed: Sequence[tuple[Sequence[_Played], float]]) -> tuple[float, float, float] | None:
     """Return the seconds outside models and policy per round, draft step and drafted token."""
     groups: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for fed, record in rounds:
-        groups[1, sum(bool(rows) for rows in fed), record.drafted].append(record.outside_s)
+    for rounds, pace in timed:
+        for played in rounds:
+            key = 1, sum(bool(rows) for rows in played.fed), played.record.drafted
+            groups[key].append(played.record.outside_s / pace)
     if len(groups) < 3:
         return None
     per_round, per_step, per_token = line(list(groups.items()))
