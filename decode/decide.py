@@ -222,15 +222,17 @@ class Decider:
         if level is None:
             return [True], [0], [self.layout.step_one(base)]
         assert self._read_few is not None and isinstance(level.rows, FewRows)
-        rows, going = found.topology.levels[depth], set(alive)
-        first, unread = rows[0], [0.0] * len(self.layout.names)
-        features, mask = [unread] * len(rows), [False] * len(rows)
+        rows, parent = found.topology.levels[depth], list(found.topology.above_in_level[depth])
         known = self.layout.steps_few(base, self._read_few(level.rows), len(level.places))
+        if len(alive) == len(rows):  # all that the tree has at this depth, in its order
+            return [True] * len(rows), parent, known
+        going, first, unread = set(alive), rows[0], [0.0] * len(self.layout.names)
+        features, mask = [unread] * len(rows), [False] * len(rows)
         for place, row in zip(level.places, known, strict=True):
             if place in going:
                 at = found.rows[place] - first
                 features[at], mask[at] = row, True
-        return mask, list(found.topology.above_in_level[depth]), features
+        return mask, parent, features
 
     def __call__(
         self, depth: int, base: Base, level: Level | None, state: State, found: Candidates, alive: Sequence[int]

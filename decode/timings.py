@@ -69,11 +69,12 @@ def rising(sides: Sequence[Calls]) -> list[Points]:
     per_call, *rises = line([(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()])
     known = [per_call + float(np.dot(rises, _parts(n, knots)[1:])) for n in knots]
 
-    def scale(side: Calls) -> float:
+    curves = []
+    for side in sides:
         said = {sizes: float(np.interp(sizes, knots, known).sum()) for sizes in side}
-        return typical([s / said[sizes] for sizes, seconds in side.items() for s in seconds if said[sizes]]) or 1.0
-
-    return [tuple((n, scale(side) * seconds) for n, seconds in zip(knots, known, strict=True)) for side in sides]
+        scale = typical([s / said[sizes] for sizes, seconds in side.items() for s in seconds if said[sizes]]) or 1.0
+        curves.append(tuple((n, scale * seconds) for n, seconds in zip(knots, known, strict=True)))
+    return curves
 
 
 def _knots(most: int) -> list[int]:

@@ -27,13 +27,23 @@ _EDGE, _LEAST, _SHARE_EDGE = 1e-6, 1e-9, 1e-4
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of the branches of a depth before anything is read: see `OneTree._step`."""
+    """What is known of the branches of a depth before anything is read.
+
+    Attributes:
+        ranks, counts, mean: by branch: its rank, how many children it has, its mean survival.
+        accept, following: rows of the calibrations.
+        costs: [B][T], of extending 1, 2, ... branches by 1, 2, ... levels; `least` of one more level.
+        decay: [T], how survival falls.
+    """
 
     ranks: list[int]
     counts: list[int]
+    mean: list[float]
+    accept: list[float]
+    following: list[float]
     costs: list[list[float]]
-    decay: list[float]
     least: float
+    decay: list[float]
 
 
 @dataclass(slots=True)
@@ -78,17 +88,18 @@ class OneTree:
         self._steps: dict[tuple[int, int], _Step] = {}
 
     def _step(self, depth: int, branches: int) -> _Step:
-        """Return ranks and children counts of the branches, the costs of extending them, and how acceptance falls.
-
-        `least` is what one more level costs at least.
-        """
         key = depth, branches
         if key not in self._steps:
             rule = self._rule
+            ranks, counts, mean = (
+                values.tolist()
+                for values in (f(depth, branches) for f in (rule.ranks, rule.counts, rule.mean_survival))
+            )
+            accept, following = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
             costs = rule.costs(depth, branches).tolist()
-            ranks, counts = rule.ranks(depth, branches).tolist(), rule.counts(depth, branches).tolist()
             least = min((b - a for row in costs for a, b in itertools.pairwise([0.0, *row])), default=0.0)
-            self._steps[key] = _Step(ranks, counts, costs, rule.decay(depth).tolist(), least)
+            decay = rule.decay(depth).tolist()
+            self._steps[key] = _Step(ranks, counts, mean, accept, following, costs, least, decay)
         return self._steps[key]
 
     def keep(
@@ -104,12 +115,12 @@ class OneTree:
             levels: of the depths above, as far as the policy was asked.
         """
         step = self._step(depth, len(alive))
-        accept, following = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
-        above = self._above(depth, parent, levels)
-        if depth and self._rule.floor:
-            expected = self._expected(depth, parent, step.ranks, levels, alive)
-            alive = [there and e >= self._rule.floor for there, e in zip(alive, expected, strict=True)]
+        above, floor = self._above(depth, parent, levels), self._rule.floor
+        if depth and floor:
+            expected = self._expected(parent, step.ranks, levels, alive) if depth > 1 and levels else step.mean
+            alive = [there and e >= floor for there, e in zip(alive, expected, strict=True)]
         survival, chances, logits = [-1.0] * len(rows), [0.0] * len(rows), self._head.logits_one
+        accept, following = step.accept, step.following
         for b, rank in enumerate(step.ranks):
             if alive[b]:
                 one, two = logits(rows[b], depth)
@@ -132,12 +143,9 @@ class OneTree:
         return [max(levels[-1][0][p], 0.0) for p in parent]
 
     def _expected(
-        self, depth: int, parent: Sequence[int], ranks: Sequence[int], levels: Sequence[Level], alive: Sequence[bool]
+        self, parent: Sequence[int], ranks: Sequence[int], levels: Sequence[Level], alive: Sequence[bool]
     ) -> list[float]:
         """Return what survival is expected of the branches that are alive, given the ones above."""
-        if depth <= 1 or not levels:
-            mean: list[float] = self._rule.mean_survival(depth, len(parent)).tolist()
-            return mean
         survival, chances = levels[-1]
         return [
             max(survival[p], 0.0) * self._share(chances[p], rank) if there else 0.0

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.pair import Pair
 from specstop.decode.profile import TWICE, Scripted, add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.sampling import Sampler
+from specstop.decode.tree_gauge import TreeGauge
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import CostTable, Profile
@@ -268,3 +270,36 @@ def test_plain_decoding_costs_the_same_in_a_profile_of_trees(pair: Pair, clock: 
     for table in (profile.low, profile.high):
         assert table.tree_verify_s[0] == (0, table.verify_s[0])
         assert [count for count, _ in table.tree_verify_s] == sorted({count for count, _ in table.tree_verify_s})
+
+
+def assert_costs_of_trees(profile: Profile) -> None:
+    for table in (profile.low, profile.high):
+        assert table.tree_draft(6)[1:] == pytest.approx(
+            [DRAFT + SECOND * (n > 1) + FURTHER * max(0, n - 2) for n in range(1, 7)], rel=1e-4
+        )
+        assert table.tree_verify(20)[1:] == pytest.approx([TARGET + ROW * (n + 1) for n in range(1, 21)], rel=1e-4)
+
+
+def test_known_costs_of_trees_are_found_again(pair: Pair, clock: list[float]) -> None:
+    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1"))
+
+
+def test_minutes_in_which_the_machine_was_slow_make_trees_no_dearer(
+    pair: Pair, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play, read, slow = TreeGauge.play, CachedModel.read, [False]
+
+    def slowly(self: TreeGauge, *args: Any) -> None:
+        slow[0] = True
+        play(self, *args)
+        slow[0] = False
+
+    def timed(self: CachedModel, *args: Any, **more: Any) -> torch.Tensor:
+        before = clock[0]
+        logits = read(self, *args, **more)
+        clock[0] += (clock[0] - before) if slow[0] else 0.0
+        return logits
+
+    monkeypatch.setattr(TreeGauge, "play", slowly)
+    monkeypatch.setattr(CachedModel, "read", timed)
+    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from specstop.decode.timings import ENOUGH, STALL, line, typical
+from specstop.decode.timings import ENOUGH, STALL, line, rising, typical
 
 
 def test_timings_count_by_their_mean() -> None:
@@ -38,3 +38,24 @@ def test_large_groups_do_not_drown_small_ones() -> None:
     groups = [((1, 1), [1.0] * 10_000), ((2, 1), [2.0] * ENOUGH), ((4, 1), [5.0] * ENOUGH)]
     slope, _ = line(groups)
     assert slope == pytest.approx(25 / 21)  # least squares of three points that weigh the same, through 0
+
+
+def test_sums_of_calls_give_the_curve_and_each_side_its_scale() -> None:
+    def seconds(tokens: int) -> float:
+        return 3.0 + 0.5 * min(tokens - 1, 1) + 0.25 * max(tokens - 8, 0)
+
+    sizes = [(1,), (2,), (1, 1), (1, 5), (2, 3, 4), (8,), (12,), (4, 16)]
+    sides = [{some: [scale * sum(map(seconds, some))] for some in sizes} for scale in (1.0, 1.5)]
+    low, high = rising(sides)
+    assert [tokens for tokens, _ in low] == [1, 2, 4, 8, 16]
+    assert [s for _, s in low] == pytest.approx([seconds(tokens) for tokens, _ in low])
+    assert [s for _, s in high] == pytest.approx([1.5 * s for _, s in low])
+
+
+def test_a_size_that_was_timed_in_a_lucky_moment_is_no_cheaper_than_a_smaller_one() -> None:
+    ((_, *points),) = rising([{(1,): [1.0], (2,): [1.2], (4,): [0.9], (8,): [1.6]}])
+    assert [s for _, s in points] == sorted(s for _, s in points)
+
+
+def test_no_call_has_no_curve() -> None:
+    assert rising([{}, {}]) == [(), ()]
