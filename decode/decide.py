@@ -218,21 +218,20 @@ class Decider:
     def _few_numbers(
         self, depth: int, base: list[float], level: Level | None, found: Candidates, alive: Sequence[int]
     ) -> tuple[list[bool], list[int], list[list[float]]]:
-        """Return which branches of a depth are alive, their parents, and their features; see `_tree_step`."""
+        """Return which branches of a depth are alive, their parents, and by feature their columns; see `_tree_step`."""
         if level is None:
-            return [True], [0], [self.layout.step_one(base)]
+            return [True], [0], [[value] for value in self.layout.step_one(base)]
         assert self._read_few is not None and isinstance(level.rows, FewRows)
         rows, parent = found.topology.levels[depth], list(found.topology.above_in_level[depth])
-        known = self.layout.steps_few(base, self._read_few(level.rows), len(level.places))
+        columns = self.layout.columns_few(base, self._read_few(level.rows), len(level.places))
         if len(alive) == len(rows):  # all that the tree has at this depth, in its order
-            return [True] * len(rows), parent, known
-        going, first, unread = set(alive), rows[0], [0.0] * len(self.layout.names)
-        features, mask = [unread] * len(rows), [False] * len(rows)
-        for place, row in zip(level.places, known, strict=True):
+            return [True] * len(rows), parent, columns
+        going, first = set(alive), rows[0]
+        at = [-1] * len(rows)
+        for number, place in enumerate(level.places):
             if place in going:
-                at = found.rows[place] - first
-                features[at], mask[at] = row, True
-        return mask, parent, features
+                at[found.rows[place] - first] = number
+        return [number >= 0 for number in at], parent, [[*map([*column, 0.0].__getitem__, at)] for column in columns]
 
     def __call__(
         self, depth: int, base: Base, level: Level | None, state: State, found: Candidates, alive: Sequence[int]
@@ -262,11 +261,12 @@ class Decider:
             return list(alive) if go_on else [], state
         if self._read_few is not None:
             assert base.row is not None
-            mask, parent, rows = self._few_numbers(depth, base.row, level, found, alive)
+            mask, parent, columns = self._few_numbers(depth, base.row, level, found, alive)
             if self._keep_few is not None:
-                kept, state = self._keep_few(depth, mask, parent, rows, state)
+                kept, state = self._keep_few(depth, mask, parent, columns, state)
             else:
-                step = DraftStep(depth, torch.tensor([mask]), torch.tensor([parent]), torch.tensor([rows]))
+                features = torch.tensor(columns).reshape(1, len(columns), len(mask)).transpose(1, 2)
+                step = DraftStep(depth, torch.tensor([mask]), torch.tensor([parent]), features)
                 keep, state = checked_keep(self.policy, step, state)
                 kept = keep[0].tolist()
             left = 0 if level is None else found.topology.levels[depth][0]

@@ -54,7 +54,7 @@ class RandomTree(StopPolicy):
         return int(key), 0
 
     def keep_few(
-        self, depth: int, alive: Sequence[bool], parent: Sequence[int], rows: Sequence[Sequence[float]], state: State
+        self, depth: int, alive: Sequence[bool], parent: Sequence[int], columns: Sequence[Sequence[float]], state: State
     ) -> tuple[list[bool], State]:
         """Keep the first branches, up to the round's own width, or none."""
         wide = 0 if _is_path(state) else _toss(*state) % (1 + self._widest.bit_length())

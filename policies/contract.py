@@ -112,9 +112,9 @@ class StopPolicy:
     it must decide as `keep` does. Its state is its own."""
 
     keep_few: ClassVar[Callable[..., tuple[list[bool], State]] | None] = None
-    """`keep` for one stream with few branches on the CPU, without tensors: (depth, alive, parent, rows of F features, state),
-    the first three by branch, -> (branches to extend, state). Optional; it must decide as `keep` does for one stream, and
-    keep its state in the same form."""
+    """`keep` for one stream with few branches on the CPU, without tensors: (depth, alive, parent, F columns, state), the
+    former by branch, as is each column of features, -> (branches to extend, state). Optional; it must decide as `keep` does
+    for one stream, and keep its state in the same form."""
 
     select_few: ClassVar[Callable[..., list[bool]] | None] = None
     """`select` for one stream on the CPU, without tensors: (parent, depth, drawn, state), the first three by node, -> the

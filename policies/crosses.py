@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import PolicyError
-from .features import TOKEN_FEATURES
+from .features import LEVEL_FEATURES, TOKEN_FEATURES
 from .heads_base import OnDevice
 
 DEPTH = "depth"
@@ -51,6 +51,15 @@ class Crosses:
         self._strides = OnDevice(placed.double().T)
         self._parts = [[(at, stride) for at, stride in enumerate(cross) if stride] for cross in placed.tolist()]
         self._size = size
+        # What all branches of a depth share, and what each has of its own: its ids, its scalars with their edges.
+        own = [name not in LEVEL_FEATURES for name in names]
+        self._own_ids = [(place, at) for place, at in enumerate(self._ids) if own[at]]
+        ranges = enumerate(zip(scalars, self._edges, strict=True), len(self._ids))
+        self._own_ranges = [(place, at, edges) for place, (at, edges) in ranges if own[at]]
+        theirs = {place for place, *_ in (*self._own_ids, *self._own_ranges)}
+        self._own, self._shared = (
+            [[part for part in parts if (part[0] in theirs) == side] for parts in self._parts] for side in (True, False)
+        )
 
     def places(self, features: Tensor, depth: int | Tensor) -> Tensor:
         """Return [..., C] int64 below C times the size, the places of features [..., F] at one depth, or at depths [...]."""
@@ -64,12 +73,35 @@ class Crosses:
         sums = torch.cat([part.double() for part in parts], -1) @ self._strides(features.device)[0]
         return (sums % self._size).long() + self._size * torch.arange(sums.shape[-1], device=sums.device)
 
-    def places_one(self, features: Sequence[float], depth: int) -> list[int]:
-        """Return the C places of one row; see `places`."""
+    def _values(self, features: Sequence[float], depth: int) -> list[int]:
         values = [int(features[at]) for at in self._ids]
         for at, edges in zip(self._scalars, self._edges, strict=True):
             values.append(bisect_left(edges, features[at]))
         values.append(depth)
+        return values
+
+    def places_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[int]]:
+        """Return the C places of each of some branches of a depth; `columns` [F][B] are by feature."""
+        values, size = self._values([column[branches[0]] for column in columns], depth), self._size
+        shared = [sum([stride * values[at] for at, stride in parts]) for parts in self._shared]
+        out = []
+        for b in branches:
+            for place, at in self._own_ids:
+                values[place] = int(columns[at][b])
+            for place, at, edges in self._own_ranges:
+                values[place] = bisect_left(edges, columns[at][b])
+            table, places = 0, []
+            for total, parts in zip(shared, self._own, strict=True):
+                for at, stride in parts:
+                    total += stride * values[at]
+                places.append(table + total % size)
+                table += size
+            out.append(places)
+        return out
+
+    def places_one(self, features: Sequence[float], depth: int) -> list[int]:
+        """Return the C places of one row; see `places`."""
+        values = self._values(features, depth)
         places, size, table = [], self._size, 0
         for parts in self._parts:
             place = 0

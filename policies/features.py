@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -246,6 +245,9 @@ FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
 TOKEN_FEATURES = ("before_token", "anchor_token", "drawn_token", "above_token")
 """Ids, which only a head with a table of tokens has a use for (float32 holds them exactly up to 2^24)."""
 
+LEVEL_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.ANCHOR, Kind.HISTORY) or f.name == "depth")
+"""Those that are the same for all branches of a depth."""
+
 TREE_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST) and f.name not in TOKEN_FEATURES)
 """What is recorded at each node of a tree; the tokens themselves are a column of their own."""
 
@@ -311,13 +313,11 @@ class Layout:
         both = base + (self._unknown if nodes is None else nodes)
         return array("f", both if self._order is None else self._order(both)).tolist()
 
-    def steps_few(self, base: list[float], columns: Sequence[Sequence[float]], count: int) -> list[list[float]]:
-        """Return `step_one` of `count` nodes that are given by columns, rounded all at once."""
+    def columns_few(self, base: list[float], columns: Sequence[Sequence[float]], count: int) -> list[list[float]]:
+        """Return `step_one` of `count` nodes by columns, from those of the nodes."""
         both: list[Sequence[float]] = [[value] * count for value in base]
         both += columns
-        every: Sequence[Sequence[float]] = both if self._order is None else self._order(both)
-        flat, width = array("f", chain.from_iterable(zip(*every, strict=True))).tolist(), len(self.names)
-        return [flat[at : at + width] for at in range(0, len(flat), width)] if width else [[] for _ in range(count)]
+        return [array("f", column).tolist() for column in (both if self._order is None else self._order(both))]
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

@@ -48,6 +48,9 @@ class Head(Protocol):
     def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row of F float32 numbers and arrays [H]: what `logits` returns for it."""
 
+    def logits_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[float]]:
+        """Return what `logits_one` returns, for some branches of a depth of one round; `columns` [F][B] are by feature."""
+
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that the head consists of."""
 
@@ -62,6 +65,14 @@ class TensorHead:
     def tensors(self) -> dict[str, Tensor]:
         """Return the head's tensors."""
         return dict(self._tensors)
+
+    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
+        """Return [accept, next] of one row; see `Head`."""
+        raise NotImplementedError
+
+    def logits_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[float]]:
+        """Return [accept, next] of some branches; see `Head`."""
+        return [self.logits_one([column[b] for column in columns], depth) for b in branches]
 
 
 class OnDevice:

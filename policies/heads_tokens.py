@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .crosses import Crosses
 from .errors import PolicyError
-from .features import TOKEN_FEATURES, Kind, feature
+from .features import LEVEL_FEATURES, TOKEN_FEATURES, Kind, feature
 from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, log_odds, take
 
 Cell = tuple[int, float, float]
@@ -79,6 +79,10 @@ class TokenHead(TensorHead):
         ]
         # By whether it is depth 0: place and both weights of each scalar, those of log-odds, and by depth what is added.
         self._cells, self._odds, self._start = zip(*(self._by_scalar(*layer) for layer in layers), strict=True)
+        level, own = (
+            [c for c in self._cells[False] if (names[c[0]] in LEVEL_FEATURES) == side] for side in (True, False)
+        )
+        self._level_cells, self._own_cells = level, own
         # A plain list would take eight times the room of an array.
         tables = [array("f", numbers.reshape(-1).tolist()) for numbers in rows]
         self._looked_up = [[(self._ids[at], tables[at]) for at in some] for some in known]
@@ -102,6 +106,34 @@ class TokenHead(TensorHead):
         cells = [(at, *pair) for at, pair in zip(places, weight.double().T.tolist(), strict=True)]
         count = len(self._scalars)
         return cells[:count], cells[count:], (shift.double()[:, None] + self._tensors["bias"].double()).T.tolist()
+
+    def logits_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[float]]:
+        """Return [accept, next] of some branches; see `Head`. What they share is added up once."""
+        if depth == 0 or not branches or self._odds[False]:
+            return super().logits_few(columns, branches, depth)
+        shared, following_shared = self._start[False][min(depth, self._deepest)]
+        for at, now, later in self._level_cells:
+            x = columns[at][branches[0]]
+            shared += now * x
+            following_shared += later * x
+        placed = self._places.places_few(columns, branches, depth) if self._places is not None else [()] * len(branches)
+        crossed, out = self._crossed, []
+        for b, places in zip(branches, placed, strict=True):
+            accept, following = shared, following_shared
+            for at, now, later in self._own_cells:
+                x = columns[at][b]
+                accept += now * x
+                following += later * x
+            for at, table in self._looked_up[False]:
+                place = 2 * int(columns[at][b])
+                if 0 <= place < len(table):
+                    accept += table[place]
+                    following += table[place + 1]
+            for place in places:
+                accept += crossed[2 * place]
+                following += crossed[2 * place + 1]
+            out.append([accept, following])
+        return out
 
     def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""

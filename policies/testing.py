@@ -146,7 +146,7 @@ class PolicyTests:
             for depth in depths(policy):
                 step = make_step(policy, depth, [stream, stream], 0, self.branches)
                 answer, tensors = checked_keep(policy, step, tensors)
-                numbers = (values[0].tolist() for values in (step.alive, step.parent, step.features))
+                numbers = (values.tolist() for values in (step.alive[0], step.parent[0], step.features[0].T))
                 kept, plain = decide(depth, *numbers, plain)
                 assert kept == answer[0].tolist(), f"stream {stream}, depth {depth}: keep_few() and keep() differ"
 

@@ -90,24 +90,24 @@ class TreeGain(LearnedPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
         """Keep the branches that are worth another draft step; the state is what is known of each depth."""
         if len(step.alive) == 1 and int(step.alive.sum()) <= FEW:
-            alive, parent, rows = (values[0].tolist() for values in (step.alive, step.parent, step.features))
-            kept, state = self.keep_few(step.depth, alive, parent, rows, state)
+            alive, parent, columns = (v.tolist() for v in (step.alive[0], step.parent[0], step.features[0].T))
+            kept, state = self.keep_few(step.depth, alive, parent, columns, state)
             return step.alive & torch.tensor([kept], device=step.alive.device), state
         known = self._known(step.depth, state)
         mask, fresh = self._keep_many(step, _arrays(known))
         return step.alive & mask.to(step.alive.device), (*known, fresh) if step.depth else known
 
     def keep_few(
-        self, depth: int, alive: list[bool], parent: list[int], rows: list[list[float]], state: State
+        self, depth: int, alive: list[bool], parent: list[int], columns: list[list[float]], state: State
     ) -> tuple[list[bool], State]:
         """Decide for one stream; see `StopPolicy.keep_few`."""
         if sum(alive) > FEW:
-            flags, above, features = torch.tensor([alive]), torch.tensor([parent]), torch.tensor([rows])
+            flags, above, features = torch.tensor([alive]), torch.tensor([parent]), torch.tensor(columns).T[None]
             mask, state = self.keep(DraftStep(depth, flags, above, features), state)
             kept: list[bool] = mask[0].tolist()
             return kept, state
         known = self._known(depth, state)
-        kept, survival, following = self._one.keep(depth, alive, parent, rows, known)
+        kept, survival, following = self._one.keep(depth, alive, parent, columns, known)
         return kept, (*known, (survival, following)) if depth else known
 
     def _known(self, depth: int, state: State) -> tuple[Any, ...]:

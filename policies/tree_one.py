@@ -103,7 +103,7 @@ class OneTree:
         return self._steps[key]
 
     def keep(
-        self, depth: int, alive: Sequence[bool], parent: Sequence[int], rows: Sequence[Sequence[float]],
+        self, depth: int, alive: Sequence[bool], parent: Sequence[int], columns: Sequence[Sequence[float]],
         levels: Sequence[Level],
     ) -> tuple[list[bool], list[float], list[float]]:  # fmt: skip
         """Return which branches to extend, and the level: survival and `next`.
@@ -111,7 +111,7 @@ class OneTree:
         Args:
             depth: j.
             alive, parent: by branch.
-            rows: features of each branch.
+            columns: by feature, then by branch.
             levels: of the depths above, as far as the policy was asked.
         """
         step = self._step(depth, len(alive))
@@ -119,15 +119,14 @@ class OneTree:
         if depth and floor:
             expected = self._expected(parent, step.ranks, levels, alive) if depth > 1 and levels else step.mean
             alive = [there and e >= floor for there, e in zip(alive, expected, strict=True)]
-        survival, chances, logits = [-1.0] * len(rows), [0.0] * len(rows), self._head.logits_one
-        accept, following = step.accept, step.following
-        for b, rank in enumerate(step.ranks):
-            if alive[b]:
-                one, two = logits(rows[b], depth)
-                s = survival[b] = _path(accept, above[b], one, rank) if depth else 1.0
-                chances[b] = _path(following, s, two, rank) / (s if s > _LEAST else _LEAST)
+        survival, chances = [-1.0] * len(alive), [0.0] * len(alive)
+        accept, following, ranks = step.accept, step.following, step.ranks
+        asked = [b for b, there in enumerate(alive) if there]
+        for b, (one, two) in zip(asked, self._head.logits_few(columns, asked, depth), strict=True):
+            s = survival[b] = _path(accept, above[b], one, ranks[b]) if depth else 1.0
+            chances[b] = _path(following, s, two, ranks[b]) / (s if s > _LEAST else _LEAST)
         if not step.decay:
-            return [False] * len(rows), survival, chances
+            return [False] * len(alive), survival, chances
         known = [s for level in levels for s in level[0]]
         if depth:
             known += survival
