@@ -40,11 +40,10 @@ from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.run import train
 from specstop.train.fit.tree_choice import TreeChoice, choose_tree
-from specstop.train.fit.tree_fit import TREE_FEATURES, TreePlan, fit_tree
+from specstop.train.fit.tree_fit import TreePlan, fit_tree, tree_features
 from specstop.train.fit.tree_solve import solve_tree
 from specstop.train.fit.tune import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
-from specstop.train.heads.forms import usual_features
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 from specstop.train.traces.data import TraceArrays, trace_arrays
@@ -58,7 +57,7 @@ SEED = 0
 VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
 PLANS = (
     TreePlan(),
-    TreePlan("tokens", usual_features("tokens", TREE_FEATURES), "tree-tokens"),
+    TreePlan("tokens", tree_features("tokens"), "tree-tokens"),
 )
 """What the tree policy reads; the one that is fastest on prompts held out is taken."""
 

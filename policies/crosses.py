@@ -83,19 +83,21 @@ class Crosses:
     def places_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[int]]:
         """Return the C places of each of some branches of a depth; `columns` [F][B] are by feature."""
         values, size = self._values([column[branches[0]] for column in columns], depth), self._size
-        shared = [sum([stride * values[at] for at, stride in parts]) for parts in self._shared]
+        shared = [
+            (at * size, sum([stride * values[place] for place, stride in parts]), self._own[at])
+            for at, parts in enumerate(self._shared)
+        ]
         out = []
         for b in branches:
             for place, at in self._own_ids:
                 values[place] = int(columns[at][b])
             for place, at, edges in self._own_ranges:
                 values[place] = bisect_left(edges, columns[at][b])
-            table, places = 0, []
-            for total, parts in zip(shared, self._own, strict=True):
-                for at, stride in parts:
-                    total += stride * values[at]
+            places = []
+            for table, total, parts in shared:
+                for place, stride in parts:
+                    total += stride * values[place]
                 places.append(table + total % size)
-                table += size
             out.append(places)
         return out
 

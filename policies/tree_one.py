@@ -7,10 +7,10 @@ processor's caches; on a small pair that is more than the draft step it decides 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, inf, log
 
 from .heads import Head
 from .tree_calibration import PathCalibrator
@@ -31,7 +31,7 @@ class _Step:
 
     Attributes:
         ranks, counts, mean: by branch: its rank, how many children it has, its mean survival.
-        accept, following: rows of the calibrations.
+        accept, following: (scale, tilt) of the calibrations, and by branch their shifts.
         costs: [B][T], of extending 1, 2, ... branches by 1, 2, ... levels; `least` of one more level.
         decay: [T], how survival falls.
     """
@@ -39,8 +39,8 @@ class _Step:
     ranks: list[int]
     counts: list[int]
     mean: list[float]
-    accept: list[float]
-    following: list[float]
+    accept: tuple[float, float, list[float]]
+    following: tuple[float, float, list[float]]
     costs: list[list[float]]
     least: float
     decay: list[float]
@@ -56,15 +56,15 @@ class _Shape:
 
 
 def _sigmoid(odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-(60.0 if odds > 60.0 else -60.0 if odds < -60.0 else odds)))
+    return 1.0 / (1.0 + exp(-(60.0 if odds > 60.0 else -60.0 if odds < -60.0 else odds)))
 
 
-def _path(row: Sequence[float], above: float, logit: float, rank: int) -> float:
+def _path(scale: float, tilt: float, shift: float, above: float, logit: float) -> float:
     """Return what `PathCalibrator.of` returns, given its row of the depth."""
-    product = above * _sigmoid(logit)
+    product = above / (1.0 + exp(-logit)) if -60.0 < logit < 60.0 else above * _sigmoid(logit)
     product = _EDGE if product < _EDGE else 1.0 - _EDGE if product > 1.0 - _EDGE else product
-    shift = row[2 + min(rank, len(row) - 3)]
-    chance = _sigmoid(row[0] * math.log(product / (1.0 - product)) + row[1] * logit + shift)
+    odds = scale * log(product / (1.0 - product)) + tilt * logit + shift
+    chance = 1.0 / (1.0 + exp(-odds)) if -60.0 < odds < 60.0 else _sigmoid(odds)
     return above if above < chance else chance
 
 
@@ -95,7 +95,10 @@ class OneTree:
                 values.tolist()
                 for values in (f(depth, branches) for f in (rule.ranks, rule.counts, rule.mean_survival))
             )
-            accept, following = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
+            rows = (table[min(depth, len(table) - 1)] for table in (self._accept, self._next))
+            accept, following = (
+                (scale, tilt, [shifts[min(rank, len(shifts) - 1)] for rank in ranks]) for scale, tilt, *shifts in rows
+            )
             costs = rule.costs(depth, branches).tolist()
             least = min((b - a for row in costs for a, b in itertools.pairwise([0.0, *row])), default=0.0)
             decay = rule.decay(depth).tolist()
@@ -120,11 +123,11 @@ class OneTree:
             expected = self._expected(parent, step.ranks, levels, alive) if depth > 1 and levels else step.mean
             alive = [there and e >= floor for there, e in zip(alive, expected, strict=True)]
         survival, chances = [-1.0] * len(alive), [0.0] * len(alive)
-        accept, following, ranks = step.accept, step.following, step.ranks
+        (scale, tilt, shifts), (next_scale, next_tilt, next_shifts) = step.accept, step.following
         asked = [b for b, there in enumerate(alive) if there]
         for b, (one, two) in zip(asked, self._head.logits_few(columns, asked, depth), strict=True):
-            s = survival[b] = _path(accept, above[b], one, ranks[b]) if depth else 1.0
-            chances[b] = _path(following, s, two, ranks[b]) / (s if s > _LEAST else _LEAST)
+            s = survival[b] = _path(scale, tilt, shifts[b], above[b], one) if depth else 1.0
+            chances[b] = _path(next_scale, next_tilt, next_shifts[b], s, two) / (s if s > _LEAST else _LEAST)
         if not step.decay:
             return [False] * len(alive), survival, chances
         known = [s for level in levels for s in level[0]]
@@ -154,7 +157,7 @@ class OneTree:
     def price(self, values: Sequence[float]) -> float:
         """Return what `TreeRule.node_price` returns."""
         total = best = 0.0
-        count, least = 0, math.inf
+        count, least = 0, inf
         ordered = sorted(values, reverse=True)[: len(self._rises) - 1]
         for at, (value, tokens) in enumerate(zip(ordered, self._verify[1:], strict=False), 1):
             total += value
@@ -240,7 +243,7 @@ class OneTree:
             return chance
         u, v = pairs[min(rank, len(pairs)) - 1]
         inside = min(max(chance, _SHARE_EDGE), 1.0 - _SHARE_EDGE)
-        return _sigmoid(u + v * math.log(inside / (1.0 - inside)))
+        return _sigmoid(u + v * log(inside / (1.0 - inside)))
 
     def _shape(self, parent: tuple[int, ...], depth: Sequence[int]) -> _Shape:
         if parent not in self._shapes:

@@ -61,6 +61,23 @@ def test_one_row_is_scored_as_many(depth: int) -> None:
         assert head.logits_one(one, depth) == pytest.approx(many, abs=1e-5)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2, 7])
+@pytest.mark.parametrize("bare", [False, True], ids=["crosses", "no crosses"])
+def test_branches_of_a_depth_are_scored_as_rows(depth: int, bare: bool) -> None:
+    names, x = (*NAMES, "mean_accepted"), torch.cat([rows(6), torch.full((6, 1), 1.5)], 1)
+    x[:, 0] = x[0, 0]  # they share what was known before
+    made = {**tensors(), "mean": torch.tensor([0.5, 1.0]), "scale": torch.tensor([2.0, 3.0])}
+    made |= {
+        "weight": torch.arange(6.0).view(3, 2),
+        "strides": torch.tensor([[*row[:-1], 0, row[-1]] for row in STRIDES]),
+    }
+    head = TokenHead(names, {k: v for k, v in made.items() if not (bare and k in ("strides", "edges", "crosses"))})
+    asked = [0] if depth == 0 else [1, 2, 5]
+    found = head.logits_few(x.T.tolist(), asked, depth)
+    torch.testing.assert_close(torch.tensor(found), head.logits(x[asked], depth))
+    assert head.logits_few(x.T.tolist(), [], depth) == []
+
+
 def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
     with pytest.raises(PolicyError, match="tokens head: expected one of the features before_token"):
         build_head("tokens", ("entropy",), tensors())

@@ -17,7 +17,7 @@ from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
-from ...policies.features import feature
+from ...policies.features import TOKEN_FEATURES, feature
 from ...policies.files import refuse_full
 from ...policies.folder import save_policy
 from ...policies.heads import Head
@@ -41,7 +41,16 @@ from .tree_solve import solve_tree, tree_seconds
 TREE_FEATURES = ("mean_accepted", "noisy_margin", "noisy_behind", "depth", "branch_rank")
 """What heads of trees read unless told otherwise: few, since decisions take time, and these come of one pass over scores."""
 
+TOLD = ("branch_rank", "noisy_score")
+"""Of these what the tokens and the margins tell already: measured, a head with tokens is as fast and decides sooner."""
+
 PASSES = 3
+
+
+def tree_features(head: str) -> tuple[str, ...]:
+    """Return what a head of trees reads unless told otherwise."""
+    names = usual_features(head, TREE_FEATURES)
+    return tuple(name for name in names if name not in TOLD) if set(names) & set(TOKEN_FEATURES) else names
 
 
 def train_tree(
@@ -69,7 +78,7 @@ def train_tree(
         profile: what rounds cost; best measured with the same tree.
         head: a kind of head that reads scalars, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        features: scalar features, by default `TREE_FEATURES`, and for the tokens head the tokens.
+        features: by default `tree_features` of the head.
         name: of the policy; by default `tree`.
         seed: of split and fit.
         folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
@@ -90,7 +99,7 @@ def train_tree(
     passes = PASSES if passes is None else passes
     if passes < 1:
         raise InputError(f"--passes: expected 1 or more, not {passes}")
-    names = tuple(features) if features else usual_features(head, TREE_FEATURES)
+    names = tuple(features) if features else tree_features(head)
     for wanted in names:
         feature(wanted)
     folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None

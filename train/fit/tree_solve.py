@@ -16,7 +16,7 @@ AHEAD = (0.0, 0.5, 0.8, 1.0)
 FIRST = (1, 0, 2, 3)
 """Depths of the first decision that are tried."""
 
-FLOORS, UNHARMED = (0.1, 0.05, 0.02, 0.01), 1e-3
+FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
 """Floors that are tried, and what share of the rate one may cost: the time that fewer branches take is not in that rate."""
 
 SETTLED = 3e-3
