@@ -224,13 +224,14 @@ class Decider:
         assert self._read_few is not None and isinstance(level.rows, FewRows)
         rows, parent = found.topology.levels[depth], list(found.topology.above_in_level[depth])
         columns = self.layout.columns_few(base, self._read_few(level.rows), len(level.places))
-        if len(alive) == len(rows):  # all that the tree has at this depth, in its order
+        drawn = [found.rows[place] for place in level.places]
+        if len(alive) == len(rows) and drawn == list(rows):  # all that the tree has at this depth, in its order
             return [True] * len(rows), parent, columns
         going, first = set(alive), rows[0]
         at = [-1] * len(rows)
-        for number, place in enumerate(level.places):
+        for number, (place, row) in enumerate(zip(level.places, drawn, strict=True)):
             if place in going:
-                at[found.rows[place] - first] = number
+                at[row - first] = number
         return [number >= 0 for number in at], parent, [[*map([*column, 0.0].__getitem__, at)] for column in columns]
 
     def __call__(

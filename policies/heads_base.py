@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import log
 from types import MappingProxyType
@@ -55,7 +56,7 @@ class Head(Protocol):
         """Return everything that the head consists of."""
 
 
-class TensorHead:
+class TensorHead(ABC):
     """What heads that are made of tensors share; see `Head`."""
 
     sizes: Mapping[str, int] = MappingProxyType({})
@@ -66,9 +67,9 @@ class TensorHead:
         """Return the head's tensors."""
         return dict(self._tensors)
 
+    @abstractmethod
     def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
         """Return [accept, next] of one row; see `Head`."""
-        raise NotImplementedError
 
     def logits_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[float]]:
         """Return [accept, next] of some branches; see `Head`."""

@@ -71,3 +71,45 @@ def test_tokens_that_no_decision_looks_at_are_not_read(
     monkeypatch.setattr(Decider, "level", noted)
     Speculator(pair, policy, Settings(0.0, 30, tree=tree, ignore_eos=True)).generate(prompt_ids[0])
     assert seen == read
+
+
+class Notes(StopPolicy):
+    """Writes down what it is shown of trees, and keeps every other branch."""
+
+    name, max_depth = "notes", 3
+    features = ("mean_accepted", "drawn_token", "above_token", "branch_rank", "noisy_margin")
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        self.seen.append((step.depth, step.alive[0].tolist(), step.parent[0].tolist(), step.features[0]))
+        return step.alive & (torch.arange(step.alive.shape[1]) % 2 == step.depth % 2), state
+
+
+class NotesInNumbers(Notes):
+    """The same in plain numbers."""
+
+    def keep_few(
+        self, depth: int, alive: list[bool], parent: list[int], columns: list[list[float]], state: State
+    ) -> tuple[list[bool], State]:
+        self.seen.append((depth, alive, parent, torch.tensor(columns).T))
+        return [there and at % 2 == depth % 2 for at, there in enumerate(alive)], state
+
+
+@pytest.mark.parametrize("tree", ["3,2,1", "parents:-1,-1,1,1,0,0,4,3", "parents:-1,-1,1,0,0,3"])
+def test_a_tree_is_shown_alike_in_numbers_and_in_tensors(
+    pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch, tree: str
+) -> None:
+    """The children of a later branch may stand before those of an earlier one."""
+    shown = []
+    for policy, few in ((NotesInNumbers(), True), (Notes(), True), (Notes(), False)):
+        if not few:
+            monkeypatch.setattr("specstop.decode.decide.reads_few", lambda names: False)
+        Speculator(pair, policy, Settings(0.7, 20, tree=tree, verification="match")).generate(prompt_ids[3])
+        shown.append(policy.seen)
+    for numbers, read, tensors in zip(*shown, strict=True):
+        assert numbers[:3] == read[:3] == tensors[:3]
+        for features in (numbers[3], read[3]):
+            torch.testing.assert_close(features, tensors[3], atol=2e-6, rtol=1e-5)
+    assert len(shown[0]) > 10
