@@ -11,8 +11,8 @@ each: the best static tree inside the large one; a learned chain policy (derived
 heads, features and tree are chosen on prompts held out from their training. Decisions are priced as the live loop
 measures them here, under both profiles. Then all are replayed on test prompts: ratios with 95% intervals over prompts,
 paired. The best chain policy is the faster of the learned one and the best fixed length, which is picked again in each
-resample. The last line printed is one JSON object; with `--check` the exit code is 1 where the tree policy is not above
-both with the interval clear of 1.
+resample. Under the profile of this machine tree and chain also decode live, in alternation. The last line printed is one JSON
+object; with `--check` the exit code is 1 where the tree policy is not above both with the interval clear of 1, by replay.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
 from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
+from specstop.decode.alternate import run_alternating
+from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import SpecstopError
@@ -63,6 +65,9 @@ PLANS = (
 
 REPEATS = 5
 """Runs that a decision is timed in: on a shared machine one of fourteen came out dearer by a third."""
+
+LIVE = 200
+"""Test prompts that are decoded live; the interval is then some 2% to either side."""
 
 CHAINS = ("logistic", "tokens")
 """Heads of the learned chain policy; likewise."""
@@ -99,7 +104,7 @@ def main() -> int:
         for kind in options.machine or MACHINES:
             costs = gpu_profile(profile) if kind == "gpu" else profile
             name = f"T={temperature:g}, {kind}"
-            found[name] = run.compare(name, costs, missed)
+            found[name] = run.compare(name, costs, missed, LIVE if kind == "cpu" else 0)
     if options.out is None:
         shutil.rmtree(folder)
     else:
@@ -148,6 +153,7 @@ class Run:
         reuse: bool,
     ) -> None:
         self.pair, self.where, self.folder, self.temperature, self.tokens = pair, where, folder, temperature, tokens
+        self.asked = prompts["test"]
         self.tree, self.reuse = likely_tree(nodes, DEPTH), reuse
         self.chains, self.trees = (
             {s: self._traces(s, some, tree) for s, some in prompts.items()} for tree in (None, self.tree)
@@ -232,8 +238,24 @@ class Run:
         settled, _ = solve_tree(best.policy, best.arrays, profile)
         return replace(best, policy=settled), profile
 
-    def compare(self, name: str, profile: Profile, missed: list[str]) -> dict[str, Any]:
-        """Print and return what the policies make of the test prompts."""
+    def live(self, tree: LearnedPolicy, shape: str, chain: LearnedPolicy, count: int) -> Ratio:
+        """Return how much faster the tree policy decodes the first `count` test prompts than the chain policy."""
+        some = self.asked[:count]
+        ids = encode(some, self.pair.tokenizer, reading_room(self.pair, self.tokens))
+        runs = [
+            Speculator(self.pair, policy, Settings(self.temperature, self.tokens, DEPTH, tree=drawn))
+            for policy, drawn in ((tree, shape), (chain, None))
+        ]
+        with progress_bars() as progress:
+            played = run_alternating(
+                runs, [(p.id, tokens) for p, tokens in zip(some, ids, strict=True)], seed=SEED, progress=progress
+            )
+        samples = Resamples([p.id for p in some], SEED)
+        mine, theirs = (samples.total(np.array([g.seconds for g in side])) for side in played)
+        return samples.interval(theirs / mine)
+
+    def compare(self, name: str, profile: Profile, missed: list[str], live: int) -> dict[str, Any]:
+        """Print and return what the policies make of the test prompts, `live` of them decoded as well."""
         chain, profile = self.chain(profile)
         arrays, test, lines = (trace_arrays(t) for t in (self.trees["train"], self.trees["test"], self.chains["test"]))
         static, _ = best_static_tree(arrays, profile)
@@ -258,6 +280,8 @@ class Run:
             "static tree, decisions free": samples.interval(rates["free"] / rates["static"]),
         }
         shape = subtree(arrays.tree, choice.nodes)
+        if live:
+            ratios["learned chain, live"] = self.live(choice.policy, shape.name, chain, live)
         decision_us = 1e6 * profile.decision(choice.policy.cost_name).each
         print(f"{name}: {chain.name}, a decision {1e6 * profile.decision(chain.cost_name).each:.0f} us")
         which = f"{choice.policy.name} of {len(choice.nodes)} nodes, asked from depth {choice.policy.first}"
