@@ -6,10 +6,10 @@ processor's caches; on a small pair that is more than the draft step it decides 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, inf, log
 
 from .heads import Head
@@ -100,7 +100,7 @@ class OneTree:
                 (scale, tilt, [shifts[min(rank, len(shifts) - 1)] for rank in ranks]) for scale, tilt, *shifts in rows
             )
             costs = rule.costs(depth, branches).tolist()
-            least = min((b - a for row in costs for a, b in itertools.pairwise([0.0, *row])), default=0.0)
+            least = min((b - a for row in costs for a, b in pairwise([0.0, *row])), default=0.0)
             decay = rule.decay(depth).tolist()
             self._steps[key] = _Step(ranks, counts, mean, accept, following, costs, least, decay)
         return self._steps[key]
