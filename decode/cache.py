@@ -100,7 +100,7 @@ class CachedModel:
         while fixed < len(slots) and slots[fixed] == base + fixed:
             fixed += 1
         if fixed < len(slots):
-            moved = torch.tensor(slots[fixed:], device=self.model.device)
+            moved = list(slots[fixed:])
             self._slots.move(moved, base + fixed)
             if self._windows:
                 self._position_at[:, base + fixed : base + len(slots)] = self._position_at[:, moved]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,13 +93,13 @@ class Candidates:
         """Return the tokens from a root down to `place`."""
         return [self.tokens[above] for above in self.path(place)]
 
-    def nodes(self) -> tuple[list[int], list[int], list[bool]]:
+    def nodes(self) -> tuple[Sequence[int], Sequence[int], list[bool]]:
         """Return parent, depth and whether it is kept, of all nodes in the order of the topology; see `tree`."""
-        topology, first = self.topology, self.topology.roots
+        topology = self.topology
         drawn = [False] * len(topology)
         for place in self.sent():
             drawn[self.rows[place]] = True
-        return list(topology.node_parents), topology.depth[first:], drawn[first:]
+        return topology.node_parents, topology.node_depths, drawn[topology.roots :]
 
     def tree(self, device: torch.device, hide_tokens: bool = False) -> DraftTree:
         """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.

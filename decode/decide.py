@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..policies.contract import DraftStep, State, StopPolicy, checked_keep
-from ..policies.features import Layout, Rows, compute
+from ..policies.features import Layout, Rows, compute, single_precision
 from ..policies.few import FewReader, FewRows, reads_few
 from ..policies.history import HistoryOne
 from ..policies.single import Reader, Row
@@ -135,12 +136,17 @@ class Decider:
     def _few_rows(
         self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
     ) -> FewRows:
-        parents = [found.parent[place] for place in places]
-        count = [0] * len(logits.raw)
-        rank = []
-        for owner in logits.owner:  # siblings stand in the order in which they were drawn
-            rank.append(count[owner])
-            count[owner] += 1
+        first, behind = places[0], places[-1] + 1  # drawn one after the other
+        parents, owner = found.parent[first:behind], logits.owner
+        if len(logits.raw) == 1:
+            rank, width = list(range(len(places))), [len(places)] * len(places)
+        else:
+            count = [0] * len(logits.raw)
+            rank = []
+            for row in owner:  # siblings stand in the order in which they were drawn
+                rank.append(count[row])
+                count[row] += 1
+            width = [count[row] for row in owner]
         rows, parent = None, []
         if above is not None and self._follows_path:
             assert isinstance(above.rows, FewRows)
@@ -150,14 +156,14 @@ class Decider:
             logits.raw,
             temperature,
             logits.scores,
-            logits.owner,
-            [found.tokens[place] for place in places],
+            owner,
+            found.tokens[first:behind],
             rank,
-            [count[owner] for owner in logits.owner],
+            width,
             [found.tokens[place] for place in parents],
             rows,
             parent,
-            found.depth[places[0]],
+            found.depth[first],
             logits.sampled,
             logits.best,
         )
@@ -194,7 +200,7 @@ class Decider:
             elif self._anchor_ids:
                 known = float(anchor), float(before)
                 past = [known[at] for at in self._anchor_ids] + past
-            return Base(row=past, hidden=states)
+            return Base(row=single_precision(past), hidden=states)
         device = anchor_row.device
         own, behind = (torch.tensor([token], device=device) for token in (anchor, before))
         rows = Rows(anchor_row, temperature, tokens=own, above=behind)
@@ -217,21 +223,19 @@ class Decider:
 
     def _few_numbers(
         self, depth: int, base: list[float], level: Level | None, found: Candidates, alive: Sequence[int]
-    ) -> tuple[list[bool], list[int], list[list[float]]]:
+    ) -> tuple[list[bool], Sequence[int], Sequence[Sequence[float]]]:
         """Return which branches of a depth are alive, their parents, and by feature their columns; see `_tree_step`."""
         if level is None:
             return [True], [0], [[value] for value in self.layout.step_one(base)]
         assert self._read_few is not None and isinstance(level.rows, FewRows)
-        rows, parent = found.topology.levels[depth], list(found.topology.above_in_level[depth])
-        columns = self.layout.columns_few(base, self._read_few(level.rows), len(level.places))
-        drawn = [found.rows[place] for place in level.places]
-        if len(alive) == len(rows) and drawn == list(rows):  # all that the tree has at this depth, in its order
+        places, rows, parent = level.places, found.topology.levels[depth], found.topology.above_in_level[depth]
+        columns = self.layout.columns_few(base, self._read_few(level.rows), len(places))
+        drawn = found.rows[places[0] : places[-1] + 1]
+        if len(alive) == len(rows) and drawn == rows:  # all that the tree has at this depth, in its order
             return [True] * len(rows), parent, columns
-        going, first = set(alive), rows[0]
         at = [-1] * len(rows)
-        for number, (place, row) in enumerate(zip(level.places, drawn, strict=True)):
-            if place in going:
-                at[row - first] = number
+        for place in alive:
+            at[found.rows[place] - rows[0]] = place - places[0]
         return [number >= 0 for number in at], parent, [[*map([*column, 0.0].__getitem__, at)] for column in columns]
 
     def __call__(
@@ -326,6 +330,7 @@ def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | Non
     return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
 
 
+@lru_cache(maxsize=256)
 def up_to_date(kind: type[StopPolicy], full: str = "keep", short: str = "keep_one") -> bool:
     """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
     nearest = next(base for base in kind.__mro__ if full in vars(base) or short in vars(base))

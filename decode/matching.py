@@ -69,6 +69,6 @@ def best_tokens(scores: Tensor, widths: Sequence[int]) -> list[list[int]]:
 
 def _possible(tokens: list[list[int]], best: list[list[float]], widths: Sequence[int]) -> list[list[int]]:
     return [
-        [t for t, v in zip(row[:w], values[:w], strict=True) if v > NOTHING]
-        for row, values, w in zip(tokens, best, widths, strict=True)
+        row[:w] if values[w - 1] > NOTHING else [t for t, v in zip(row[:w], values[:w], strict=True) if v > NOTHING]
+        for row, values, w in zip(tokens, best, [min(w, len(tokens[0])) for w in widths], strict=True)
     ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 
 class Slots:
-    """Buffers of `capacity` slots, those of many layers side by side: a move is two operations and not two for each layer.
+    """Buffers of `capacity` slots, keys and values of many layers side by side: a move is two operations for all of them.
 
     Args:
         capacity: slots of a buffer.
@@ -18,23 +20,33 @@ class Slots:
 
     def __init__(self, capacity: int, together: int) -> None:
         self.capacity, self._together = capacity, together
-        self._shared: list[Tensor] = []  # each [together, B, heads, capacity, width]
+        self._shared: list[Tensor] = []  # each [buffers, B, heads, capacity, width]
         self._free: dict[Any, list[Tensor]] = {}
 
-    def take(self, what: str, states: Tensor) -> Tensor:
-        """Return a buffer [B, heads, capacity, width] for states [B, heads, n, width], beside others that hold `what`."""
+    def take(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Return two buffers [B, heads, capacity, width] for states [B, heads, n, width] of a layer."""
+        alike = keys.shape == values.shape and keys.dtype == values.dtype
+        return [self._buffer(name, states, 1 + alike) for name, states in (("keys", keys), ("values", values))]
+
+    def _buffer(self, name: str, states: Tensor, each: int) -> Tensor:
+        """Return a buffer beside others of its shape: those of `each` kinds of states of a layer, or of those of one `name`."""
         batch, heads, _, width = states.shape
-        free = self._free.setdefault((what, batch, heads, width, states.dtype, states.device), [])
+        place = "both" if each > 1 else name, batch, heads, width, states.dtype, states.device
+        free = self._free.setdefault(place, [])
         if not free:
-            shared = states.new_zeros(self._together, batch, heads, self.capacity, width)
+            shared = states.new_zeros(each * self._together, batch, heads, self.capacity, width)
             self._shared.append(shared)
-            free.extend(shared[layer] for layer in range(self._together))
+            free.extend(shared[layer] for layer in range(len(shared)))
         return free.pop()
 
-    def move(self, slots: Tensor, to: int) -> None:
-        """Copy the states in `slots` [n] to `to`, `to` + 1, ..., in all buffers."""
+    def move(self, slots: Sequence[int], to: int) -> None:
+        """Copy the states in `slots`, rising and none below `to`, to `to`, `to` + 1, ..., in all buffers."""
         for shared in self._shared:
-            shared.narrow(3, to, len(slots)).copy_(shared.index_select(3, slots))
+            if len(slots) == 1:
+                shared[:, :, :, to] = shared[:, :, :, slots[0]]
+            else:
+                at = torch.tensor(slots, device=shared.device)
+                shared.narrow(3, to, len(slots)).copy_(shared.index_select(3, at))
 
 
 class SlotLayer(CacheLayerMixin):
@@ -50,7 +62,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for the shape, dtype and device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._slots.take("keys", key_states), self._slots.take("values", value_states)
+        self.keys, self.values = self._slots.take(key_states, value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

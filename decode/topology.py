@@ -69,16 +69,21 @@ class Topology:
         return max((len(level) for level in self.levels[1:]), default=0)
 
     @cached_property
-    def node_parents(self) -> list[int]:
+    def node_parents(self) -> tuple[int, ...]:
         """By node, counted from the first one behind the roots: the node above, -1 below a root."""
-        return [above - self.roots if above >= self.roots else -1 for above in self.parent[self.roots :]]
+        return tuple(above - self.roots if above >= self.roots else -1 for above in self.parent[self.roots :])
 
     @cached_property
-    def above_in_level(self) -> list[list[int]]:
+    def node_depths(self) -> tuple[int, ...]:
+        """By node: its depth."""
+        return tuple(self.depth[self.roots :])
+
+    @cached_property
+    def above_in_level(self) -> list[tuple[int, ...]]:
         """By depth and row of that depth: the place of the row above in its own level; 0 for the roots."""
         firsts = [0, *(level[0] for level in self.levels)]
         return [
-            [max(self.parent[row] - first, 0) for row in level]
+            tuple(max(self.parent[row] - first, 0) for row in level)
             for first, level in zip(firsts, self.levels, strict=False)
         ]
 

@@ -281,6 +281,11 @@ def compute(names: Sequence[str], rows: Rows) -> Tensor:
     return torch.stack([FEATURES[name].of(rows) for name in names], -1).float()
 
 
+def single_precision(values: Sequence[float]) -> list[float]:
+    """Return the numbers as float32 has them."""
+    return array("f", values).tolist()
+
+
 class Layout:
     """Which columns of a policy's feature tensor each kind fills.
 
@@ -311,13 +316,14 @@ class Layout:
     def step_one(self, base: list[float], nodes: list[float] | None = None) -> list[float]:
         """Return the F features of one stream, rounded to float32, from the values of `base` and of the nodes. See `step`."""
         both = base + (self._unknown if nodes is None else nodes)
-        return array("f", both if self._order is None else self._order(both)).tolist()
+        return single_precision(both if self._order is None else self._order(both))
 
-    def columns_few(self, base: list[float], columns: Sequence[Sequence[float]], count: int) -> list[list[float]]:
-        """Return `step_one` of `count` nodes by columns, from those of the nodes."""
-        both: list[Sequence[float]] = [[value] * count for value in base]
-        both += columns
-        return [array("f", column).tolist() for column in (both if self._order is None else self._order(both))]
+    def columns_few(
+        self, base: Sequence[float], columns: Sequence[Sequence[float]], count: int
+    ) -> Sequence[Sequence[float]]:
+        """Return `step_one` of `count` nodes by columns, from `base` and those of the nodes, all in single precision."""
+        both: list[Sequence[float]] = [*([value] * count for value in base), *columns]
+        return both if self._order is None else self._order(both)
 
     def step(self, base: Tensor, nodes: Tensor | None = None) -> Tensor:
         """Return [S, F] in the policy's order: `base`, and the PRE and POST columns [S, .], or zeros at depth 0."""

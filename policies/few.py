@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import PolicyError
+from .features import single_precision
 
 
 class FewRows:
@@ -60,13 +61,15 @@ class FewRows:
 class _Read:
     """What was read of the rows of a depth: by row, or (`drawn`, `paths`) by token; `best` as in `FewRows`."""
 
-    __slots__ = ("best", "drawn", "entropy", "last", "most", "paths", "top1", "top2")
-
-    def __init__(self) -> None:
-        none: list[float] = []
-        self.top1 = self.top2 = self.most = self.entropy = self.drawn = self.paths = none
-        self.best: list[list[float]] = []
-        self.last = 0  # in a row of logits
+    top1: Sequence[float] = ()
+    top2: Sequence[float] = ()
+    most: Sequence[float] = ()
+    entropy: Sequence[float] = ()
+    drawn: Sequence[float] = ()
+    paths: Sequence[float] = ()
+    best: Sequence[Sequence[float]] = ()
+    last = 0
+    """Of a row of logits."""
 
 
 def _margins(rows: FewRows, read: _Read) -> list[float]:
@@ -95,6 +98,9 @@ _COLUMNS: dict[str, Callable[[FewRows, _Read], Sequence[float]]] = {
     "above_token": lambda rows, read: rows.behind,
 }
 
+_WHOLE = ("depth", "branch_rank", "drawn_token", "above_token")
+"""Those that are whole numbers: single precision has them as they are."""
+
 
 def reads_few(names: Sequence[str]) -> bool:
     """Whether all of these features are known here."""
@@ -106,7 +112,7 @@ class FewReader:
 
     def __init__(self, names: Sequence[str]) -> None:
         wanted = set(names)
-        self._columns = [_COLUMNS[name] for name in names]
+        self._columns = [(_COLUMNS[name], name in _WHOLE) for name in names]
         self._second = not wanted.isdisjoint(("top2", "margin"))
         self._entropy = "entropy" in wanted
         self._noisy = not wanted.isdisjoint(("noisy_margin", "noisy_score", "noisy_behind"))
@@ -115,7 +121,7 @@ class FewReader:
         self._logit = "top1_logit" in wanted
 
     def __call__(self, rows: FewRows) -> list[Sequence[float]]:
-        """Return [F][tokens], by columns what `features.compute` returns."""
+        """Return [F][tokens], by columns what `features.compute` returns, in single precision."""
         raw, read = rows.logits, _Read()
         probs: Tensor | None = None
         if self._softmax:
@@ -134,7 +140,7 @@ class FewReader:
             read.paths = self.paths(rows)
         if self._noisy:
             read.best, read.last = self._best(rows)
-        return [column(rows, read) for column in self._columns]
+        return [column(rows, read) if whole else single_precision(column(rows, read)) for column, whole in self._columns]
 
     def _drawn_probs(self, rows: FewRows, probs: Tensor | None) -> list[float]:
         """Return by token its probability in the distribution that is sampled from; `probs` are those at temperature 1."""

@@ -98,7 +98,12 @@ class TreeGain(LearnedPolicy):
         return step.alive & mask.to(step.alive.device), (*known, fresh) if step.depth else known
 
     def keep_few(
-        self, depth: int, alive: list[bool], parent: list[int], columns: list[list[float]], state: State
+        self,
+        depth: int,
+        alive: Sequence[bool],
+        parent: Sequence[int],
+        columns: Sequence[Sequence[float]],
+        state: State,
     ) -> tuple[list[bool], State]:
         """Decide for one stream; see `StopPolicy.keep_few`."""
         if sum(alive) > FEW:
@@ -162,7 +167,9 @@ class TreeGain(LearnedPolicy):
         mask = self.rule.choose(np.where(drawn, survival, -1.0))
         return torch.from_numpy(mask & drawn).to(tree.drawn.device)
 
-    def select_few(self, parent: list[int], depth: list[int], drawn: list[bool], state: State) -> list[bool]:
+    def select_few(
+        self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], state: State
+    ) -> list[bool]:
         """Select for one stream; see `StopPolicy.select_few`."""
         return self._one.select(parent, depth, drawn, state)
 

@@ -118,15 +118,11 @@ class OneTree:
             levels: of the depths above, as far as the policy was asked.
         """
         step = self._step(depth, len(alive))
-        above, floor = self._above(depth, parent, levels), self._rule.floor
-        if depth and floor:
-            expected = self._expected(parent, step.ranks, levels, alive) if depth > 1 and levels else step.mean
-            alive = [there and e >= floor for there, e in zip(alive, expected, strict=True)]
+        asked, above = self._asked(depth, alive, parent, step, levels)
         survival, chances = [-1.0] * len(alive), [0.0] * len(alive)
         (scale, tilt, shifts), (next_scale, next_tilt, next_shifts) = step.accept, step.following
-        asked = [b for b, there in enumerate(alive) if there]
-        for b, (one, two) in zip(asked, self._head.logits_few(columns, asked, depth), strict=True):
-            s = survival[b] = _path(scale, tilt, shifts[b], above[b], one) if depth else 1.0
+        for b, a, (one, two) in zip(asked, above, self._head.logits_few(columns, asked, depth), strict=True):
+            s = survival[b] = _path(scale, tilt, shifts[b], a, one) if depth else 1.0
             chances[b] = _path(next_scale, next_tilt, next_shifts[b], s, two) / (s if s > _LEAST else _LEAST)
         if not step.decay:
             return [False] * len(alive), survival, chances
@@ -136,23 +132,27 @@ class OneTree:
         price = self.price(known) if known else self._rises[0]
         return self._extended(survival, chances, step, price), survival, chances
 
-    def _above(self, depth: int, parent: Sequence[int], levels: Sequence[Level]) -> list[float]:
-        if depth <= 1:
-            return [1.0] * len(parent)
-        if not levels:
+    def _asked(
+        self, depth: int, alive: Sequence[bool], parent: Sequence[int], step: _Step, levels: Sequence[Level]
+    ) -> tuple[list[int], list[float]]:
+        """Return the branches that are alive and not below the floor by what is expected, and the survival above each."""
+        floor = self._rule.floor
+        if depth < 2 or not levels:
+            asked = [b for b, there in enumerate(alive) if there and (not depth or step.mean[b] >= floor)]
+            if depth < 2:
+                return asked, [1.0] * len(asked)
             mean = self._rule.mean_survival(depth - 1, max(parent) + 1).tolist()
-            return [mean[p] for p in parent]
-        return [max(levels[-1][0][p], 0.0) for p in parent]
-
-    def _expected(
-        self, parent: Sequence[int], ranks: Sequence[int], levels: Sequence[Level], alive: Sequence[bool]
-    ) -> list[float]:
-        """Return what survival is expected of the branches that are alive, given the ones above."""
+            return asked, [mean[parent[b]] for b in asked]
         survival, chances = levels[-1]
-        return [
-            max(survival[p], 0.0) * self._share(chances[p], rank) if there else 0.0
-            for p, rank, there in zip(parent, ranks, alive, strict=True)
-        ]
+        asked, above = [], []
+        for b, there in enumerate(alive):
+            if there:
+                p = parent[b]
+                s = max(survival[p], 0.0)
+                if s * self._share(chances[p], step.ranks[b]) >= floor:
+                    asked.append(b)
+                    above.append(s)
+        return asked, above
 
     def price(self, values: Sequence[float]) -> float:
         """Return what `TreeRule.node_price` returns."""

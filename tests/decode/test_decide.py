@@ -91,9 +91,9 @@ class NotesInNumbers(Notes):
     """The same in plain numbers."""
 
     def keep_few(
-        self, depth: int, alive: list[bool], parent: list[int], columns: list[list[float]], state: State
+        self, depth: int, alive: Sequence[bool], parent: Sequence[int], columns: Sequence[Sequence[float]], state: State
     ) -> tuple[list[bool], State]:
-        self.seen.append((depth, alive, parent, torch.tensor(columns).T))
+        self.seen.append((depth, list(alive), list(parent), torch.tensor(columns).T))
         return [there and at % 2 == depth % 2 for at, there in enumerate(alive)], state
 
 
