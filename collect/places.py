@@ -245,7 +245,8 @@ class Places:
             logprob[:, level] += logprob[:, parent[level]]
         prob, top = self.prob[place, fed, rank], self.top[place, fed]
         width = torch.tensor([len(tree.children[up]) for up in tree.parent[1:]], device=start.device)
-        at = torch.stack([torch.zeros_like(rank), rank, width.clamp_max(top.shape[-1] - 1)], 1)
+        other = (rank == 0).long()  # the best one but the node itself
+        at = torch.stack([rank, other, width.clamp_max(top.shape[-1] - 1)], 1)
         depth = torch.tensor(tree.depth[1:], device=start.device)
         post = TreeNodes(prob, logprob[:, 1:], top.gather(-1, at.expand(len(start), -1, -1)), depth, rank)
         features = torch.cat([self.pre[place, fed], post.features(self.names[len(PRE_FEATURES) :])], -1)

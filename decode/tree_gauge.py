@@ -197,10 +197,12 @@ def _verifications(rounds: Sequence[_Played], pace: float) -> Calls:
 
 
 def _outside(timed: Sequence[tuple[Sequence[_Played], float]]) -> tuple[float, float, float] | None:
-    """Return the seconds outside models and policy per round, draft step and drafted token."""
+    """Return the seconds outside models and policy per round, draft step and drafted token, of rounds that branch."""
     groups: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for rounds, pace in timed:
         for played in rounds:
+            if played.is_path:  # less is to be drawn, accepted and moved
+                continue
             key = 1, sum(bool(rows) for rows in played.fed), played.record.drafted
             groups[key].append(played.record.outside_s / pace)
     if len(groups) < 3:

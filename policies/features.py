@@ -125,16 +125,17 @@ class Rows:
 
     @cached_property
     def best_scores(self) -> Tensor:
-        """[R, 3] the largest noisy score, the drawn token's, and the largest of a token that was not drawn."""
+        """[R, 3] noisy scores: the drawn token's, the largest of another token, and the largest of one that was not drawn."""
         if self.scores is None:
             raise PolicyError("noisy_* features need the match verification: choose it, or a policy without them")
         if self.width is None:
             best, second = self.scores.topk(2, -1).values.unbind(-1)
-            return torch.stack([best, best, second], -1)
+            return torch.stack([best, second, second], -1)
         most = min(int(self.width.max()) + 1, self.scores.shape[-1])
         best = self.scores.topk(most, -1).values
         left_out = best.gather(-1, self.width[:, None].clamp_max(most - 1))[:, 0]
-        return torch.stack([best[:, 0], self.of_drawn(self.scores), left_out], -1)
+        other = torch.where(self.sibling_rank > 0, best[:, 0], best[:, 1])
+        return torch.stack([self.of_drawn(self.scores), other, left_out], -1)
 
     @cached_property
     def sibling_rank(self) -> Tensor:
@@ -222,11 +223,11 @@ _ALL = (
             lambda rows: rows.drawn_prob),
     Feature("path_logprob", Kind.POST, "log-probability of x_1..x_j", -INFINITY, 0.0, lambda rows: rows.path_logprob),
     Feature("noisy_margin", Kind.POST, "log q / T + g of x_j minus that of the best token not drawn", 0.0, INFINITY,
-            lambda rows: rows.best_scores[:, 1] - rows.best_scores[:, 2]),
+            lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 2]),
     Feature("noisy_score", Kind.POST, "log q / T + g of x_j", -INFINITY, INFINITY,
-            lambda rows: rows.best_scores[:, 1]),
-    Feature("noisy_behind", Kind.POST, "best of log q / T + g minus that of x_j, 0 in a chain", 0.0, INFINITY,
-            lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 1]),
+            lambda rows: rows.best_scores[:, 0]),
+    Feature("noisy_lead", Kind.POST, "log q / T + g of x_j minus that of the best other token, drawn or not", -INFINITY,
+            INFINITY, lambda rows: rows.best_scores[:, 0] - rows.best_scores[:, 1]),
     Feature("drawn_token", Kind.POST, "id of x_j", 0.0, INFINITY, lambda rows: rows.tokens.to(rows.logits.dtype)),
     Feature("above_token", Kind.POST, "id of the token that x_j was drawn behind: x_{j-1}, or the anchor", -1.0, INFINITY,
             lambda rows: rows.above_token),
@@ -251,8 +252,8 @@ LEVEL_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.ANCHOR, Kind.HIST
 TREE_FEATURES = tuple(f.name for f in _ALL if f.kind in (Kind.PRE, Kind.POST) and f.name not in TOKEN_FEATURES)
 """What is recorded at each node of a tree; the tokens themselves are a column of their own."""
 
-SIBLING_FEATURES = ("noisy_behind", "branch_rank")
-"""Those that tell siblings apart: always 0 in a chain."""
+SIBLING_FEATURES = ("noisy_lead", "branch_rank")
+"""Those that tell siblings apart: in a chain the same as `noisy_margin`, and 0."""
 
 CHAIN_FEATURES = tuple(name for name in TREE_FEATURES if name not in SIBLING_FEATURES)
 """What is recorded at each node of a chain."""

@@ -88,8 +88,8 @@ _COLUMNS: dict[str, Callable[[FewRows, _Read], Sequence[float]]] = {
     "path_logprob": lambda rows, read: read.paths,
     "noisy_margin": _margins,
     "noisy_score": lambda rows, read: [read.best[o][r] for o, r in zip(rows.owner, rows.rank, strict=True)],
-    "noisy_behind": lambda rows, read: [
-        read.best[o][0] - read.best[o][r] for o, r in zip(rows.owner, rows.rank, strict=True)
+    "noisy_lead": lambda rows, read: [
+        read.best[o][r] - read.best[o][0 if r else 1] for o, r in zip(rows.owner, rows.rank, strict=True)
     ],
     "depth": lambda rows, read: [float(rows.depth)] * len(rows.tokens),
     "branch_rank": lambda rows, read: rows.rank,
@@ -115,7 +115,7 @@ class FewReader:
         self._columns = [(_COLUMNS[name], name in _WHOLE) for name in names]
         self._second = not wanted.isdisjoint(("top2", "margin"))
         self._entropy = "entropy" in wanted
-        self._noisy = not wanted.isdisjoint(("noisy_margin", "noisy_score", "noisy_behind"))
+        self._noisy = not wanted.isdisjoint(("noisy_margin", "noisy_score", "noisy_lead"))
         self._path, self._shaped = "path_logprob" in wanted, "drawn_prob" in wanted
         self._softmax = self._second or self._entropy or "top1" in wanted
         self._logit = "top1_logit" in wanted

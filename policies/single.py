@@ -27,7 +27,7 @@ _NO_SCORES = "noisy_* features need the match verification: choose it, or a poli
 _RANKS = tuple(f"top{rank}" for rank in range(1, TOP + 1))
 _OTHERS = (
     "margin", "top1_logit", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "noisy_score", "depth",
-    "noisy_behind", "branch_rank", "temperature", "drawn_token", "above_token",
+    "noisy_lead", "branch_rank", "temperature", "drawn_token", "above_token",
 )  # fmt: skip
 _PLACE = {name: place for place, name in enumerate((*_OTHERS, *_RANKS))}
 _PLACE.update(
@@ -91,7 +91,7 @@ class Reader:
         self._deep = not bare.isdisjoint(_RANKS[2:])
         self._second = not bare.isdisjoint(("top2", "margin"))
         self._entropy = "entropy" in bare
-        self._noisy = not bare.isdisjoint(("noisy_margin", "noisy_score", "noisy_behind"))
+        self._noisy = not bare.isdisjoint(("noisy_margin", "noisy_score", "noisy_lead"))
         self._drawn = not bare.isdisjoint(("prob", "drawn_prob", "path_logprob"))
         self._shaped = "drawn_prob" in names
         self._logit = self._entropy or self._drawn or "top1_logit" in bare
@@ -152,7 +152,7 @@ class Reader:
         self, row: Row, top1: float, top2: float, most: float, entropy: float, logprob: float, score: float,
         behind: float, ranks: Sequence[float],
     ) -> list[float]:  # fmt: skip
-        drawn, path = 0.0, logprob
+        drawn, path, lead = 0.0, logprob, score - behind if self._noisy else 0.0
         if self._drawn:
             if self._shaped and (row.sampled is not None or row.temperature not in (0.0, 1.0)):
                 drawn = self._sampled_prob(row)
@@ -160,8 +160,8 @@ class Reader:
                 drawn = exp(logprob)
             path = row.path = logprob + (row.above if isinstance(row.above, float) else self._path_of(row.above))
         values = (
-            top1 - top2, most, entropy, drawn, path, score - behind if self._noisy else 0.0, score, row.depth,
-            0.0, 0.0, row.temperature, row.token, row.behind, top1, top2, *ranks[2:], *[0.0] * (TOP - max(len(ranks), 2)),
+            top1 - top2, most, entropy, drawn, path, lead, score, row.depth,
+            lead, 0.0, row.temperature, row.token, row.behind, top1, top2, *ranks[2:], *[0.0] * (TOP - max(len(ranks), 2)),
         )  # fmt: skip
         return [values[place] for place in self._places]
 

@@ -171,9 +171,11 @@ class OneTree:
         best = [s * n if s > 0.0 and count else 0.0 for s, n, count in zip(survival, chances, counts, strict=True)]
         order = [b for b in sorted(range(len(best)), key=best.__getitem__, reverse=True) if best[b] > 0.0]
         kept = [False] * len(best)
-        # A level that all branches together cannot pay for only costs.
-        most, levels = sum(best), len(decay)
-        while levels > 1 and most * decay[levels - 1] <= step.least:
+        if not order:
+            return kept
+        # A level that even the best branch gains nothing from only costs, and so does one that all together cannot pay for.
+        first, every, levels = best[order[0]], sum(best), len(decay)
+        while levels > 1 and (first * decay[levels - 1] <= price or every * decay[levels - 1] <= step.least):
             levels -= 1
         gains, top, rows = [0.0] * levels, 0.0, 0
         for m, b in enumerate(order[: self._rule.width], 1):

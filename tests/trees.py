@@ -11,7 +11,7 @@ from specstop.policies.tree_calibration import PathCalibrator
 from specstop.policies.tree_gain import TreeGain
 from specstop.policies.tree_rule import TreeRule
 
-FEATURES = ("mean_accepted", "top1", "drawn_prob", "noisy_margin", "noisy_behind", "branch_rank")
+FEATURES = ("mean_accepted", "top1", "drawn_prob", "noisy_margin", "noisy_lead", "branch_rank")
 FREE = ("top1", "entropy", "branch_rank", "depth", "mean_accepted")
 """Features that do not depend on the drawn token: with these `rejection` lets a policy leave tokens out."""
 

@@ -59,7 +59,7 @@ def reference(name: str, rows: Rows, i: int) -> float:
         "noisy_margin": scores[-1] - scores[-2],
         "noisy_score": scores[-1],
         "depth": 3.0,
-        "noisy_behind": 0.0,
+        "noisy_lead": scores[-1] - scores[-2],
         "branch_rank": 0.0,
         "anchor_token": drawn,
         "drawn_token": drawn,
@@ -139,7 +139,7 @@ def test_layout_of_one_kind_or_none(names: tuple[str, ...]) -> None:
 
 
 def test_recorded_features_are_those_of_a_chain() -> None:
-    assert not {"branch_rank", "noisy_behind"} & set(CHAIN_FEATURES)
+    assert not {"branch_rank", "noisy_lead"} & set(CHAIN_FEATURES)
     kinds = {FEATURES[n].kind for n in CHAIN_FEATURES}
     assert kinds == {Kind.PRE, Kind.POST}
     assert {FEATURES[n].kind for n in ANCHOR_FEATURES} == {Kind.ANCHOR}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 NAMES = (
     "top1", "top2", "margin", "top1_logit", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "noisy_score",
-    "noisy_behind", "depth", "branch_rank", "temperature", "drawn_token", "above_token",
+    "noisy_lead", "depth", "branch_rank", "temperature", "drawn_token", "above_token",
 )  # fmt: skip
 WIDTHS = (3, 1, 2)
 

@@ -30,12 +30,12 @@ TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0
 class Siblings(StopPolicy):
     """Reads what tells siblings apart, and keeps the second only where it is near."""
 
-    name, features, max_depth = "siblings", ("branch_rank", "noisy_behind", "noisy_margin", "mean_accepted"), DEPTH
+    name, features, max_depth = "siblings", ("branch_rank", "noisy_lead", "noisy_margin", "mean_accepted"), DEPTH
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        rank, behind, margin, mean = step.features.unbind(-1)
+        rank, lead, margin, mean = step.features.unbind(-1)
         assert not step.features[~step.alive].any()
-        return step.alive & ((rank == 0) | (behind < 0.8)) & (margin < 2.5 + mean), state
+        return step.alive & ((rank == 0) | (lead > -0.8)) & (margin < 2.5 + mean), state
 
 
 class ByParent(StopPolicy):

@@ -75,7 +75,7 @@ def test_the_live_loop_plays_what_replay_says(
     if head == "tokens":
         costs = profile.with_decisions({"tree": 1e-5})
         policy = train(forest[temperature], costs, head=head, rule="gain", passes=1).policy
-        assert {"drawn_token", "above_token", "noisy_behind"} <= set(policy.features)
+        assert {"drawn_token", "above_token", "noisy_lead"} <= set(policy.features)
     assert isinstance(policy, TreeGain)
     policy = policy.with_rule(policy.rule.changed(rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
     played = replay(trace_arrays(forest[temperature]), policy, profile)

@@ -38,7 +38,7 @@ from .tree_rows import TreeRows, rank_acceptance, tree_rows
 from .tree_scores import tree_scores
 from .tree_solve import solve_tree, tree_seconds
 
-TREE_FEATURES = ("mean_accepted", "noisy_margin", "noisy_behind", "depth", "branch_rank")
+TREE_FEATURES = ("mean_accepted", "noisy_margin", "noisy_lead", "depth", "branch_rank")
 """What heads of trees read unless told otherwise: few, since decisions take time, and these come of one pass over scores."""
 
 TOLD = ("branch_rank", "noisy_score")

@@ -85,7 +85,7 @@ class TraceArrays:
     def column(self, name: str) -> Tensor:
         """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
         if name in SIBLING_FEATURES and self.tree.is_chain:
-            return torch.zeros(self.ends.shape)
+            return self.column("noisy_margin") if name == "noisy_lead" else torch.zeros(self.ends.shape)
         if name == "drawn_token":
             return self.tokens.float()
         if name == "above_token":
