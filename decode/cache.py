@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from .slots import SlotLayer, Slots
 from .topology import Topology
+from .tree_masks import TreeMasks
 
 _SLICED = 64
 """Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
@@ -72,8 +73,7 @@ class CachedModel:
         self._windows = window_layers(model)
         self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
-        # By identity, kept alive with its masks: behind a prefix, and alone.
-        self._trees: dict[Topology, tuple[Tensor, Tensor]] = {}
+        self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=model.device)[None]
         self._position_at = torch.zeros(1, capacity, dtype=torch.int64, device=model.device)  # by slot
 
@@ -137,7 +137,9 @@ class CachedModel:
         )
         if self._hidden:
             self.states = out.hidden_states[-1]
-        logits: Tensor = out.logits[:, -rows:, : self.vocabulary]  # some models return all rows whatever they are told
+        logits: Tensor = out.logits
+        if logits.shape[1] > (rows or count) or logits.shape[2] > self.vocabulary:  # some return all rows whatever they are told
+            logits = logits[:, -rows:, : self.vocabulary]
         return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
     def read_tree(
@@ -153,18 +155,9 @@ class CachedModel:
             rows: n rows to append.
         """
         if topology not in self._trees:
-            mask = self._behind_prefix(topology.sees)
-            self._trees[topology] = mask, mask[0, 0, :, self.capacity :]
-        mask, alone = self._trees[topology]
-        seen = [*before, *rows]
-        if seen == list(range(len(seen))):  # the whole tree up to here: a slice
-            part = mask[:, :, len(before) : len(seen), self.capacity - base : self.capacity + len(seen)]
-        else:
-            at, columns = torch.tensor(rows, device=mask.device), torch.tensor(seen, device=mask.device)
-            part = mask[:, :, : len(rows), self.capacity - base : self.capacity + len(seen)].clone()
-            part[0, 0, :, base:] = alone[at[:, None], columns]
-        depth = torch.tensor([[topology.depth[row] for row in rows]], device=mask.device)
-        return self.read(torch.tensor([list(tokens)], device=mask.device), 0, part, base + depth)
+            self._trees[topology] = TreeMasks(topology, self.capacity, self._behind_prefix)
+        mask, depth = self._trees[topology].part(base, before, rows)
+        return self.read(torch.tensor([list(tokens)], device=self.model.device), 0, mask, base + depth)
 
     def _by_layer(self, mask: Tensor | None, positions: Tensor, start: int, end: int) -> Any:
         """Return the mask as the model wants it: one for all layers, or one for each kind of layer."""

@@ -120,6 +120,22 @@ def test_a_pruned_tree_reads_as_the_chains_it_has(model: PreTrainedModel, seed: 
             check(model, again.read(level), [again.text(row) for row in level])
 
 
+def test_parts_of_a_tree_come_and_come_again_in_any_order(some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of changing sizes behind prefixes of changing lengths, more of them than are kept."""
+    monkeypatch.setattr("specstop.decode.tree_masks._MOST", 2)
+    tree, draw = parse_tree("3,2,2"), random.Random(4)
+    made = Tree(some, tree, 9)
+    parts = [pruned(tree, draw) for _ in range(4)]
+    for rows in [*parts, *parts[::-1], list(range(4)), *draw.choices(parts, k=4)]:
+        made.base = draw.randint(3, 9)
+        made.prefix, made.seen = made.prefix[: made.base], []
+        made.cached.roll_back(0)
+        with torch.no_grad():
+            made.cached.read(torch.tensor([made.prefix]), rows=1)
+        check(some, made.read(rows), [made.text(row) for row in rows])
+        made.prefix = tokens(9, draw.randint(0, 99))
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_kept_is_as_if_it_had_been_read_alone(model: PreTrainedModel, seed: int) -> None:
     """Compaction along a path, then a chain and another tree behind it."""

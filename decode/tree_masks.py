@@ -1,0 +1,61 @@
+"""What the tokens of a tree see of each other, in the form that a model reads, behind a prefix that they all see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .topology import Topology
+
+_MOST = 4096
+"""Parts of a tree that are kept: the same few come up again and again."""
+
+
+class TreeMasks:
+    """Masks of parts of one tree.
+
+    Args:
+        topology: the tree.
+        capacity: tokens of the longest prefix.
+        behind_prefix: makes [1, 1, n, capacity + n] of a boolean mask [n, n] (`CachedModel`).
+    """
+
+    def __init__(self, topology: Topology, capacity: int, behind_prefix: Callable[[Tensor], Tensor]) -> None:
+        self._topology, self._capacity = topology, capacity
+        self._whole = behind_prefix(topology.sees)
+        self._sees = self._whole[0, 0, :, capacity:]
+        self._scratch = self._whole[:, :, :0]
+        self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor | None, Tensor]] = {}
+
+    def part(self, base: int, before: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the mask [1, 1, n, base + m + n] of n rows, to be used before the next one is asked for, and their depths [1, n].
+
+        Args:
+            base: length of the prefix.
+            before: m rows of the tree that are in the cache, by slot.
+            rows: n rows to be read behind them.
+        """
+        key = tuple(before), tuple(rows)
+        if key not in self._parts:
+            if len(self._parts) == _MOST:
+                self._parts.clear()
+            self._parts[key] = self._make(*key)
+        mask, depth = self._parts[key]
+        count, end = len(rows), self._capacity + len(before) + len(rows)
+        if mask is None:  # the whole tree up to here: a slice
+            return self._whole[:, :, len(before) : len(before) + count, self._capacity - base : end], depth
+        if self._scratch.shape[2] < count:
+            self._scratch = self._whole[:, :, :count].clone()
+        self._scratch[0, 0, :count, self._capacity : end] = mask
+        return self._scratch[:, :, :count, self._capacity - base : end], depth
+
+    def _make(self, before: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
+        """Return what the rows see of the tree, [n, m + n]; None where it is a slice of the whole; and their depths."""
+        device, seen = self._sees.device, (*before, *rows)
+        depth = torch.tensor([[self._topology.depth[row] for row in rows]], device=device)
+        if seen == tuple(range(len(seen))):
+            return None, depth
+        at, columns = (torch.tensor(some, device=device) for some in (rows, seen))
+        return self._sees[at[:, None], columns], depth
