@@ -138,7 +138,8 @@ class CachedModel:
         if self._hidden:
             self.states = out.hidden_states[-1]
         logits: Tensor = out.logits
-        if logits.shape[1] > (rows or count) or logits.shape[2] > self.vocabulary:  # some return all rows whatever they are told
+        # Some models return all rows whatever they are told.
+        if logits.shape[1] > (rows or count) or logits.shape[2] > self.vocabulary:
             logits = logits[:, -rows:, : self.vocabulary]
         return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 

@@ -140,7 +140,9 @@ class FewReader:
             read.paths = self.paths(rows)
         if self._noisy:
             read.best, read.last = self._best(rows)
-        return [column(rows, read) if whole else single_precision(column(rows, read)) for column, whole in self._columns]
+        return [
+            column(rows, read) if whole else single_precision(column(rows, read)) for column, whole in self._columns
+        ]
 
     def _drawn_probs(self, rows: FewRows, probs: Tensor | None) -> list[float]:
         """Return by token its probability in the distribution that is sampled from; `probs` are those at temperature 1."""

@@ -120,7 +120,9 @@ def test_a_pruned_tree_reads_as_the_chains_it_has(model: PreTrainedModel, seed: 
             check(model, again.read(level), [again.text(row) for row in level])
 
 
-def test_parts_of_a_tree_come_and_come_again_in_any_order(some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_tree_come_and_come_again_in_any_order(
+    some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of changing sizes behind prefixes of changing lengths, more of them than are kept."""
     monkeypatch.setattr("specstop.decode.tree_masks._MOST", 2)
     tree, draw = parse_tree("3,2,2"), random.Random(4)
