@@ -12,7 +12,8 @@ held out from their training. Decisions are priced as the live loop measures the
 replayed on test prompts: ratios with 95% intervals over prompts, paired. The best chain policy is the fastest on these very
 prompts of the learned ones and all fixed lengths, picked again in each resample; the learned chain is the one named by
 held-out prompts. Under the profile of this machine tree and chain also decode live, in alternation. The last line printed is
-one JSON object; with `--check` the exit code is 1 where the tree policy is not above both with the interval clear of 1, by replay.
+one JSON object; with `--check` the exit code is 1 where the tree policy is not above both with the interval clear of 1, by
+replay.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Run:
         return {policy.cost_name: sorted(runs, key=lambda price: price.each)[REPEATS // 2]}
 
     def chain(self, profile: Profile) -> tuple[list[LearnedPolicy], Profile]:
-        """Return the learned chain policies, settled for what decisions cost in the loop; the fastest held out comes first."""
+        """Return the learned chain policies, settled for what decisions cost in the loop; the fastest held out is first."""
         found = []
         for head in CHAINS:
             name = f"chain-{head}"

@@ -11,7 +11,7 @@ from ..policies.baselines import FixedLength
 from ..policies.contract import RoundOutcome, State, StopPolicy, checked_select
 from ..policies.errors import SpecstopWarning
 from .candidates import Candidates
-from .decide import Base, Decider, Level, up_to_date
+from .decide import Base, Decider, Level
 from .guard import best_fixed, describe, make_watch
 from .settings import Text
 
@@ -92,9 +92,8 @@ class Guard:
         if not self.selects or not found.drafted:
             return None
         try:
-            if self._device.type == "cpu" and up_to_date(type(self.policy), "select", "select_few"):
-                assert self.policy.select_few is not None
-                chosen = self.policy.select_few(*found.nodes(), text.policy_state)
+            if self.decider.select_few is not None:
+                chosen = self.decider.select_few(*found.nodes(), text.policy_state)
                 return [True] * found.topology.roots + chosen
             mask = checked_select(self.policy, found.tree(self._device, hide_tokens), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
@@ -120,11 +119,10 @@ class Guard:
 
     def ended(self, text: Text, outcome: Callable[[], RoundOutcome]) -> None:
         """Tell the policy that the round is over; `outcome` is made only for one that wants to hear how it went."""
-        kind, forget = type(self.policy), self.policy.forget
-        if kind.observe is StopPolicy.observe:
+        if type(self.policy).observe is StopPolicy.observe:
             return
-        deaf = forget is not None and up_to_date(kind, "observe", "forget")
-        heard = None if deaf else outcome()
+        forget = self.decider.forget
+        heard = outcome() if forget is None else None
         try:
             if heard is not None:
                 text.policy_state = self.policy.observe(heard, text.policy_state)

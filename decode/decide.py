@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,6 +67,7 @@ class Decider:
 
     Attributes:
         layout: of the policy's features.
+        select_few, forget: the policy's, where they may be asked in the place of `select` and `observe`; else None.
     """
 
     def __init__(
@@ -77,6 +77,9 @@ class Decider:
         self.layout = Layout(policy.features)
         alone = chain and device.type == "cpu"
         self._one = policy.keep_one if alone and up_to_date(type(policy)) else None
+        numbers = device.type == "cpu" and up_to_date(type(policy), "select", "select_few")
+        self.select_few = policy.select_few if numbers else None
+        self.forget = policy.forget if up_to_date(type(policy), "observe", "forget") else None
         self._chain, self._widths, self._device = chain, dict(widths or {}), device
         self._follows_path = "path_logprob" in self.layout.node
         plain = device.type == "cpu" and not policy.vectors and reads_few(self.layout.node)
@@ -330,7 +333,6 @@ def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | Non
     return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
 
 
-@lru_cache(maxsize=256)
 def up_to_date(kind: type[StopPolicy], full: str = "keep", short: str = "keep_one") -> bool:
     """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
     nearest = next(base for base in kind.__mro__ if full in vars(base) or short in vars(base))

@@ -23,16 +23,16 @@ class Slots:
         self._shared: list[Tensor] = []  # each [buffers, B, heads, capacity, width]
         self._free: dict[Any, list[Tensor]] = {}
 
-    def take(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+    def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return two buffers [B, heads, capacity, width] for states [B, heads, n, width] of a layer."""
-        alike = keys.shape == values.shape and keys.dtype == values.dtype
-        return [self._buffer(name, states, 1 + alike) for name, states in (("keys", keys), ("values", values))]
+        if keys.shape == values.shape and keys.dtype == values.dtype:
+            return self._buffer("both", keys, 2), self._buffer("both", values, 2)
+        return self._buffer("keys", keys, 1), self._buffer("values", values, 1)
 
-    def _buffer(self, name: str, states: Tensor, each: int) -> Tensor:
-        """Return a buffer beside others of its shape: those of `each` kinds of states of a layer, or of those of one `name`."""
+    def _buffer(self, what: str, states: Tensor, each: int) -> Tensor:
+        """Return a buffer beside others that hold `what`, of which a layer has `each`."""
         batch, heads, _, width = states.shape
-        place = "both" if each > 1 else name, batch, heads, width, states.dtype, states.device
-        free = self._free.setdefault(place, [])
+        free = self._free.setdefault((what, batch, heads, width, states.dtype, states.device), [])
         if not free:
             shared = states.new_zeros(each * self._together, batch, heads, self.capacity, width)
             self._shared.append(shared)

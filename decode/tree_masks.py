@@ -30,7 +30,9 @@ class TreeMasks:
         self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor | None, Tensor]] = {}
 
     def part(self, base: int, before: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the mask [1, 1, n, base + m + n] of n rows, to be used before the next one is asked for, and their depths [1, n].
+        """Return the mask [1, 1, n, base + m + n] of n rows, and their depths [1, n].
+
+        The mask is to be used before the next one is asked for: it lies in a buffer that is used again.
 
         Args:
             base: length of the prefix.
