@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import pytest
 import torch
 from conftest import VOCABULARY
 from specstop.decode.cache import CachedModel
+from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator, Stopwatch
+from specstop.decode.matching import Match
 from specstop.decode.pair import Pair
 from specstop.decode.profile import TWICE, Scripted, add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.sampling import Sampler
@@ -282,6 +284,21 @@ def assert_costs_of_trees(profile: Profile) -> None:
 
 def test_known_costs_of_trees_are_found_again(pair: Pair, clock: list[float]) -> None:
     assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1"))
+
+
+def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
+    pair: Pair, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, branching = Match.accept, 3e-4
+
+    def timed(self: Match, found: Candidates, sent: Sequence[int], *more: Any) -> Any:
+        clock[0] += branching if max(found.fed()) > 1 or len(sent) > found.depth[sent[-1]] + 1 else 0.0
+        return accept(self, found, sent, *more)
+
+    monkeypatch.setattr(Match, "accept", timed)
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1")
+    assert profile.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
+    assert profile.tree_outside_s == pytest.approx((ROUND + STEP + branching, STEP, 0.0), abs=EXACT)
 
 
 def test_minutes_in_which_the_machine_was_slow_make_trees_no_dearer(

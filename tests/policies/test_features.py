@@ -138,6 +138,14 @@ def test_layout_of_one_kind_or_none(names: tuple[str, ...]) -> None:
     assert layout.step(base, torch.ones(2, len(layout.node))).tolist() == [[1.0] * len(names)] * 2
 
 
+def test_siblings_are_told_what_they_are_ahead_of() -> None:
+    """The best one of the second, the others (less than nothing) of the best; the margin is to what was not drawn."""
+    scores = torch.tensor([[1.0, 7.0, 4.0, 6.5, 0.0]]).repeat(3, 1)
+    three = {"tokens": torch.tensor([1, 3, 2]), "rank": torch.arange(3), "width": torch.full((3,), 3)}
+    rows = Rows(scores, 0.0, scores, **three)
+    assert compute(("noisy_lead", "noisy_margin"), rows).tolist() == [[0.5, 6.0], [-0.5, 5.5], [-3.0, 3.0]]
+
+
 def test_recorded_features_are_those_of_a_chain() -> None:
     assert not {"branch_rank", "noisy_lead"} & set(CHAIN_FEATURES)
     kinds = {FEATURES[n].kind for n in CHAIN_FEATURES}
