@@ -139,8 +139,8 @@ class Decider:
     def _few_rows(
         self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
     ) -> FewRows:
-        first, behind = places[0], places[-1] + 1  # drawn one after the other
-        parents, owner = found.parent[first:behind], logits.owner
+        first, end = places[0], places[-1] + 1  # drawn one after the other
+        parents, owner = found.parent[first:end], logits.owner
         if len(logits.raw) == 1:
             rank, width = list(range(len(places))), [len(places)] * len(places)
         else:
@@ -160,7 +160,7 @@ class Decider:
             temperature,
             logits.scores,
             owner,
-            found.tokens[first:behind],
+            found.tokens[first:end],
             rank,
             width,
             [found.tokens[place] for place in parents],
