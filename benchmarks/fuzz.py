@@ -1,307 +1,59 @@
-"""A thousand damaged policy folders: each is refused in one line, or decides exactly as the good one does.
+"""Damaged input of every kind: each case is refused in one line, or changes nothing that it should not change.
 
     python benchmarks/fuzz.py --check
 
-Two sorts of damage, seeded. Accidents (bits, cuts, insertions, swapped entries, files lost or added) must be refused or
-change no decision. Forgeries mend all checksums behind themselves: no checksum can tell those from a policy somebody meant,
-so they must be refused or be a policy that decides without failing. Nothing may raise anything but `PolicyError`, or take
-longer than `SECONDS`. The last line is one JSON object.
+Each family (a module of `attacks`) makes its cases from a seed, runs them and returns how often what happened and the
+faults found; the bar is no fault in any. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
+import importlib
 import json
-import random
-import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep
-from specstop.policies.errors import PolicyError
-from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.heads import build_head
-from specstop.policies.heads_dynasd import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
-from specstop.policies.strict import digest
-from specstop.policies.vectors import check_sizes
-
-NAMES = ("mean_accepted", "top1", "entropy", "depth")
-WIDTH = len(NAMES) + 1
-HIDDEN = 6
-SECONDS = 5.0
-ODD_VALUES = (
-    None, True, -1, 0, 10**400, 1e308, "", "os:system", "../../etc/passwd", "/etc/passwd", "\x1b[2J", [], {}, [[[]]],
-    [1] * 5000, {"__reduce__": "os.system"}, float("nan"), float("inf"), "learned", ["top1"], "top1", -0.0, 3.5,
-)  # fmt: skip
-
-
-def good_policies() -> list[LearnedPolicy]:
-    """Return one small policy of each head, with all sorts of calibration and rule."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    base = {"mean": draw(WIDTH), "scale": draw(WIDTH).abs() + 0.2}
-    layers = {"weight.0": draw(6, WIDTH + 1), "bias.0": draw(6), "weight.1": draw(2, 6), "bias.1": draw(2)}
-    trees = {
-        "feature": torch.randint(0, len(NAMES), (2, 4, 7), generator=generator),
-        "threshold": torch.rand(2, 4, 7, generator=generator),
-        "missing_left": torch.rand(2, 4, 7, generator=generator) < 0.5,
-        "leaf": draw(2, 4, 8),
-        "base": draw(2),
-    }
-    resnet = {
-        **base,
-        "enter.weight": draw(5, WIDTH + 1), "enter.bias": draw(5), "enter.draft_hidden": draw(5, HIDDEN),
-        "mean.draft_hidden": draw(HIDDEN), "scale.draft_hidden": draw(HIDDEN).abs() + 0.2,
-        "block.weight": 0.3 * draw(2, 5, 5), "block.bias": draw(2, 5), "leave.weight": draw(2, 5), "leave.bias": draw(2),
-    }  # fmt: skip
-    soft = {"weight.0": draw(5, HIDDEN), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
-    hard = {"weight.0": draw(5, 11), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
-    specdec = {
-        "block.weight": 0.3 * draw(1, HIDDEN, HIDDEN), "block.bias": draw(1, HIDDEN),
-        "order": torch.zeros(3, dtype=torch.int64), "leave.weight": draw(2, HIDDEN), "leave.bias": draw(2), "first": draw(1),
-    }  # fmt: skip
-    knots = torch.stack([torch.linspace(-3, 3, 5), torch.linspace(0.05, 0.9, 5)])
-    maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.5)
-    heads: dict[str, tuple[tuple[str, ...], dict[str, torch.Tensor], Rule]] = {
-        "logistic": (
-            NAMES, {**base, "weight": draw(3, WIDTH), "bias": draw(3)}, Derived([0.1, 0.2, 0.3, 0.2])
-        ),
-        "mlp": (NAMES, {**base, **layers}, Threshold("survival", 0.3)),
-        "xgboost": (NAMES, trees, Threshold("step", 0.4)),
-        "resnet": (NAMES, resnet, Derived([0.1, 0.2, 0.3, 0.2])),
-        "dynasd-soft": ((), soft, AnyFork(0.4)),
-        "dynasd-hard": (HARD_FEATURES, hard, AnyFork(0.4)),
-        "specdec": ((), specdec, Threshold("survival", 0.3)),
-    }  # fmt: skip
-    return [
-        LearnedPolicy(f"good {kind}", names, build_head(kind, names, tensors), *maps, rule, 4)
-        for kind, (names, tensors, rule) in heads.items()
-    ]
-
-
-def decisions(policy: LearnedPolicy) -> str:
-    """Return a fingerprint of what the policy decides, by tensors and alone, and of everything it is named and limited by."""
-    generator = torch.Generator().manual_seed(1)
-    streams = 24
-    alive, parent = torch.ones(streams, 1, dtype=torch.bool), torch.zeros(streams, 1, dtype=torch.int64)
-    answers: list[Any] = [policy.name, policy.features, policy.max_depth, policy.first, str(policy.facts)]
-    state, alone = None, [None] * streams
-    for depth in range(policy.first, min(policy.max_depth, 4)):
-        x = torch.rand(streams, 1, len(policy.features), generator=generator)
-        vectors = {name: torch.randn(streams, 1, HIDDEN, generator=generator) for name in policy.vectors}
-        check_sizes(policy, dict.fromkeys(policy.vectors, HIDDEN))
-        keep, state = policy.keep(DraftStep(depth, alive, parent, x, vectors), state)
-        assert keep.dtype == torch.bool and keep.shape == alive.shape
-        for s in range(streams if policy.keep_one is not None else 0):
-            hidden = [{name: states[s, 0].numpy() for name, states in vectors.items()}] if vectors else []
-            go_on, alone[s] = policy.keep_one(depth, x[s, 0].tolist(), alone[s], *hidden)
-            assert isinstance(go_on, bool)
-        answers += [keep.tolist(), [f"{v:.5g}" for v in state[:, 0].tolist()]]
-    return repr(answers)
-
-
-# Damages: each changes a folder, with a random generator; forged ones mend the checksums behind themselves.
-
-
-def _file(folder: Path, chance: random.Random) -> Path:
-    return chance.choice(sorted(folder.iterdir()))
-
-
-def flip_bits(folder: Path, chance: random.Random) -> None:
-    """Flip 1 to 8 bits of one file."""
-    path = _file(folder, chance)
-    raw = bytearray(path.read_bytes())
-    for _ in range(chance.randint(1, 8)):
-        raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-    path.write_bytes(raw)
-
-
-def cut(folder: Path, chance: random.Random) -> None:
-    """Cut one file short."""
-    path = _file(folder, chance)
-    raw = path.read_bytes()
-    path.write_bytes(raw[: chance.randrange(len(raw))])
-
-
-def insert(folder: Path, chance: random.Random) -> None:
-    """Put random bytes into one file."""
-    path = _file(folder, chance)
-    raw, at = path.read_bytes(), 0
-    at = chance.randrange(len(raw) + 1)
-    path.write_bytes(raw[:at] + chance.randbytes(chance.randint(1, 40)) + raw[at:])
-
-
-def lose(folder: Path, chance: random.Random) -> None:
-    """Remove one file."""
-    _file(folder, chance).unlink()
-
-
-def add(folder: Path, chance: random.Random) -> None:
-    """Add a file, a folder or a link."""
-    name = chance.choice(["model.pkl", "a.py", "pytorch_model.bin", "accept.ubj", "sub", "link.ubj", "weights.bin"])
-    if name == "sub":
-        (folder / name).mkdir()
-    elif name.startswith("link"):
-        (folder / name).symlink_to("/etc/hostname")
-    else:
-        (folder / name).write_bytes(b"\x80\x04K\x01.")
-
-
-def swap_files(folder: Path, chance: random.Random) -> None:
-    """Give one file the contents of another."""
-    one, other = chance.sample(sorted(folder.iterdir()), 2)
-    one.write_bytes(other.read_bytes())
-
-
-def edit_number(folder: Path, chance: random.Random) -> None:
-    """Change one digit in policy.json."""
-    text = list((folder / POLICY_FILE).read_text())
-    at = chance.choice([i for i, c in enumerate(text) if c.isdigit()])
-    text[at] = chance.choice([d for d in "0123456789" if d != text[at]])
-    (folder / POLICY_FILE).write_text("".join(text))
-
-
-def forge_json(folder: Path, chance: random.Random) -> None:
-    """Replace, drop or add an entry anywhere in policy.json."""
-    raw = json.loads((folder / POLICY_FILE).read_text())
-    places: list[tuple[Any, Any]] = []
-
-    def walk(value: Any) -> None:
-        for key in list(value) if isinstance(value, dict) else range(len(value)):
-            places.append((value, key))
-            if isinstance(value[key], (dict, list)):
-                walk(value[key])
-
-    walk(raw)
-    holder, key = chance.choice(places)
-    how = chance.randrange(4)
-    if how == 0:
-        del holder[key]
-    elif how == 1 and isinstance(holder, dict):
-        holder[chance.choice(["code", "auto_map", "__class__", "module", key + "x"])] = chance.choice(ODD_VALUES)
-    else:
-        holder[key] = chance.choice(ODD_VALUES)
-    _seal(folder, raw)
-
-
-def forge_header(folder: Path, chance: random.Random) -> None:
-    """Change the header of the weights: shapes, types, offsets, its own length."""
-    raw = (folder / WEIGHTS_FILE).read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header, body = json.loads(raw[8 : 8 + size]), raw[8 + size :]
-    name = chance.choice(sorted(header))
-    how = chance.randrange(5)
-    if how == 0:
-        header[name]["shape"] = chance.choice([[10**12], [2**40, 2**40], [-1], [], [0], ["2"], [1] * 40, 5])
-    elif how == 1:
-        header[name]["dtype"] = chance.choice(["F64", "F16", "I64", "U8", "BOOL", "PICKLE", 3])
-    elif how == 2:
-        header[name]["data_offsets"] = chance.choice([[0, 10**15], [-8, 0], [8, 0], [0], "x", [0, 0]])
-    elif how == 3:
-        header[chance.choice(["../x", "/abs", "head.code", ""])] = header.pop(name)
-    packed = json.dumps(header).encode()
-    length = chance.choice([10 * 2**30, 2**63, 0, len(packed) + 1]) if how == 4 else len(packed)
-    (folder / WEIGHTS_FILE).write_bytes(length.to_bytes(8, "little") + packed + body)
-    _seal(folder, json.loads((folder / POLICY_FILE).read_text()))
-
-
-def forge_weights(folder: Path, chance: random.Random) -> None:
-    """Write random numbers, odd ones too, over part of the tensors."""
-    raw = bytearray((folder / WEIGHTS_FILE).read_bytes())
-    start = 8 + int.from_bytes(raw[:8], "little")
-    odd = [b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\x00\x00\x00\x00", chance.randbytes(4)]
-    for _ in range(chance.randint(1, 6)):
-        at = start + 4 * chance.randrange((len(raw) - start) // 4)
-        raw[at : at + 4] = chance.choice(odd)
-    (folder / WEIGHTS_FILE).write_bytes(raw)
-    _seal(folder, json.loads((folder / POLICY_FILE).read_text()))
-
-
-def _seal(folder: Path, raw: Any) -> None:
-    if isinstance(raw, dict) and isinstance(raw.get("files"), dict) and WEIGHTS_FILE in raw["files"]:
-        raw["files"][WEIGHTS_FILE] = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
-    with contextlib.suppress(ValueError, TypeError):  # what JSON has no word for stays unsealed
-        raw["sha256"] = digest(raw)
-    (folder / POLICY_FILE).write_text(json.dumps(raw))
-
-
-ACCIDENTS: tuple[Callable[[Path, random.Random], None], ...] = (
-    flip_bits, cut, insert, lose, add, swap_files, edit_number,
-)  # fmt: skip
-FORGERIES: tuple[Callable[[Path, random.Random], None], ...] = (forge_json, forge_header, forge_weights)
-
-
-def run(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
-    """Damage `count` folders; return how often what happened, and the faults found."""
-    policies = good_policies()
-    folders = [save_policy(p, room / f"good{i}", {"accept.ubj": b"{L"}) for i, p in enumerate(policies)]
-    prints = [decisions(load_policy_folder(folder)) for folder in folders]
-    seen: Counter[str] = Counter()
-    faults = []
-    for number in range(count):
-        chance = random.Random(f"{seed}-{number}")
-        which, damage = chance.randrange(len(folders)), chance.choice((*ACCIDENTS, *FORGERIES))
-        folder = room / "bad"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(folders[which], folder)
-        damage(folder, chance)
-        began = time.perf_counter()
-        try:
-            same = decisions(load_policy_folder(folder)) == prints[which]
-            outcome = "as before" if same else "another policy"
-            if not same and damage in ACCIDENTS:
-                faults.append(f"{number} {damage.__name__}: decides otherwise, without a word")
-        except PolicyError as error:
-            outcome = "refused"
-            if "\n" in str(error) or len(str(error)) > 1000:
-                faults.append(f"{number} {damage.__name__}: not one line: {str(error)[:100]!r}")
-        except Exception as error:  # whatever it is, it is a fault
-            outcome = "crashed"
-            faults.append(f"{number} {damage.__name__}: {type(error).__name__}: {str(error)[:100]}")
-        if time.perf_counter() - began > SECONDS:
-            faults.append(f"{number} {damage.__name__}: took {time.perf_counter() - began:.1f} s")
-        seen[f"{damage.__name__}: {outcome}"] += 1
-    return seen, faults
+FAMILIES = ("policy_folders",)
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2000, help="damaged folders")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="only this one; repeatable")
+    parser.add_argument("--count", type=int, help="cases of each family, in the place of its own number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pair", type=Path, help="not needed here")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="100 folders: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 on any fault, or below 1,000 folders")
+    parser.add_argument("--quick", action="store_true", help="few cases of each: shows that it runs, checks nothing")
+    parser.add_argument("--check", action="store_true", help="exit with 1 on any fault, or below a family's full number")
     options = parser.parse_args()
-    count = 100 if options.quick else options.count
-    with tempfile.TemporaryDirectory() as room:
-        seen, faults = run(count, options.seed, Path(room))
-    for name, times in sorted(seen.items()):
-        print(f"{name:<34}{times:>6}")
-    for fault in faults:
-        print("FAULT", fault)
-    checked = not options.quick and count >= 1000
-    line = json.dumps({"checked": checked, "folders": count, "faults": len(faults), "seen": dict(sorted(seen.items()))})
+    results: dict[str, Any] = {}
+    checked, faults = not options.quick, 0
+    for name in options.family or FAMILIES:
+        family = importlib.import_module(f"attacks.{name}")
+        count = options.count or (family.QUICK if options.quick else family.COUNT)
+        checked = checked and count >= family.COUNT
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as room:
+            seen, found = family.attack(count, options.seed, Path(room))
+        for outcome, times in sorted(seen.items()):
+            print(f"{name:<16}{outcome:<40}{times:>6}")
+        for fault in found:
+            print("FAULT", name, fault)
+        faults += len(found)
+        seconds = round(time.monotonic() - began, 1)
+        results[name] = {"cases": count, "faults": len(found), "seconds": seconds, "seen": dict(sorted(seen.items()))}
+    line = json.dumps({"checked": checked, "faults": faults, "families": results})
     if options.out:
         options.out.write_text(line + "\n")
-    print(f"compared: {count} damaged folders, {len(faults)} faults (bar: 0)")
+    cases = sum(result["cases"] for result in results.values())
+    print(f"compared: {cases} cases of {len(results)} families, {faults} faults (bar: 0)")
     print(line)
-    return int(options.check and (bool(faults) or not checked))
+    return int(options.check and (faults > 0 or not checked))
 
 
 if __name__ == "__main__":

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from attack_families import family
 from specstop.policies.folder import load_policy_folder, save_policy
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def fuzz() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz", ROOT / "benchmarks" / "fuzz.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz"] = module
-    spec.loader.exec_module(module)
-    return module
+    return family("policy_folders")
 
 
 def test_damaged_folders_are_refused_or_decide_as_before(fuzz: ModuleType, tmp_path: Path) -> None:
-    seen, faults = fuzz.run(150, 7, tmp_path)
+    seen, faults = fuzz.attack(150, 7, tmp_path)
     assert faults == []
     assert sum(seen.values()) == 150
     assert {name.split(":")[0] for name in seen} == {d.__name__ for d in (*fuzz.ACCIDENTS, *fuzz.FORGERIES)}
@@ -36,7 +28,7 @@ def test_a_fault_would_be_seen(fuzz: ModuleType, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("specstop.policies.folder.digest", lambda raw: raw.get("sha256", ""))
     monkeypatch.setattr(fuzz, "ACCIDENTS", (fuzz.edit_number,))
     monkeypatch.setattr(fuzz, "FORGERIES", ())
-    _, faults = fuzz.run(60, 7, tmp_path)
+    _, faults = fuzz.attack(60, 7, tmp_path)
     assert any("decides otherwise" in fault for fault in faults)
 
 
