@@ -29,7 +29,9 @@ def main() -> int:
     parser.add_argument("--pair", type=Path, help="not needed here")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     parser.add_argument("--quick", action="store_true", help="few cases of each: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 on any fault, or below a family's full number")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 on any fault, or below a family's full number"
+    )
     options = parser.parse_args()
     results: dict[str, Any] = {}
     checked, faults = not options.quick, 0
