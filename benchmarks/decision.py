@@ -139,7 +139,7 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int)
             scratch @ scratch[:8].T
         row = logits[i % 8]
         place = found.add(0, 1, int(row.argmax(-1)))  # the loop draws right before it asks
-        base = decider.base(row, 0, history)
+        base = decider.base(row, 0, 0, history)
         begin = time.perf_counter()
         level = decider.level(found, [place], Logits(row, None, row, [0]), 0.0, None)
         decider(1, base, level, 0.9, found, [place])
