@@ -348,10 +348,8 @@ def _filled(seconds: Sequence[float]) -> tuple[float, ...]:
 
 def _prefill(runs: Sequence[Sequence[Generation]]) -> tuple[float, float]:
     """Return (constant, per token) of reading a prompt."""
-    length = [float(side[0].prompt_tokens) for side in runs]
-    seconds = [typical([g.prefill_s for g in side]) for side in runs]
-    slope = max((seconds[1] - seconds[0]) / (length[1] - length[0]), 0.0)
-    return seconds[0] - slope * length[0], slope
+    constant, slope = line([((1, side[0].prompt_tokens), [g.prefill_s for g in side]) for side in runs])
+    return constant, slope
 
 
 def _spread(rounds: Sequence[Round]) -> float:

@@ -16,10 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .entries import Entries, check_number
 from .errors import InputError
 from .files import read_json, write_json
+from .strict import check_values
 
 PROFILE_SCHEMA = 1
+MOST_DEPTH, MOST_CONTEXT = 1024, 1e9
+LEAST_CALL_S, MOST_S = 1e-9, 1e6
+"""Limits of what is read from a file: a model call takes time, and nothing takes eleven days."""
 
 CLEARLY = 0.05
 """Share by which a verification of more tokens must be cheaper to be taken."""
@@ -48,12 +53,8 @@ class Price:
 
     @staticmethod
     def read(value: Any) -> Price:
-        """Return the price, of itself, a number (of each decision) or its JSON form; raises as `float` does."""
-        if isinstance(value, Price):
-            return value
-        if isinstance(value, Mapping):
-            return Price(float(value["each"]), float(value["opening"]))
-        return Price(float(value))
+        """Return the price, of itself or a number (of each decision)."""
+        return value if isinstance(value, Price) else Price(float(value))
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,11 @@ class Profile:
         gains nothing, and its seconds are too few.
         """
         cost = [a + b for a, b in zip(self.low.verify_s, self.high.verify_s, strict=True)]
-        least = [min(range(n, len(cost)), key=cost.__getitem__) for n in range(len(cost))]
-        return tuple(m if cost[m] < (1.0 - CLEARLY) * cost[n] else n for n, m in enumerate(least))
+        least, out = len(cost) - 1, []
+        for n in reversed(range(len(cost))):
+            least = n if cost[n] <= cost[least] else least
+            out.append(least if cost[least] < (1.0 - CLEARLY) * cost[n] else n)
+        return tuple(reversed(out))
 
     def round_seconds(
         self,
@@ -265,40 +269,57 @@ class Profile:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], where: str) -> Profile:
-        """Build a profile from its JSON form; a missing or wrong entry is an `InputError` naming `where`."""
+        """Build a profile from its JSON form; an entry that is missing, mangled or no time is an `InputError`."""
         try:
-            tables = [
-                CostTable(
-                    float(raw[side]["context"]),
-                    (float(raw[side]["draft_s"][0]), float(raw[side]["draft_s"][1])),
-                    float(raw[side]["draft_token_s"]),
-                    tuple(float(x) for x in raw[side]["verify_s"]),
-                    None if raw[side].get("later_draft_s") is None else float(raw[side]["later_draft_s"]),
-                    _points(raw[side].get("tree_draft_s")),
-                    _points(raw[side].get("tree_verify_s")),
-                    second_draft_s=None
-                    if raw[side].get("second_draft_s") is None
-                    else float(raw[side]["second_draft_s"]),
-                )
-                for side in ("low", "high")
-            ]
-            if len(tables[0].verify_s) != len(tables[1].verify_s) or not tables[0].verify_s:
+            check_values(raw)
+            entries = Entries(raw)
+            low, high = (_table(entries.part(side)) for side in ("low", "high"))
+            if len(low.verify_s) != len(high.verify_s):
                 raise ValueError("verify_s: both contexts need the same lengths")
-            outside = raw.get("tree_outside_s")
+            if high.context != low.context and high.context < low.context + 1.0:
+                raise ValueError("high.context: expected that of low, or at least one token more")
+            outside = entries.numbers("tree_outside_s", (3, 3), most=MOST_S) if entries.has("tree_outside_s") else None
+            prefill = entries.numbers("prefill_s", (2, 2), most=MOST_S)
             return Profile(
-                tables[0],
-                tables[1],
-                float(raw["step_s"]),
-                float(raw["round_s"]),
-                (float(raw["prefill_s"][0]), float(raw["prefill_s"][1])),
-                {str(k): Price.read(v) if isinstance(v, Mapping) else float(v) for k, v in raw["decision_s"].items()},
-                float(raw["temperature"]),
-                dict(raw["facts"]),
-                None if outside is None else (float(outside[0]), float(outside[1]), float(outside[2])),
+                low,
+                high,
+                entries.number("step_s", most=MOST_S),
+                entries.number("round_s", most=MOST_S),
+                (prefill[0], prefill[1]),
+                {name: _price(entries.part("decision_s"), name) for name in entries.part("decision_s").values},
+                entries.number("temperature"),
+                dict(entries.part("facts").values),
+                None if outside is None else (outside[0], outside[1], outside[2]),
             )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None
 
 
-def _points(raw: Any) -> tuple[tuple[int, float], ...]:
-    return tuple((int(n), float(seconds)) for n, seconds in raw or ())
+def _table(raw: Entries) -> CostTable:
+    """Return the costs at one context from their JSON form."""
+
+    def step(key: str) -> float | None:
+        return raw.number(key, most=MOST_S) if raw.has(key) else None
+
+    def points(key: str, first: int, least: float) -> tuple[tuple[int, float], ...]:
+        return raw.points(key, (0, MOST_DEPTH), first, least, MOST_S) if raw.has(key) else ()
+
+    one, two = raw.numbers("draft_s", (2, 2), most=MOST_S)
+    return CostTable(
+        raw.number("context", most=MOST_CONTEXT),
+        (one, two),
+        raw.number("draft_token_s", most=MOST_S),
+        raw.numbers("verify_s", (1, MOST_DEPTH + 1), LEAST_CALL_S, MOST_S),
+        step("later_draft_s"),
+        points("tree_draft_s", 1, 0.0),
+        points("tree_verify_s", 0, LEAST_CALL_S),
+        step("second_draft_s"),
+    )
+
+
+def _price(raw: Entries, name: str) -> float | Price:
+    """Return the price of a policy's decisions from its JSON form: a number, or one of each and one of the first."""
+    if not isinstance(raw.values[name], Mapping):
+        return check_number(raw.values[name], raw.named(name), most=MOST_S)
+    price = raw.part(name)
+    return Price(price.number("each", most=MOST_S), price.number("opening", most=MOST_S))

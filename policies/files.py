@@ -45,6 +45,8 @@ def read_json(path: Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{what}: expected the file {path}, which does not exist") from None
+    except RecursionError:
+        raise InputError(f"{what}: expected JSON in {path}, which is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{what}: expected JSON in {path}, which cannot be read: {error}") from None
 

@@ -23,7 +23,8 @@ IGNORED = frozenset({".cache", ".git", ".gitattributes", ".DS_Store"})
 
 _ITEM = {"F32": 4, "I64": 8, "BOOL": 1}
 _SIDE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.ubj")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_MOST_LEVELS = 64
 
 
 def read_plain(path: Path, most: int) -> bytes:
@@ -83,10 +84,10 @@ def check_text(raw: bytes, name: str) -> None:
 
 
 def parse_json(raw: bytes, name: str) -> dict[str, Any]:
-    """Return a JSON object; NaN, infinities, double keys, control characters and bottomless nesting are refused."""
+    """Return a JSON object; double keys and what `check_values` refuses are errors."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
-        _check_values(value)
+        check_values(value)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise PolicyError(f"expected JSON in {name}, which cannot be read: {reason}") from None
@@ -106,18 +107,23 @@ def _refuse(text: str) -> Any:
     raise ValueError(f"{text} is no JSON number")
 
 
-def _check_values(value: Any) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _check_values(key)
-            _check_values(inner)
-    elif isinstance(value, list):
+def check_values(value: Any, levels: int = _MOST_LEVELS) -> None:
+    """Refuse, as a `ValueError`, what no JSON of ours holds.
+
+    That is nesting of more than `levels`, numbers that are not finite, control characters and half surrogates.
+    """
+    if isinstance(value, dict | list):
+        if not levels:
+            raise ValueError("it is nested too deeply")
         for inner in value:
-            _check_values(inner)
-    elif isinstance(value, str) and _CONTROL.search(value):
-        raise ValueError("a text has control characters in it")
+            check_values(inner, levels - 1)
+        for inner in value.values() if isinstance(value, dict) else ():
+            check_values(inner, levels - 1)
+    elif isinstance(value, str):
+        if _CONTROL.search(value):
+            raise ValueError("a text has control characters or half surrogates in it")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number is too large")
+        raise ValueError("a number is not finite")
 
 
 def digest(raw: Mapping[str, Any]) -> str:

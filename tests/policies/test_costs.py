@@ -208,6 +208,80 @@ def test_a_mangled_profile_is_refused(
         Profile.load(tmp_path / "p.json")
 
 
+def _put(value: Any, *keys: str | int) -> Callable[[dict[str, Any]], Any]:
+    """Return a damage that writes `value` at the place that `keys` lead to."""
+
+    def damage(raw: Any) -> Any:
+        inner = raw
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        return raw
+
+    return damage
+
+
+def _zero(raw: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(raw)
+    zeros: dict[str, Any] = json.loads(text, parse_float=lambda number: 0.0)
+    return zeros
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_put(-8.5e-3, "low", "verify_s", 2), r"low.verify_s\[2\]: expected a number between 1e-09 and 1e\+06, not -0.0085"),
+        (_put(-1e-6, "step_s"), r"step_s: expected a number between 0 and 1e\+06, not -1e-06"),
+        (_put(-1e-4, "prefill_s", 0), r"prefill_s\[0\]: expected a number between 0"),
+        (_put({"each": -1e-5, "opening": 0.0}, "decision_s", "mine"), "decision_s.mine.each: .*not -1e-05"),
+        (_put(float("nan"), "round_s"), "a number is not finite"),
+        (_put(float("inf"), "high", "draft_s", 1), "a number is not finite"),
+        (_put(1e308, "high", "draft_s", 1), r"high.draft_s\[1\]: .*not 1e\+308"),
+        (_put(10**400, "step_s"), "step_s: .*not a number of more than 40 digits"),
+        (_zero, r"low.verify_s\[0\]: expected a number between 1e-09 and 1e\+06, not 0;"),
+        (_put("0.004", "step_s"), "step_s: .*not '0.004'"),
+        (_put(True, "step_s"), "step_s: .*not true"),
+        (_put(None, "low", "draft_token_s"), "low.draft_token_s: .*not null"),
+        (_put([], "low", "verify_s"), "low.verify_s: expected a list of 1 to 1025, not a list of 0"),
+        (_put([4e-3] * 2000, "low", "verify_s"), "low.verify_s: expected a list of 1 to 1025, not a list of 2000"),
+        (_put("4567", "low", "verify_s"), "low.verify_s: expected a list of 1 to 1025, not '4567'"),
+        (_put(-1.0, "low", "context"), "low.context: .*not -1"),
+        (_put(8.0 + 1e-9, "high", "context"), "high.context: expected that of low, or at least one token more"),
+        (_put(7.0, "high", "context"), "high.context: expected that of low, or at least one token more"),
+        (_put([[1, 1e-3], [1, 2e-3]], "low", "tree_draft_s"), r"low.tree_draft_s\[1\]: expected a whole number above"),
+        (_put([[0, 1e-3]], "low", "tree_draft_s"), r"low.tree_draft_s\[0\]: expected a whole number above"),
+        (_put([[0.5, 1e-3]], "low", "tree_verify_s"), r"low.tree_verify_s\[0\]: expected a whole number above"),
+        (_put([[3]], "low", "tree_verify_s"), r"low.tree_verify_s\[0\]: expected a list of 2, not a list of 1"),
+        (_put([1e-3, 1e-3, -1e-3], "tree_outside_s"), r"tree_outside_s\[2\]: .*not -0.001"),
+        (_put(-0.5, "temperature"), "temperature: expected a number of 0 or more, not -0.5"),
+        (_put([["made", "up"]], "facts"), "facts: expected a JSON object, not a list of 1"),
+        (_put(1e-3, "decision_s", "\ud800"), "a text has control characters or half surrogates in it"),
+        (_put("\udcff", "facts", "device"), "a text has control characters or half surrogates in it"),
+        (_put("\x1b[2J", "facts", "device"), "a text has control characters or half surrogates in it"),
+        (_put(json.loads("[" * 100 + "]" * 100), "facts", "deep"), "it is nested too deeply"),
+    ],
+)  # fmt: skip
+def test_a_profile_of_impossible_times_is_refused(
+    profile: Profile, tmp_path: Path, damage: Callable[[Any], Any], message: str
+) -> None:
+    profile.save(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text(json.dumps(damage(json.loads((tmp_path / "p.json").read_text()))))
+    with pytest.raises(InputError, match=f"--profile: .*p.json lacks or mangles {message}") as caught:
+        Profile.load(tmp_path / "p.json")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(tmp_path)) + 200
+
+
+def test_a_price_of_minus_zero_is_none(profile: Profile, tmp_path: Path) -> None:
+    dataclasses.replace(profile, step_s=-0.0).save(tmp_path / "p.json")
+    assert str(Profile.load(tmp_path / "p.json").step_s) == "0.0"
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("[" * 200_000)
+    with pytest.raises(InputError, match=r"--profile: expected JSON in .*p\.json, which is nested too deeply"):
+        Profile.load(tmp_path / "p.json")
+
+
 @pytest.mark.parametrize("text", ["{", "", "\0"])
 def test_what_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
