@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("policy_folders",)
+FAMILIES = ("policy_folders", "profiles")
 
 
 def main() -> int:

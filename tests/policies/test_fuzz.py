@@ -40,3 +40,26 @@ def test_every_damage_changes_something(fuzz: ModuleType, tmp_path: Path) -> Non
         before = {p.name: p.read_bytes() for p in folder.iterdir()}
         damage(folder, random.Random(3))
         assert {p.name: p.read_bytes() if p.is_file() else None for p in folder.iterdir()} != before
+
+
+@pytest.fixture(scope="module")
+def profiles() -> ModuleType:
+    return family("profiles")
+
+
+def test_damaged_profiles_are_refused_or_sane(profiles: ModuleType, tmp_path: Path) -> None:
+    seen, faults = profiles.attack(120, 7, tmp_path)
+    assert faults == []
+    assert sum(seen.values()) == 120
+    assert {name.split(":")[0] for name in seen} == {d.__name__ for d in profiles.DAMAGES}
+
+
+def test_a_time_that_is_none_would_be_seen(
+    profiles: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With any number taken for seconds."""
+    monkeypatch.setattr("specstop.policies.entries.check_number", lambda value, *limits: float(value))
+    monkeypatch.setattr("specstop.policies.costs.check_values", lambda raw: None)
+    monkeypatch.setattr(profiles, "DAMAGES", (profiles.scale,))
+    _, faults = profiles.attack(20, 7, tmp_path)
+    assert any("seconds of" in fault for fault in faults)

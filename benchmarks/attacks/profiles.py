@@ -1,0 +1,226 @@
+"""Damaged latency profiles: each is refused in one line, or prices rounds sanely wherever a profile is read.
+
+Damages are accidents of the file (bits, cuts, insertions), odd values at any place, entries lost, added or swapped, and
+numbers scaled. What the loader takes is described (`info`), asked for the seconds of all sorts of rounds, written and read
+again, and every `EVALUATED`th replayed by `evaluate`: all numbers must be finite, and no time below 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from specstop.cli.info import info
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.pair import load_pair
+from specstop.policies.baselines import Confidence
+from specstop.policies.costs import CostTable, Price, Profile
+from specstop.policies.errors import InputError
+from specstop.train.report.evaluate import evaluate
+
+from .random_pair import PROMPTS, save_pair
+
+COUNT, QUICK = 1000, 60
+"""Damaged profiles in a full run, and in a quick one."""
+
+EVALUATED = 6
+SECONDS = 20.0
+DEPTH = 4
+ODD_VALUES = (
+    None, True, -1, 0, 1, 10**400, -(10**30), 1e308, -1e308, 5e-324, 1e-12, -0.0, math.nan, math.inf, -math.inf, 3.5, 1e7, "",
+    "fast", "0.004", "\ud800", "a\udfffb", "\x1b[2J", "line\nline", [], {}, [[[]]], [1e-3] * 3000, [[0, 1e-3], [0, 1e-3]],
+    [[2**40, 1e-3]], [[1, 1e-3], [4, 0]], {"each": -1, "opening": 0}, {"each": math.nan}, [1e-3, math.nan],
+)  # fmt: skip
+Damage = Callable[[str, random.Random], str]
+
+
+def good_profiles() -> list[Profile]:
+    """Return the profile of a chain, and one of a tree."""
+    low = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, (4e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.4e-3, 4.9e-3, 5.5e-3))
+    high = CostTable(40.0, (1.5e-3, 1.7e-3), 3e-5, (6e-3, 6.2e-3, 6.3e-3, 7e-3, 7.6e-3, 7.1e-3, 8e-3), 1.2e-3)
+    prices = {"confidence": 6e-5, "logistic": Price(5e-5, 1e-4)}
+    facts = {"device": "cpu", "threads": 1, "versions": {"torch": "2"}, "spread": 0.1}
+    chain = Profile(low, high, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.0, facts)
+    points = ((1, 1e-3), (4, 1.4e-3), (9, 2e-3)), ((0, 4e-3), (1, 4.1e-3), (8, 6e-3), (14, 6.2e-3))
+    wide = [CostTable(*(getattr(t, n) for n in ("context", "draft_s", "draft_token_s", "verify_s")), 1e-3, *points, 2e-3)
+            for t in (low, high)]  # fmt: skip
+    return [chain, Profile(*wide, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.7, facts, (1e-4, 2e-5, 1e-6))]
+
+
+# Damages: each changes the text of a profile, with a random generator.
+
+
+def flip_bits(text: str, chance: random.Random) -> str:
+    """Flip 1 to 8 bits."""
+    raw = bytearray(text.encode())
+    for _ in range(chance.randint(1, 8)):
+        raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(7)
+    return raw.decode()
+
+
+def cut(text: str, chance: random.Random) -> str:
+    """Cut it short."""
+    return text[: chance.randrange(len(text))]
+
+
+def insert(text: str, chance: random.Random) -> str:
+    """Put characters in that mean something in JSON."""
+    at = chance.randrange(len(text))
+    return text[:at] + "".join(chance.choices('0123456789eE-+.,:"[]{}nN\\', k=chance.randint(1, 6))) + text[at:]
+
+
+def nest(text: str, chance: random.Random) -> str:
+    """Nest lists without end, or nearly."""
+    depth = chance.choice([60, 70, 900, 100_000])
+    return text.replace('"facts": {', '"facts": {"deep": ' + "[" * depth + "]" * depth + ", ", 1)
+
+
+def _places(raw: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(raw) if isinstance(raw, dict) else range(len(raw)):
+        yield raw, key
+        if isinstance(raw[key], dict | list):
+            yield from _places(raw[key])
+
+
+def odd_value(text: str, chance: random.Random) -> str:
+    """Write an odd value at any place."""
+    raw = json.loads(text)
+    holder, key = chance.choice(list(_places(raw)))
+    holder[key] = chance.choice(ODD_VALUES)
+    return json.dumps(raw)
+
+
+def lose(text: str, chance: random.Random) -> str:
+    """Leave an entry out."""
+    raw = json.loads(text)
+    holder, key = chance.choice(list(_places(raw)))
+    del holder[key]
+    return json.dumps(raw)
+
+
+def add(text: str, chance: random.Random) -> str:
+    """Add an entry, under a known name or a new one."""
+    raw = json.loads(text)
+    holder = chance.choice([raw, raw["low"], raw["high"], raw["decision_s"], raw["facts"]])
+    names = ["x", "\ud83d", "verify_s", "tree_verify_s", "tree_draft_s", "tree_outside_s", "second_draft_s", "kind"]
+    holder[chance.choice(names)] = chance.choice(ODD_VALUES)
+    return json.dumps(raw)
+
+
+def swap(text: str, chance: random.Random) -> str:
+    """Exchange two entries."""
+    raw = json.loads(text)
+    (one, a), (other, b) = chance.sample(list(_places(raw)), 2)
+    with contextlib.suppress(KeyError, IndexError, TypeError):  # one lay within the other
+        one[a], other[b] = other[b], one[a]
+    try:
+        return json.dumps(raw)
+    except ValueError:  # a circle: no file has one
+        return odd_value(text, chance)
+
+
+def scale(text: str, chance: random.Random) -> str:
+    """Multiply every number, or some of them, by a factor."""
+    factor = chance.choice([-1.0, 0.0, 1e-300, 1e-9, 1e-3, 1e3, 1e9, 1e300, math.nan, math.inf])
+    share = chance.choice([0.1, 1.0])
+
+    def scaled(number: str) -> float:
+        return float(number) * factor if chance.random() < share else float(number)
+
+    return json.dumps(json.loads(text, parse_float=scaled))
+
+
+def times(text: str, chance: random.Random) -> str:
+    """Write possible but unlikely times: each of its own order of magnitude."""
+    share = chance.choice([0.05, 0.3, 1.0])
+
+    def drawn(number: str) -> float:
+        return 10.0 ** chance.uniform(-9.0, 6.0) if chance.random() < share else float(number)
+
+    return json.dumps(json.loads(text, parse_float=drawn))
+
+
+DAMAGES: tuple[Damage, ...] = (
+    flip_bits, cut, insert, nest, odd_value, odd_value, odd_value, lose, lose, add, swap, scale, times, times,
+)  # fmt: skip
+
+
+def use(profile: Profile, path: Path) -> None:
+    """Ask a profile what every command may ask; raises `AssertionError` where an answer is no time."""
+    profile.save(path.with_name("again.json"))
+    assert Profile.load(path.with_name("again.json")) == profile, "another profile once written"
+    for json_ in (False, True):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            info(path, json_)
+        out.getvalue().encode()
+    seconds = [profile.prefill_seconds(torch.tensor([1, 100]))]
+    depth = profile.max_depth
+    for name in (*profile.decision_s, "unknown"):
+        price = profile.decision(name)
+        for context in (1.0, 20.0, 4096.0):
+            seconds.append(profile.chain_costs(context, price))
+            k = torch.arange(depth + 1)
+            fed = torch.stack([k > 0, 2 * k, 0 * k], 1)
+            seconds.append(profile.round_seconds(0 * k + context, k, k.flip(0), 1 + 9 * k, k, price, fed))
+    seconds.append(torch.tensor([*profile.low.tree_draft(20), *profile.high.tree_verify(20)]))
+    for values in seconds:
+        assert bool((values.isfinite() & (values >= 0)).all()), f"seconds of {values.tolist()}"
+
+
+def replay(profile: Profile, trace: Trace) -> None:
+    """Evaluate with a profile; raises `AssertionError` where the report has numbers that are none."""
+    report = evaluate(trace, profile, [Confidence(0.6, DEPTH)])
+    json.dumps(report.to_dict(), allow_nan=False)
+    for line in report.lines:
+        assert math.isfinite(line.tokens_per_s) and line.tokens_per_s > 0, f"{line.name}: {line.tokens_per_s} tokens/s"
+
+
+def _trace(room: Path) -> Trace:
+    folder = save_pair(room / "pair")
+    pair = load_pair(folder / "target", folder / "draft", dtype="float64")
+    prompts = [Prompt(f"p{i}", text) for i, text in enumerate(PROMPTS)]
+    return collect(pair, prompts, room / "trace", depth=DEPTH, temperature=0.0, max_new_tokens=12, shards=1)
+
+
+def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
+    """Damage `count` profiles; return how often what happened, and the faults found."""
+    texts, trace, path = [json.dumps(p.to_dict()) for p in good_profiles()], _trace(room), room / "profile.json"
+    seen: Counter[str] = Counter()
+    faults, taken = [], 0
+    for number in range(count):
+        chance = random.Random(f"{seed}-{number}")
+        damage = chance.choice(DAMAGES)
+        path.write_text(damage(chance.choice(texts), chance), encoding="utf-8")
+        began, outcome = time.perf_counter(), "read, and sane"
+        try:
+            try:
+                profile = Profile.load(path)
+            except InputError as error:
+                outcome, line = "refused", str(error)
+                line.encode()
+                assert line.isprintable() and len(line) < 400, f"not one line: {line[:200]!r}"
+            else:
+                use(profile, path)
+                taken += 1
+                if taken % EVALUATED == 1:
+                    outcome = "read, and sane when replayed"
+                    replay(profile, trace)
+        except Exception as error:  # whatever it is, it is a fault
+            outcome = "fault"
+            faults.append(f"{number} {damage.__name__}: {type(error).__name__}: {str(error)[:200]}")
+        if time.perf_counter() - began > SECONDS:
+            faults.append(f"{number} {damage.__name__}: took {time.perf_counter() - began:.1f} s")
+        seen[f"{damage.__name__}: {outcome}"] += 1
+    return seen, faults
