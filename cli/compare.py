@@ -48,9 +48,8 @@ def _show(found: Comparison) -> None:
 
 
 def _cells(line: Difference) -> tuple[str, ...]:
-    from ..train.report.files import interval
 
     rates = ("-" if rate is None else f"{rate:.1f}" for rate in (line.rate_a, line.rate_b))
-    ratios = ("-" if ratio is None else interval(ratio) for ratio in (line.to_best_a, line.to_best_b))
+    ratios = ("-" if ratio is None else ratio.text() for ratio in (line.to_best_a, line.to_best_b))
     overlap = "-" if line.overlap is None else "yes" if line.overlap else "no"
-    return (line.name, *rates, *ratios, overlap, "-" if line.gain is None else interval(line.gain))
+    return (line.name, *rates, *ratios, overlap, "-" if line.gain is None else line.gain.text())

@@ -158,6 +158,8 @@ def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
 
 def show_export(figures: dict[str, Any]) -> None:
     """Print what an export gains at one request, and by batch size."""
+    from ..train.report.records import Ratio
+
     alone = figures.get("alone")
     rows = []
     if alone:
@@ -167,11 +169,7 @@ def show_export(figures: dict[str, Any]) -> None:
             f"{alone.get('policy')} to this export": "policy_to_this",
             "knowing every accepted length, to this": "clairvoyant_bound_to_this",
         }
-        rows = [
-            (what, f"{r['value']:.3f} [{r['low']:.3f}, {r['high']:.3f}]")
-            for what, key in named.items()
-            if (r := alone.get(key))
-        ]
+        rows = [(what, Ratio(**r).text()) for what, key in named.items() if (r := alone.get(key))]
     for name in ("settings", "older_settings"):
         if name in figures:
             rows.append((name, ", ".join(f"{k} {v:g}" for k, v in figures[name].items())))

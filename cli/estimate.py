@@ -55,14 +55,10 @@ def estimate(
 
 def _show(found: Offline) -> None:
     """Print the table, what it rests on, and the caveats."""
-    from ..train.report.files import interval
-    from ..train.report.records import Ratio
-
     rows = []
     for line in found.lines:
-        ms = Ratio(*(1e3 * x for x in (line.seconds.value, line.seconds.low, line.seconds.high)))
-        cells = [interval(r) for r in (line.tokens, ms)] + [interval(line.rate, 1)]
-        rows.append([NAMES[line.name], *cells, interval(line.net), interval(line.to_logging)])
+        cells = [line.tokens.text(), line.seconds.times(1e3).text(), line.rate.text(1)]
+        rows.append([NAMES[line.name], *cells, line.net.text(), line.to_logging.text()])
     recorded = f"recorded under {found.logging or 'an unnamed policy'}, {found.explore:.0%} explored"
     table(f"{found.policy}, by rounds {recorded}; {found.facts['intervals']}", COLUMNS, rows)
     say = output().print

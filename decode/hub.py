@@ -209,6 +209,12 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str
     )
 
 
+def _ratio(found: Mapping[str, Any]) -> str:
+    """Return a ratio with its interval, if it has one."""
+    value = f"{found['value']:.3f}"
+    return value if found["low"] is None else f"{value} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
 def _gains(figures: Mapping[str, Any]) -> str:
     """Return the figures as text."""
     alone, metrics = figures.get("alone"), figures.get("metrics")
@@ -217,7 +223,7 @@ def _gains(figures: Mapping[str, Any]) -> str:
             ("plain decoding", alone["to_plain"]),
             (f"best fixed length ({alone['best_fixed']})", alone["to_best_fixed"]),
         ]
-        body = "\n".join(f"| {what} | {r['value']:.3f} [{r['low']:.3f}, {r['high']:.3f}] |" for what, r in rows)
+        body = "\n".join(f"| {what} | {_ratio(found)} |" for what, found in rows)
         where = f"Replayed on {alone['prompts']}, decision time included, with the profile's latency; 95% intervals."
         return f"{where}\n\n| times as fast as | ratio |\n|---|---|\n{body}"
     if metrics and "held_out_ratio_to_best_fixed" in metrics:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from specstop.train.report.intervals import Resamples, expanded_tail
+from specstop.train.report.records import FEWEST, TOO_FEW, Ratio, verdict
 
 NORMAL_TAIL = 0.025
 
@@ -54,7 +55,7 @@ def test_what_holds_in_every_resample_holds_for_the_interval() -> None:
     assert (same.value, same.low, same.high) == (1.0, 1.0, 1.0)
 
 
-def test_resamples_without_a_value_are_left_out_and_one_prompt_has_no_spread() -> None:
+def test_resamples_without_a_value_are_left_out_and_one_prompt_has_no_interval() -> None:
     made = Resamples(["a", "b", "c"], replicates=500)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = made.total([1.0, 3.0, 0.0]) / made.total([1.0, 1.0, 0.0])
@@ -62,4 +63,14 @@ def test_resamples_without_a_value_are_left_out_and_one_prompt_has_no_spread() -
     found = made.interval(ratio)
     assert (found.value, found.low, found.high) == (2.0, 1.0, 3.0)
     alone = Resamples(["a", "a"], replicates=10)
-    assert alone.interval(alone.total([1.0, 2.0])).low == 3.0
+    assert alone.interval(alone.total([1.0, 2.0])) == Ratio(3.0, None, None)
+
+
+def test_a_ratio_without_an_interval_is_neither_above_nor_below_and_shows_none() -> None:
+    for value in (0.5, 2.0):
+        assert not Ratio(value).is_above and not Ratio(value).is_below
+        assert Ratio(value).text(1) == f"{value:.1f}"
+        assert Ratio(value).times(2.0) == Ratio(2 * value)
+        assert verdict(Ratio(value, 1.5 * value, 2 * value), FEWEST - 1) == TOO_FEW
+    assert Ratio(1.1, 1.05, 1.2).is_above and Ratio(0.9, 0.8, 0.95).is_below
+    assert Ratio(1.1, 1.05, 1.2).times(10.0).text(2) == "11.00 [10.50, 12.00]"

@@ -24,12 +24,13 @@ from specstop.policies.errors import InputError
 from specstop.train.fit.continuation import Informed, informed_estimate
 from specstop.train.fit.run import train
 from specstop.train.report.answer import answer, findings, why
+from specstop.train.report.compare import compare
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.files import plain, to_csv, to_markdown, write_report
 from specstop.train.report.insight import StopCost
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.page import to_html
-from specstop.train.report.records import Line, Ratio, Report
+from specstop.train.report.records import NO_VERDICT, TOO_FEW, Line, Ratio, Report
 from specstop.train.report.sections import sections
 from specstop.train.report.single_rounds import round_owners
 from specstop.train.traces.data import trace_arrays
@@ -204,6 +205,30 @@ def test_a_report_without_details_is_a_page_too(
     write_report(bare, tmp_path / "out")
     found = Page((tmp_path / "out" / "report.html").read_text())
     assert sum(tag == "svg" for tag, _ in found.elements) == 3
+
+
+def test_one_prompt_gives_no_verdict_and_no_interval(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    trace = sides[1]
+    one = trace.rows["prompt_id"][0]
+    alone = Trace(trace.folder, trace.header, trace.rows.filter(lambda name: name == one, input_columns="prompt_id"))
+    report = evaluate(alone, full_profile, [Confidence(0.7, DEPTH)], out=tmp_path / "a", sweep=True)
+    assert report.facts["prompts"] == 1
+    for line in report.lines:
+        assert {ratio.low for ratio in (line.to_plain, line.to_best_fixed, line.gap_closed)} == {None}
+        assert line.verdict in ("", TOO_FEW)
+    assert report.answer is not None and not report.answer.deploy
+    assert report.answer.verdict == NO_VERDICT
+    assert report.answer.headline.startswith("No verdict: a single prompt says nothing about others")
+    text = (tmp_path / "a" / "report.html").read_text()
+    found = Page(text)
+    assert report.answer.headline in "".join(found.words) and "of resamples" not in text
+    assert not re.search(r"\d \[[\d.]+, [\d.]+\]", text + to_markdown(report))
+    with (tmp_path / "a" / "report.csv").open() as file:
+        assert {row["to_plain_low"] for row in csv.DictReader(file)} == {""}
+    both = compare(tmp_path / "a", tmp_path / "a").line("best fixed")
+    assert both.to_best_a == Ratio(1.0) and both.overlap is None
 
 
 # Markdown, CSV

@@ -15,8 +15,8 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.fit.tune import fixed_grid
-from specstop.train.report.records import Ratio
-from specstop.train.report.transfer import FEWEST, transfer, verdict
+from specstop.train.report.records import FEWEST, Ratio, verdict
+from specstop.train.report.transfer import transfer
 from specstop.train.report.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
 from specstop.train.traces.data import trace_arrays, typical_context

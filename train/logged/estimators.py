@@ -17,6 +17,7 @@ rounds, which `terms` returns; so ratios of values, such as tokens per second, a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -85,7 +86,7 @@ class OffPolicyEstimator(ABC):
         random_state: int = 0,
         clusters: Sequence[Any] | None = None,
     ) -> dict[str, float]:
-        """Return the value as "mean", and both ends of its interval.
+        """Return the value as "mean", and both ends of its interval; NaN where all rounds are of one cluster.
 
         Args:
             reward, action, pscore, action_dist, position, estimated_rewards_by_reg_model: as of `terms`.
@@ -98,7 +99,8 @@ class OffPolicyEstimator(ABC):
         made = Resamples(range(len(above)) if clusters is None else clusters, random_state, n_bootstrap_samples)
         found = made.interval(made.total(above) / made.total(below), 1.0 - alpha)
         level = f"{100 * (1.0 - alpha):.1f}% CI"
-        return {"mean": found.value, f"{level} (lower)": found.low, f"{level} (upper)": found.high}
+        low, high = (math.nan if end is None else end for end in (found.low, found.high))
+        return {"mean": found.value, f"{level} (lower)": low, f"{level} (upper)": high}
 
 
 class InverseProbabilityWeighting(OffPolicyEstimator):

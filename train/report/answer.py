@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from .insight import StopCost
 from .intervals import LEVEL, Resamples, Values
-from .records import Answer, Line, Ratio
+from .records import DEPLOY, FEWEST, NO_VERDICT, REFUSE, Answer, Line, Ratio
 
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
-FEWEST = 8
-"""Prompts below which an interval says too little to deploy on."""
 
 
 def span(ratio: Ratio, digits: int = 3) -> str:
@@ -40,7 +38,7 @@ def answer(
     asked = sorted((x for x in lines if x.kind in ("rule", "learned")), key=lambda x: -x.tokens_per_s)
     if not asked:
         return None
-    clear = [x for x in asked if boot.interval(to_best[x.name]).low > 1.0]
+    clear = [x for x in asked if boot.interval(to_best[x.name]).is_above]
     top = (clear or asked)[0]
     against = boot.interval(to_best[top.name])
     above = float((to_best[top.name][1 : 1 + boot.replicates] > 1.0).mean())
@@ -53,13 +51,19 @@ def answer(
     use, how = top.name, ""
     if not clear:
         use, how = (best_name, "") if plain_use is best else (plain_use.name, f" ({plain_use.note.partition(';')[0]})")
-    if clear:
+    told = NO_VERDICT if boot.prompts < 2 else DEPLOY if clear else REFUSE
+    if told == NO_VERDICT:
+        headline = (
+            f"No verdict: a single prompt says nothing about others, so there are no intervals; give {FEWEST} or more. On it "
+            f"the fastest policy, {top.name}, is {against.value:.3f} times {rival}."
+        )
+    elif clear:
         headline = (
             f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {against.value:.3f} times "
             f"{rival}, {LEVEL_TEXT} {span(against)}."
         )
     else:
-        where = "below 1" if against.high < 1.0 else "not clear of 1" if against.low <= 1.0 else "from too few prompts"
+        where = "below 1" if against.is_below else "from too few prompts" if against.is_above else "not clear of 1"
         headline = (
             f"Do not deploy a policy here, use {use}{how}: {plain_use.to_plain.value:.2f} times as fast as plain decoding. "
             f"The fastest policy, {top.name}, is {against.value:.3f} times {rival}, {LEVEL_TEXT} {span(against)}: {where}."
@@ -72,11 +76,14 @@ def answer(
         _sure(top.name, rival, above, boot, len(asked)),
         why(top.name, stops),
         above,
+        told,
     )
 
 
 def _sure(name: str, rival: str, above: float, boot: Resamples, compared: int) -> str:
     """Return in words how far the answer can be trusted."""
+    if boot.prompts < 2:
+        return f"one prompt; {FEWEST} are the fewest that give a verdict."
     share = "all" if above == 1.0 else "none" if above == 0.0 else f"{above:.1%}"
     text = f"{name} is ahead of {rival} in {share} of {boot.replicates:,} resamples of the {boot.prompts} prompts"
     if boot.prompts < FEWEST:
@@ -130,13 +137,13 @@ def findings(
     ]
     for name, values in to_informed.items():
         ratio = boot.interval(values)
-        if kinds.get(name) in ("rule", "learned") and ratio.low > 1:
+        if kinds.get(name) in ("rule", "learned") and ratio.is_above:
             found.append(
                 f"{name} is above the informed estimate beyond its interval ({ratio.value:.3f} times, {span(ratio)}): it "
                 "knows something that the estimate does not, or has seen these prompts"
             )
     for name, values in to_static.items():
         ratio = boot.interval(values)
-        if kinds.get(name) in ("rule", "learned") and ratio.high < 1:
+        if kinds.get(name) in ("rule", "learned") and ratio.is_below:
             found.append(f"{name} is slower than the best static tree ({ratio.value:.3f} times, {span(ratio)})")
     return tuple(found)

@@ -22,12 +22,19 @@ class Num:
         """The place as a JSON pointer (RFC 6901)."""
         return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in self.path)
 
-    def value(self, data: Data) -> float:
-        """Return the figure as the JSON has it."""
+    def _found(self, data: Data) -> Any:
         found: Any = data
         for step in self.path:
             found = found[step]
-        return float(found)
+        return found
+
+    def is_known(self, data: Data) -> bool:
+        """Whether the JSON has a figure there."""
+        return self._found(data) is not None
+
+    def value(self, data: Data) -> float:
+        """Return the figure as the JSON has it."""
+        return float(self._found(data))
 
     def text(self, data: Data) -> str:
         """Return the figure as it is shown."""
@@ -42,8 +49,21 @@ class Mark:
     words: str
 
 
-Parts = tuple["str | Num", ...]
-Cell = str | Num | Mark | Parts
+@dataclass(frozen=True)
+class Spread:
+    """A ratio of the report with its interval, if it has one: `1.042 [1.021, 1.063]`."""
+
+    path: Path
+    digits: int = 3
+
+    def pieces(self, data: Data) -> Parts:
+        """Return what it is written of."""
+        value, low, high = (Num((*self.path, part), f".{self.digits}f") for part in ("value", "low", "high"))
+        return (value, " [", low, ", ", high, "]") if low.is_known(data) else (value,)
+
+
+Parts = tuple["str | Num | Spread", ...]
+Cell = str | Num | Mark | Spread | Parts
 
 
 @dataclass(frozen=True)
@@ -87,15 +107,10 @@ class Section:
 
 def cell_text(cell: Cell, data: Data) -> str:
     """Return a cell as text."""
+    if isinstance(cell, Spread):
+        return cell_text(cell.pieces(data), data)
     if isinstance(cell, tuple):
         return "".join(cell_text(part, data) for part in cell)
     if isinstance(cell, Num):
         return cell.text(data)
     return cell.words if isinstance(cell, Mark) else cell
-
-
-def spread(path: Path, digits: int = 3) -> Parts:
-    """Return the cell of a ratio: `1.042 [1.021, 1.063]`."""
-    form = f".{digits}f"
-    value, low, high = (Num((*path, part), form) for part in ("value", "low", "high"))
-    return (value, " [", low, ", ", high, "]")

@@ -29,7 +29,7 @@ class Difference:
         rate_a, rate_b: tokens per second; None where a report has no such line.
         to_best_a, to_best_b: ratio to the best fixed length of each report.
         gain: B over A: of the rates where that is known by prompt (paired), else of the ratios to the best fixed length.
-        overlap: whether the intervals of `to_best_a` and `to_best_b` do.
+        overlap: whether the intervals of `to_best_a` and `to_best_b` do; None where one of them has none.
     """
 
     name: str
@@ -118,13 +118,21 @@ def _difference(name: str, one: Read, two: Read, common: Sequence[str], seed: in
         return Difference(name, kind, rate_a, rate_b, ratio_a, ratio_b, None, None)
     to_a, to_b = _ratio(mine), _ratio(other)
     gain = _paired(name, one, two, common, seed) if common else _unpaired(to_a, to_b)
-    overlap = to_a.low <= to_b.high and to_b.low <= to_a.high
-    return Difference(name, kind, float(mine["tokens_per_s"]), float(other["tokens_per_s"]), to_a, to_b, gain, overlap)
+    rates = float(mine["tokens_per_s"]), float(other["tokens_per_s"])
+    return Difference(name, kind, *rates, to_a, to_b, gain, _overlap(to_a, to_b))
+
+
+def _overlap(a: Ratio, b: Ratio) -> bool | None:
+    """Return whether two intervals do; None where one of them is none."""
+    if a.low is None or a.high is None or b.low is None or b.high is None:
+        return None
+    return a.low <= b.high and b.low <= a.high
 
 
 def _ratio(line: Mapping[str, Any]) -> Ratio:
     raw = line["to_best_fixed"]
-    return Ratio(float(raw["value"]), float(raw["low"]), float(raw["high"]))
+    low, high = (None if end is None else float(end) for end in (raw["low"], raw["high"]))
+    return Ratio(float(raw["value"]), low, high)
 
 
 def _paired(name: str, one: Read, two: Read, common: Sequence[str], seed: int) -> Ratio | None:
@@ -141,8 +149,8 @@ def _paired(name: str, one: Read, two: Read, common: Sequence[str], seed: int) -
 
 def _unpaired(a: Ratio, b: Ratio) -> Ratio | None:
     """Return b / a of two independent ratios (Zou and Donner 2008): squared distances to the bounds add up."""
-    values = (a.value, a.low, a.high, b.value, b.low, b.high)
-    if min(values) <= 0:
+    values = [end for end in (a.value, a.low, a.high, b.value, b.low, b.high) if end is not None]
+    if len(values) < 6 or min(values) <= 0:
         return None
     a0, a1, a2, b0, b1, b2 = map(math.log, values)
     low = b0 - a0 - math.hypot(max(b0 - b1, 0.0), max(a2 - a0, 0.0))

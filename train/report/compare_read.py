@@ -96,9 +96,9 @@ def read_report(path: str | Path) -> Read:
 
 
 def _checked(line: Any) -> dict[str, Any]:
-    """Return a line whose numbers are numbers."""
-    values = [line["tokens_per_s"], *(line["to_best_fixed"][name] for name in _NUMBERS)]
-    for value in values:
+    """Return a line whose numbers are numbers; both ends of an interval may be null."""
+    ratio, *ends = (line["to_best_fixed"][name] for name in _NUMBERS)
+    for value in (line["tokens_per_s"], ratio, *(() if ends == [None, None] else ends)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"{value!r} in the line {line['name']!r} is no number")
     out: dict[str, Any] = dict(line)

@@ -298,7 +298,7 @@ class _Table:
             made = self.line(e.name, e.kind, self.tokens / self.total(result), result, e.note)
             if e.kind in ("rule", "learned"):
                 rival = self.boot.interval(self.to_rival(e, entries))
-                made = dataclasses.replace(made, verdict=verdict(rival.low, rival.high))
+                made = dataclasses.replace(made, verdict=verdict(rival, self.boot.prompts))
             out.append(made)
         if informed is not None:
             note = "best cross-fitted continuation value on all scalars, decisions for nothing"

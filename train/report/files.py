@@ -34,11 +34,6 @@ def plain(report: Report) -> Data:
     return data
 
 
-def interval(ratio: Ratio, digits: int = 3) -> str:
-    """Return `1.042 [1.021, 1.063]`."""
-    return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
-
-
 def policy_rows(report: Report) -> list[list[str]]:
     """Return the table of policies as texts, its columns first."""
     data = plain(report)
@@ -67,7 +62,7 @@ def to_csv(report: Report) -> str:
     return out.getvalue()
 
 
-def _three(ratio: Ratio) -> tuple[float, float, float]:
+def _three(ratio: Ratio) -> tuple[float, float | None, float | None]:
     return ratio.value, ratio.low, ratio.high
 
 

@@ -53,11 +53,11 @@ class Resamples:
     def interval(self, values: Values, level: float = LEVEL) -> Ratio:
         """Return the value of the sample and its interval, from values [1 + R] of a statistic of `total`s.
 
-        Resamples without a value are left out. One prompt has no spread: its interval is the value, and means nothing.
+        Resamples without a value are left out. One prompt says nothing of how others differ: it has no interval.
         """
         value, known = float(values[0]), values[1:][np.isfinite(values[1:])]
         if not len(known) or self.prompts < 2:
-            return Ratio(value, value, value)
+            return Ratio(value)
         tail = expanded_tail(self.prompts, level)
         low, high = np.quantile(known, [tail, 1.0 - tail])
         return Ratio(value, float(low), float(high))

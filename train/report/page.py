@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .cells import Data, Num, Path
 from .pictures import DRAWN
+from .records import NO_VERDICT
 from .sections import sections
 
 if TYPE_CHECKING:
@@ -33,17 +34,20 @@ def to_html(data: Data) -> str:
     return _template().render(
         data=data,
         answer=found,
-        title=found["use"]
-        if found and found["deploy"]
-        else f"use {found['use']}"
-        if found
-        else "what each policy gains",
+        title=_title(found),
         figures=_figures(data) if found else [],
         facts=facts_text(data),
         sections=parts,
         pictures={part.id: DRAWN[part.id](data) for part in parts if part.id in DRAWN},
         style=_asset("page.css"),
     )
+
+
+def _title(found: dict[str, Any] | None) -> str:
+    """Return what the page is called, by its answer."""
+    if found is None or found["verdict"] == NO_VERDICT:
+        return "what each policy gains"
+    return str(found["use"] if found["deploy"] else f"use {found['use']}")
 
 
 def _figures(data: Data) -> list[dict[str, Any]]:
@@ -57,8 +61,10 @@ def _figures(data: Data) -> list[dict[str, Any]]:
     out = [
         _with_interval(f"{found['use']}: times plain decoding", use_path, ".2f"),
         _with_interval(f"{found['candidate']}: times the best fixed length", path, ".3f"),
-        {"label": "of resamples ahead of it", "num": Num(("answer", "above"), ".1f", 100.0), "low": None, "unit": "%"},
     ]
+    if found["verdict"] != NO_VERDICT:
+        above = Num(("answer", "above"), ".1f", 100.0)
+        out.append({"label": "of resamples ahead of it", "num": above, "low": None, "unit": "%"})
     if any(line["kind"] == "bound" for line in data["lines"]):
         out.append(_with_interval("gap to the clairvoyant closed", ("lines", candidate, "gap_closed"), ".2f"))
     return out

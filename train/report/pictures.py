@@ -7,7 +7,11 @@ from typing import Any
 
 from .cells import Data
 from .charts import Chart, Picture, Point, room, rows_chart, series, stacked_rows
+from .records import Ratio
 from .sections import STOP_PARTS, TIME_PARTS
+
+Interval = Mapping[str, Any]
+"""A ratio as the JSON has it: value, low and high, the latter two null where there is no interval."""
 
 _MOST_LINES = 6
 _KINDS = {"fixed": "s0", "static": "s0", "rule": "s1", "learned": "s2", "informed": "s3", "bound": "s4"}
@@ -17,15 +21,14 @@ def speed(data: Data) -> list[Picture]:
     """Every policy against the best fixed length, and the curve of fixed lengths."""
     shown = [x for x in data["lines"] if x["kind"] not in ("bound", "informed") and x["name"] != "plain decoding"]
     ratios = [line["to_best_fixed"] for line in shown]
-    limits = room([r[k] for r in ratios for k in ("low", "high", "value")], 1.0, share=0.12)
+    limits = room(_ends(ratios), 1.0, share=0.12)
 
     def draw(chart: Chart, at: int, y: float) -> None:
         line, ratio, look = shown[at], ratios[at], _KINDS[shown[at]["kind"]]
         if not at:
             chart.rule((1.0, 0.0), (1.0, float(len(shown))))
-        words = f"{line['name']}: {ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-        chart.whisker((ratio["low"], y), (ratio["high"], y), look)
-        chart.dot((ratio["value"], y), look, words)
+        _whisker(chart, ratio, y, look)
+        chart.dot((ratio["value"], y), look, f"{line['name']}: {Ratio(**ratio).text()}")
         chart.words(chart.x(ratio["value"]), chart.y(y) + 16, f"{ratio['value']:.3f}", "value", "middle")
 
     title = "Speed of every policy, best fixed length = 1, 95% intervals"
@@ -64,9 +67,27 @@ def acceptance(data: Data) -> list[Picture]:
     bands = list(enumerate(data["bands"], 1))
     title = "Share of anchors with at least k accepted tokens, 95% band"
     chart = Chart(title, (0.5, len(bands) + 0.5), (0.0, 1.0), "k", "P(A >= k)", x_ticks=_counts(1, len(bands)))
-    chart.band([(k, b["low"]) for k, b in bands], [(k, b["high"]) for k, b in bands], "s0")
+    _band(chart, bands, "s0")
     _series(chart, [(float(k), b["value"]) for k, b in bands], "s0", "k = {0:g}: {1:.3f}")
     return [Picture(chart.svg(), title)]
+
+
+def _ends(ratios: Sequence[Interval]) -> list[float]:
+    """Return all values and ends of intervals."""
+    return [end for ratio in ratios for end in ratio.values() if end is not None]
+
+
+def _whisker(chart: Chart, ratio: Interval, y: float, look: str) -> None:
+    """Draw an interval; nothing where there is none."""
+    if ratio["low"] is not None and ratio["high"] is not None:
+        chart.whisker((ratio["low"], y), (ratio["high"], y), look)
+
+
+def _band(chart: Chart, rows: Sequence[tuple[float, Interval]], look: str) -> None:
+    """Fill between the ends of intervals; nothing where there are none."""
+    ends = [(x, r["low"], r["high"]) for x, r in rows if r["low"] is not None and r["high"] is not None]
+    if ends:
+        chart.band([(x, low) for x, low, _ in ends], [(x, high) for x, _, high in ends], look)
 
 
 def _counts(first: int, last: int) -> list[tuple[float, str]]:
@@ -146,12 +167,12 @@ def groups(data: Data) -> list[Picture]:
         ratio = ratios[at]
         if not at:
             chart.rule((1.0, 0.0), (1.0, float(len(found))))
-        chart.whisker((ratio["low"], y), (ratio["high"], y), "s2")
+        _whisker(chart, ratio, y, "s2")
         chart.dot((ratio["value"], y), "s2", f"{found[at]['name']}: {ratio['value']:.3f}")
         chart.words(chart.x(ratio["value"]), chart.y(y) + 16, f"{ratio['value']:.3f}", "value", "middle")
 
     title = f"{subject} by group, best fixed length of all prompts = 1"
-    limits = room([r[k] for r in ratios for k in ("low", "high")], 1.0, share=0.12)
+    limits = room(_ends(ratios), 1.0, share=0.12)
     names = [f"{group['name'] or '(no name)'} ({group['prompts']} prompts)" for group in found]
     return [Picture(rows_chart(title, names, limits, "times the best fixed length", draw).svg(), title)]
 
@@ -174,11 +195,11 @@ def sensitivity(data: Data) -> list[Picture]:
     """The policy of the report under other latencies."""
     found, subject = data["details"]["sensitivity"], data["details"]["subject"]
     centre = next(one for one in found if one["factor"] == 1.0)
-    lines: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
+    lines: dict[str, list[tuple[float, Interval]]] = {}
     for what in ("draft", "verification"):
         rows = sorted([*(one for one in found if one["what"] == what), centre], key=lambda one: float(one["factor"]))
         lines[what] = [(one["factor"], one["ratios"][subject]) for one in rows]
-    limits = room([r[k] for rows in lines.values() for _, r in rows for k in ("low", "high")], 1.0)
+    limits = room(_ends([r for rows in lines.values() for _, r in rows]), 1.0)
     factors = [factor for factor, _ in lines["draft"]]
     title = f"{subject} against the best fixed length if calls were dearer or cheaper"
     shown = [(f, f"x{f:g}") for f in factors]
@@ -187,7 +208,7 @@ def sensitivity(data: Data) -> list[Picture]:
     chart.rule((factors[0], 1.0), (factors[-1], 1.0))
     for at, (what, rows) in enumerate(lines.items()):
         look = series(2 * at)
-        chart.band([(f, r["low"]) for f, r in rows], [(f, r["high"]) for f, r in rows], look)
+        _band(chart, rows, look)
         _series(chart, [(f, r["value"]) for f, r in rows], look, f"{what} x{{0:g}}: {{1:.3f}}")
     return [Picture(chart.svg(), title, tuple((series(2 * at), what) for at, what in enumerate(lines)))]
 

@@ -65,7 +65,8 @@ def policy_panel(axes: Any, report: Report) -> Any:
     lines = [line for line in report.lines if line.kind != "bound" and line.name != "plain decoding"][::-1]
     for place, line in enumerate(lines):
         ratio = line.to_best_fixed
-        axes.plot([ratio.low, ratio.high], [place, place], color=_COLOURS[line.kind], linewidth=2)
+        if ratio.low is not None:
+            axes.plot([ratio.low, ratio.high], [place, place], color=_COLOURS[line.kind], linewidth=2)
         axes.plot(ratio.value, place, "o", color=_COLOURS[line.kind])
         axes.annotate(
             f"{ratio.value:.3f}",

@@ -6,21 +6,47 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-DEPLOY, NO_GAIN, REFUSE = "deploy", "no gain", "do not deploy"
-
-
-def verdict(low: float, high: float) -> str:
-    """Return what the interval of a ratio to what needs no policy means for deploying one."""
-    return DEPLOY if low > 1.0 else REFUSE if high < 1.0 else NO_GAIN
+DEPLOY, NO_GAIN, REFUSE, TOO_FEW = "deploy", "no gain", "do not deploy", "too few prompts"
+NO_VERDICT = "no verdict"
+FEWEST = 8
+"""Prompts below which an interval says too little for a verdict."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of sums and its bootstrap interval over prompts."""
+    """A ratio of sums and its bootstrap interval; without one where a single prompt says nothing about others."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low is not None and self.low > 1.0
+
+    @property
+    def is_below(self) -> bool:
+        """Whether the whole interval lies below 1."""
+        return self.high is not None and self.high < 1.0
+
+    def times(self, factor: float) -> Ratio:
+        """Return value and interval, multiplied."""
+        low, high = (None if end is None else factor * end for end in (self.low, self.high))
+        return Ratio(factor * self.value, low, high)
+
+    def text(self, digits: int = 3) -> str:
+        """Return `1.042 [1.021, 1.063]`; the value alone where there is no interval."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.{digits}f}"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def verdict(ratio: Ratio, prompts: int) -> str:
+    """Return what a ratio to what needs no policy means for deploying one."""
+    if prompts < FEWEST:
+        return TOO_FEW
+    return DEPLOY if ratio.is_above else REFUSE if ratio.is_below else NO_GAIN
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,7 @@ class Answer:
 
     Attributes:
         deploy: whether a policy is clear of the best fixed length (and of the best static tree).
+        verdict: `DEPLOY`, `REFUSE`, or `NO_VERDICT` from a single prompt.
         use: the policy, or the fixed length that none is clear of.
         candidate: the fastest policy of those compared; `use` where `deploy`.
         headline: one sentence.
@@ -72,6 +99,7 @@ class Answer:
     sure: str
     why: tuple[str, ...]
     above: float
+    verdict: str = REFUSE
 
 
 @dataclass(frozen=True)

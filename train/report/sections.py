@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .cells import Cell, Data, Mark, Num, Path, Section, Table, spread
-from .records import REFUSE, verdict
+from .cells import Cell, Data, Mark, Num, Path, Section, Spread, Table
+from .records import REFUSE, Ratio
 
 _REFERENCES = ("plain decoding", "best fixed", "clairvoyant bound")
 
@@ -18,9 +18,9 @@ def speed_table(data: Data) -> Table:
         counts: list[Cell] = ["", "", ""]
         if line["kind"] not in ("bound", "informed"):
             counts = [Num((*path, name), ".2f") for name in ("block_efficiency", "drafted", "accepted")]
-        gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else spread((*path, "gap_closed"), 2)
+        gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else Spread((*path, "gap_closed"), 2)
         told = Mark(line["verdict"]) if line["verdict"] else ""
-        ratios = (spread((*path, "to_plain")), spread((*path, "to_best_fixed")))
+        ratios = (Spread((*path, "to_plain")), Spread((*path, "to_best_fixed")))
         rows.append((line["name"], Num((*path, "tokens_per_s"), ".1f"), told, *ratios, gap, *counts))
     notes = tuple(line["note"] for line in data["lines"])
     return Table("Speed of every policy", COLUMNS, tuple(rows), notes=notes)
@@ -63,7 +63,7 @@ def acceptance(data: Data) -> Section | None:
     """How long the draft holds."""
     if not data["bands"]:
         return None
-    rows = tuple((str(k), spread(("bands", k - 1))) for k in range(1, len(data["bands"]) + 1))
+    rows = tuple((str(k), Spread(("bands", k - 1))) for k in range(1, len(data["bands"]) + 1))
     return Section(
         "acceptance",
         "Acceptance by depth",
@@ -224,9 +224,8 @@ def groups(data: Data) -> Section | None:
         cells: list[Cell] = []
         for name in names:
             ratio = group["ratios"][name]
-            refused = verdict(ratio["low"], ratio["high"]) == REFUSE
-            number = spread((*path, "ratios", name))
-            cells.append((*number, f" {REFUSE}") if refused else number)
+            number = Spread((*path, "ratios", name))
+            cells.append((number, f" {REFUSE}") if Ratio(**ratio).is_below else number)
         counts = (Num((*path, "prompts"), ",.0f"), Num((*path, "tokens"), ",.0f"))
         rows.append((group["name"] or "(no name)", *counts, group["best_fixed"], *cells))
     best = next(line["note"] for line in data["lines"] if line["name"] == "best fixed").partition(",")[0]
@@ -272,7 +271,7 @@ def sensitivity(data: Data) -> Section | None:
         (
             one["what"] if one["factor"] == 1.0 else f"{one['what']} x {one['factor']:g}",
             one["best_fixed"],
-            *(spread(("details", "sensitivity", at, "ratios", name)) for name in names),
+            *(Spread(("details", "sensitivity", at, "ratios", name)) for name in names),
         )
         for at, one in enumerate(found)
     )
@@ -317,7 +316,7 @@ def sweep(data: Data) -> Section | None:
     rows: list[tuple[Cell, ...]] = []
     for at in range(len(found["ratios"])):
         point = (Num((*where, "ratios", at), ".3g"), Num((*where, "best_fixed", at), ".0f"))
-        rows.append((*point, *(spread((*where, "lines", i, "to_best_fixed", at)) for i in range(len(found["lines"])))))
+        rows.append((*point, *(Spread((*where, "lines", i, "to_best_fixed", at)) for i in range(len(found["lines"])))))
     words = tuple(
         f"{line['name']}: {line['verdict']}" + (f" ({line['note']})." if line["note"] else ".")
         for line in found["lines"]
@@ -345,7 +344,7 @@ def transfer(data: Data) -> Section | None:
         cells: list[Cell] = []
         for i, cell in enumerate(found["cells"][at]):
             tail = f" {cell['verdict']}" + (", own" if cell["own"] else "")
-            cells.append((*spread(("details", "transfer", "cells", at, i, "to_best_fixed")), tail))
+            cells.append((Spread(("details", "transfer", "cells", at, i, "to_best_fixed")), tail))
         rows.append((name, found["trained_on"][at], *cells))
     return Section(
         "transfer",

@@ -65,7 +65,7 @@ def round_report(
         if of is None:
             return Line(name, kind, float(rate[0]), *ratios, note=note)
         committed, drafted, verified = (float(v.mean()) for v in (of.committed, of.drafted, of.verified))
-        told = verdict(ratios[1].low, ratios[1].high) if kind in ("rule", "learned") else ""
+        told = verdict(ratios[1], boot.prompts) if kind in ("rule", "learned") else ""
         return Line(name, kind, float(rate[0]), *ratios, committed, drafted, verified, committed - 1.0, note, told)
 
     winner = fixed[int(grid[0].argmax())]

@@ -17,13 +17,9 @@ from ..fit.tune import fixed_grid
 from ..traces.data import TraceArrays, trace_arrays
 from ..traces.replay import replay
 from .intervals import Resamples
-from .records import Ratio
-from .records import verdict as settled
+from .records import verdict
 from .whatif import INTERVALS, Point
-from .whatif_records import TOO_FEW, Cell, Transfer, temperature_text, unique_names
-
-FEWEST = 8
-"""Prompts below which an interval says too little for a verdict."""
+from .whatif_records import Cell, Transfer, temperature_text, unique_names
 
 
 def transfer(
@@ -111,11 +107,6 @@ def _labels(traces: Sequence[Trace]) -> list[str]:
         raise InputError(f"--traces: {again} is there twice; give each trace once")
     size = next(n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(parts))
     return ["/".join(p[-size:]) for p in parts]
-
-
-def verdict(ratio: Ratio, prompts: int) -> str:
-    """Return what a ratio to the best fixed length means for deploying."""
-    return TOO_FEW if prompts < FEWEST else settled(ratio.low, ratio.high)
 
 
 def _groups(arrays: TraceArrays) -> dict[str, TraceArrays]:

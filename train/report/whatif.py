@@ -171,9 +171,9 @@ def _runs(ratios: Sequence[float], found: Sequence[Ratio]) -> tuple[tuple[float,
     runs: list[tuple[float, float]] = []
     above = False
     for ratio, here in zip(ratios, found, strict=True):
-        if here.low > 1.0:
+        if here.is_above:
             runs.append((runs.pop()[0], ratio) if above else (ratio, ratio))
-        above = here.low > 1.0
+        above = here.is_above
     return tuple(runs)
 
 

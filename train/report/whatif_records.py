@@ -12,10 +12,8 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from .files import interval
-from .records import DEPLOY, NO_GAIN, REFUSE, Ratio
+from .records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Ratio
 
-TOO_FEW = "too few prompts"
 VERDICTS = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)
 
 
@@ -84,7 +82,7 @@ class Sweep:
         """Return the sweep as Markdown."""
         head = ["cost ratio", "best fixed", *(line.name for line in self.lines)]
         rows = [
-            [f"{ratio:.3g}", str(length), *(interval(line.to_best_fixed[at]) for line in self.lines)]
+            [f"{ratio:.3g}", str(length), *(line.to_best_fixed[at].text() for line in self.lines)]
             for at, (ratio, length) in enumerate(zip(self.ratios, self.best_fixed, strict=True))
         ]
         verdicts = "".join(
@@ -148,7 +146,7 @@ class Transfer:
         """Return the head and the rows as texts."""
         head = ["policy", "trained on", *self.columns]
         rows = [
-            [name, source, *(f"{interval(c.to_best_fixed)} {c.verdict}{', own' if c.own else ''}" for c in cells)]
+            [name, source, *(f"{c.to_best_fixed.text()} {c.verdict}{', own' if c.own else ''}" for c in cells)]
             for name, source, cells in zip(self.rows, self.trained_on, self.cells, strict=True)
         ]
         return head, rows

@@ -21,7 +21,7 @@ from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ...policies.progress import Progress, silent
 from ..traces.data import TraceArrays
-from .export_page import alone_table, grid_text, interval_text, page_text, policy_loss
+from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, write_export
 from .lengths import Walked, draft_bound, walk_lengths
 
@@ -167,13 +167,13 @@ def page(export: Export, now: Share, older: Share, alone: Mapping[str, Any], bes
         ("n_max (most tokens drafted)", f"{now.n_max}", f"{older.n_max}"),
         ("n_min (fewer are dropped)", f"{now.n_min}", f"{older.n_min}"),
         ("p_min (stop below that share)", f"{now.p_min:g}", f"{older.p_min:g}"),
-        ("to plain decoding", interval_text(alone["to_plain"]), interval_text(beside["older"]["to_plain"])),
+        ("to plain decoding", alone["to_plain"].text(), beside["older"]["to_plain"].text()),
         (
             f"to the best fixed length ({alone['best_fixed']})",
-            interval_text(alone["to_best_fixed"]),
-            interval_text(beside["older"]["to_best_fixed"]),
+            alone["to_best_fixed"].text(),
+            beside["older"]["to_best_fixed"].text(),
         ),
-        (f"to llama.cpp's default ({DEFAULT_MAX} tokens, p_min 0)", interval_text(beside["to_default"]), ""),
+        (f"to llama.cpp's default ({DEFAULT_MAX} tokens, p_min 0)", beside["to_default"].text(), ""),
     ]
     chosen = "The settings, for builds with `--spec-draft-*` and for older ones:\n\n" + grid_text(
         ("", f"`{ARGS}`", f"`{OLDER_ARGS}`"), rows

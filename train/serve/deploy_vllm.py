@@ -18,7 +18,7 @@ from ...collect.store import Trace
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.progress import Progress, silent
-from .export_page import alone_table, grid_text, interval_text, page_text, policy_loss
+from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, find_sizes, write_export
 from .serving import ASSUMPTIONS, batch_seconds, measured_rows
 
@@ -157,7 +157,7 @@ def page(export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], ba
     plain, same = batches["mix_to_plain"], batches["mix_to_common"]
     by_size = (
         "By batch size, all requests of a batch under one length, on the same prompts. Over all these sizes together, as "
-        f"many tokens at each, {interval_text(plain)} times plain decoding and {interval_text(same)} times one length for "
+        f"many tokens at each, {plain.text()} times plain decoding and {same.text()} times one length for "
         f"all sizes ({common}, the fastest):\n\n"
         + grid_text(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
     )

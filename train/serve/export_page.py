@@ -52,20 +52,15 @@ def grid_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def interval_text(ratio: Ratio, digits: int = 3) -> str:
-    """Return `1.042 [1.021, 1.063]`."""
-    return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
-
-
 def alone_table(alone: Mapping[str, Any]) -> str:
     """Return the figures at one request as a table."""
     rows = [
-        ("this export, to plain decoding", interval_text(alone["to_plain"])),
-        (f"this export, to the best fixed length ({alone['best_fixed']})", interval_text(alone["to_best_fixed"])),
+        ("this export, to plain decoding", alone["to_plain"].text()),
+        (f"this export, to the best fixed length ({alone['best_fixed']})", alone["to_best_fixed"].text()),
     ]
     if "policy" in alone:
-        rows.append((f"the policy `{alone['policy']}`, to this export", interval_text(alone["policy_to_this"])))
-    rows.append(("knowing every accepted length, to this export", interval_text(alone["clairvoyant_bound_to_this"])))
+        rows.append((f"the policy `{alone['policy']}`, to this export", alone["policy_to_this"].text()))
+    rows.append(("knowing every accepted length, to this export", alone["clairvoyant_bound_to_this"].text()))
     return f"One request at a time, replayed on {alone['prompts']}; 95% intervals over prompts:\n\n" + grid_text(
         ("times as fast", "ratio"), rows
     )
@@ -76,9 +71,9 @@ def policy_loss(alone: Mapping[str, Any]) -> str:
     if "policy" not in alone:
         return "No policy was given, so its loss is not stated here: run again with `--policy`."
     gain: Ratio = alone["policy_to_this"]
-    sure = "" if gain.low > 1.0 or gain.high < 1.0 else " (the interval holds 1: the difference is not sure)"
+    sure = "" if gain.is_above or gain.is_below else " (not clear of 1: the difference is not sure)"
     meaning = "that is what is lost" if gain.value >= 1.0 else "by replay nothing is lost, the policy does not pay here"
     return (
-        f"At one request the policy `{alone['policy']}` decodes {interval_text(gain)} times as fast as this export, decision "
+        f"At one request the policy `{alone['policy']}` decodes {gain.text()} times as fast as this export, decision "
         f"time included{sure}: {meaning}."
     )
