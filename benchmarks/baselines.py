@@ -107,7 +107,9 @@ def measured(pair: Pair, where: Path, trace: Trace, temperature: float, tokens: 
     with progress_bars() as progress:
         profile = measure_profile(pair, ids, depth=DEPTH, temperature=temperature, facts=facts(pair), progress=progress)
     settings = Settings(temperature, tokens, DEPTH)
-    return profile.with_decisions(loop_decisions(pair, list(rule_defaults(DEPTH).values()), ids, settings, profile))
+    return profile.with_measured_decisions(
+        loop_decisions(pair, list(rule_defaults(DEPTH).values()), ids, settings, profile)
+    )
 
 
 def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[str]) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def prepare(where: Path, prompts: Sequence[list[Prompt]], temperature: float, wo
 def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[LearnedPolicy, Profile]:
     """Return a head of ours, its rule settled for what decisions cost in the loop, and the profile with that cost."""
     policy = ours.fitted(place.train, place.profile, name)
-    profile = place.profile.with_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
+    profile = place.profile.with_measured_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
     if policy.rule.kind in PRICED:
         return solve_rate(policy, fitting, profile, policy.facts.acceptance, (policy.rule.first,))[0], profile
     return ours.fitted(place.train, profile, name), profile
@@ -215,7 +215,9 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
         if scalars and form(name).vectors:
             continue
         published[name] = train(place.train, profile, head=name, name=name, seed=SEED).policy
-    profile = profile.with_decisions(loop_decisions(place.pair, list(published.values()), place.ids, place.settings))
+    profile = profile.with_measured_decisions(
+        loop_decisions(place.pair, list(published.values()), place.ids, place.settings)
+    )
     rules = tuned_rules(RULES, training, profile)
     print(f"{place.name}: named by validation: {named}")
 

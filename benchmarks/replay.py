@@ -104,13 +104,13 @@ def live(
     gauge = Gauge(pair, known, depth=DEPTH, temperature=temperature, tree=tree)
     for number in range(4):
         gauge.play(number)
-    before = gauge.profile({})
+    before = gauge.profile()
     policies = shipped(arrays, seen, before, tree)
     decisions = loop_decisions(pair, policies, known, settings, before)
-    before = before.with_decisions(decisions)
+    before = before.with_measured_decisions(decisions)
     runs = [Speculator(pair, policy, settings, before) for policy in policies]
     found = run_alternating(runs, list(zip([p.id for p in prompts], ids, strict=True)), gauge=gauge, gauge_every=2)
-    profile = gauge.profile(decisions)
+    profile = gauge.profile().with_measured_decisions(decisions)
     rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
     predicted = [replay(arrays, policy, profile).rate for policy in policies]
     worst, total, ties, wrong = 0.0, 0, 0, 0

@@ -106,7 +106,7 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     texts(offline, temperature, sizes, prompts, policies, runs, bars)
     replays = [replay(arrays, policy, offline.profile) for policy in policies]
     rounds(offline, temperature, policies, runs, replays, bars)
-    lines = compare_live(runs, policies, arrays, gauge.profile(offline.profile.decision_s))
+    lines = compare_live(runs, policies, arrays, gauge.profile().with_decisions(offline.profile.decision_s))
     print(f"{'policy':<16}{'tokens/s':>9}{'predicted':>11}{'measured':>10}{'miss':>8}   quartiles over prompts")
     for line in lines:
         print(

@@ -36,8 +36,10 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
-from specstop.policies.costs import CostTable, Price, Profile
+from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import SpecstopError
+from specstop.policies.latency.estimate import decisions
+from specstop.policies.latency.measurements import Measurements
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
 from specstop.train.demo.pair_text import read_documents
@@ -197,11 +199,11 @@ class Run:
         profile.save(path)
         return profile
 
-    def decision(self, policy: LearnedPolicy, tree: str | None) -> dict[str, Price]:
-        """Return the seconds of a decision in the loop, by `cost_name`: the median of several runs."""
+    def decision(self, policy: LearnedPolicy, tree: str | None) -> Measurements:
+        """Return the timings of decisions in the loop: the median of several runs."""
         settings = Settings(self.temperature, self.tokens, DEPTH, tree=tree)
-        runs = [loop_decisions(self.pair, [policy], self.ids, settings)[policy.cost_name] for _ in range(REPEATS)]
-        return {policy.cost_name: sorted(runs, key=lambda price: price.each)[REPEATS // 2]}
+        runs = [loop_decisions(self.pair, [policy], self.ids, settings) for _ in range(REPEATS)]
+        return sorted(runs, key=lambda run: decisions(run.pooled())[policy.cost_name])[REPEATS // 2]
 
     def chain(self, profile: Profile) -> tuple[list[LearnedPolicy], Profile]:
         """Return the learned chain policies, settled for what decisions cost in the loop; the fastest held out is first."""
@@ -209,7 +211,7 @@ class Run:
         for head in CHAINS:
             name = f"chain-{head}"
             policy = train(self.chains["train"], profile, head=head, name=name, passes=2).policy
-            profile = profile.with_decisions(self.decision(policy, None))
+            profile = profile.with_measured_decisions(self.decision(policy, None))
             arrays = trace_arrays(self.chains["train"], policy.features)
             folds = prompt_folds(arrays, FOLDS, SEED)
             fitting, left_out = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
@@ -227,12 +229,12 @@ class Run:
             quick, *_ = fit_tree(
                 replace(plan, passes=1), on_subtree(arrays, nodes), folds, profile.with_decisions({plan.name: 0.0})
             )
-            profile = profile.with_decisions(self.decision(quick, subtree(arrays.tree, nodes).name))
+            profile = profile.with_measured_decisions(self.decision(quick, subtree(arrays.tree, nodes).name))
             choice = choose_tree(plan, arrays, folds, profile, sizes)
             if best is None or choice.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
                 best = choice
         assert best is not None
-        profile = profile.with_decisions(self.decision(best.policy, subtree(arrays.tree, best.nodes).name))
+        profile = profile.with_measured_decisions(self.decision(best.policy, subtree(arrays.tree, best.nodes).name))
         settled, _ = solve_tree(best.policy, best.arrays, profile)
         return replace(best, policy=settled), profile
 

@@ -7,6 +7,7 @@ plain decoding beside it.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 from collections import defaultdict
@@ -19,22 +20,25 @@ from torch import Tensor
 
 from ..policies.baselines import FixedLength
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
-from ..policies.costs import CostTable, Price, Profile
+from ..policies.costs import Profile
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
+from ..policies.latency.estimate import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
+from ..policies.latency.measurements import Key, Measurements, collected
 from ..policies.progress import Progress, silent
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .candidates import Candidates
 from .decide import Decider, Logits
 from .loop import Speculator
 from .pair import Pair
-from .records import Generation, Round
+from .records import Generation
 from .settings import Settings, Stopwatch
-from .timings import line, typical
 from .topology import chain
 from .tree_gauge import TreeGauge
 
-DECISIONS = 200
+REPETITIONS, EACH = 8, 25
+"""Of a decision that is timed without a model: stretches of time, and decisions in each."""
+
 TWICE = 2
 TEXTS, CARRIED = 4, 8
 """Texts that decisions are priced on; more for policies that go on learning from one to the next."""
@@ -121,11 +125,11 @@ def measure_profile(
     for repeat in range(repeats + 1):
         gauge.play(repeat)
         progress("profile", repeat + 1, total)
-    decisions: dict[str, float | Price] = {}
+    decisions = Measurements()
     for number, policy in enumerate(policies, 1):
-        decisions.update(loop_decisions(pair, [policy], prompts, gauge.settings))
+        decisions = decisions.with_series(loop_decisions(pair, [policy], prompts, gauge.settings))
         progress("profile", repeats + 1 + number, total)
-    return gauge.profile(decisions, facts)
+    return gauge.profile(facts).with_measured_decisions(decisions)
 
 
 class Gauge:
@@ -155,33 +159,47 @@ class Gauge:
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
         self._plain = Speculator(pair, FixedLength(0), self.settings)
         self._tree = TreeGauge(pair, tree, temperature=temperature, new_tokens=new_tokens) if tree else None
-        self._runs: list[list[Generation]] = [[], []]
-        self._idle: list[list[Round]] = [[], []]
+        self._timed: list[dict[Key, list[float]]] = []
+        self._seen: tuple[list[int], list[int]] = [], []
 
     def play(self, number: int) -> None:
         """Decode one text at each context, scripted and plain; number 0 only warms up."""
-        for side, length in enumerate(self._contexts):
-            tokens = _stretch(self._prompts, length, number)
+        timed: dict[Key, list[float]] = defaultdict(list)
+        contexts = [_stretch(self._prompts, length, number) for length in self._contexts]
+        for side, tokens in enumerate(contexts):
             generation, alone = self._script.generate(tokens, key=number), self._plain.generate(tokens, key=number)
+            _add_rounds(timed, CONTEXTS[side], generation, alone)
             if number:
-                self._runs[side].append(generation)
-                self._idle[side] += [r for r in alone.rounds if not r.cut]
+                self._seen[side].extend(r.context for r in generation.rounds if not r.cut)
         if self._tree is not None:
-            self._tree.play(number, [_stretch(self._prompts, length, number) for length in self._contexts])
+            for key, seconds in self._tree.play(number, contexts).items():
+                timed[key].extend(seconds)
+        if number:
+            self._timed.append(timed)
 
-    def profile(self, decisions: Mapping[str, float | Price], facts: Mapping[str, Any] | None = None) -> Profile:
-        """Return the profile of the texts played so far, at least one after the warm-up."""
-        rounds = [[r for g in side for r in g.rounds if not r.cut] for side in self._runs]
-        every = rounds[0] + rounds[1]
-        step_s, round_s = _overhead(every)
-        low, high = (
-            _table(side, self.settings.max_depth, every, typical([r.verify_s for r in alone]))
-            for side, alone in zip(rounds, self._idle, strict=True)
-        )
-        known = {**(facts or {}), "spread": _spread(every), "rounds": len(every)}
-        temperature = self.settings.temperature
-        made = Profile(low, high, step_s, round_s, _prefill(self._runs), dict(decisions), temperature, known)
-        return made if self._tree is None else self._tree.add_to(made)
+    def profile(self, facts: Mapping[str, Any] | None = None) -> Profile:
+        """Return the profile of the texts played so far, at least one after the warm-up; `facts` are kept in it."""
+        low, high = (statistics.fmean(side) if side else 0.0 for side in self._seen)
+        depth, temperature = self.settings.max_depth, self.settings.temperature
+        made = Profile.measured(collected(self._timed), (low, high), depth, temperature)
+        spread = made.noise.spread if made.noise else 0.0
+        known = {**(facts or {}), "spread": spread, "rounds": sum(map(len, self._seen))}
+        return dataclasses.replace(made, facts=known)
+
+
+def _add_rounds(timed: dict[Key, list[float]], side: str, generation: Generation, alone: Generation) -> None:
+    """Add the timings of a scripted text and of a plain one at one context; cut rounds are none."""
+    timed[Key(PREFILL, side, (generation.prompt_tokens,))].append(generation.prefill_s)
+    for r in generation.rounds:
+        if r.cut:
+            continue
+        timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
+        timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
+        if r.drafted:
+            timed[Key(FIRST, side, (r.backlog,))].append(r.first_draft_s)
+        if r.drafted > 1:
+            timed[Key(LATER, side, (r.drafted,))].append(r.draft_s)
+    timed[Key(PLAIN, side)].extend(r.verify_s for r in alone.rounds if not r.cut)
 
 
 def _contexts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
@@ -208,25 +226,23 @@ def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[
 def loop_decisions(
     pair: Pair, policies: Sequence[StopPolicy], prompts: Sequence[Sequence[int]], settings: Settings,
     profile: Profile | None = None,
-) -> dict[str, Price]:  # fmt: skip
-    """Return the price of decisions by `cost_name`, features included, as a few texts of the live loop have it.
+) -> Measurements:  # fmt: skip
+    """Return the timings of decisions by `cost_name`, features included, as a few texts of the live loop have them.
 
     With a profile what a policy hears of each round, the seconds among it, is a part of the price.
     """
-    prices = {}
+    timed = Measurements()
     for policy in policies:
         speculator = Speculator(pair, policy, settings, profile)
-        by_count: dict[int, list[float]] = defaultdict(list)
+        texts = []
         for number, prompt in enumerate(prompts[: CARRIED if policy.carries else TEXTS]):
+            seconds: dict[Key, list[float]] = defaultdict(list)
             for r in speculator.generate(prompt, number).rounds:
                 if r.decisions:
-                    by_count[r.decisions].append(r.policy_s)
-        if len(by_count) > 1:
-            prices[policy.cost_name] = Price(*line([((count, 1), values) for count, values in by_count.items()]))
-        elif by_count:
-            ((count, values),) = by_count.items()
-            prices[policy.cost_name] = Price(typical(values) / count)
-    return prices
+                    seconds[Key(DECISIONS, policy.cost_name, (r.decisions,))].append(r.policy_s)
+            texts.append(seconds)
+        timed = timed.with_series(collected(texts))
+    return timed
 
 
 @torch.inference_mode()
@@ -236,22 +252,22 @@ def measure_decision(
     temperature: float = 0.0,
     device: torch.device | str = "cpu",
     widths: Mapping[str, int] | None = None,
-) -> float:
-    """Return the median seconds of a round's first decision behind a drawn token, features included, for one stream.
+) -> Measurements:
+    """Return the timings of a round's first decision after a drawn token, features included, for one stream.
 
     It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by vector, as the header of
     a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
     """
     generator = torch.Generator().manual_seed(0)
-    key, scratch = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(SCRATCH, SCRATCH, device=device)
+    scratch = torch.ones(SCRATCH, SCRATCH, device=device)
     sizes = {**dict.fromkeys(policy.vectors, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
     hidden = {name: torch.randn(1, sizes[name], generator=generator).to(device) for name in policy.vectors}
     asked = max(1, policy.first)
     decide, tree = Decider(policy, torch.device(device), widths=sizes), chain(asked + 1)
-    state = policy.start(1, key)
+    state = policy.start(1, torch.zeros(1, dtype=torch.int64, device=device))
     watch = Stopwatch(scratch.device)
     seconds = []
-    for _ in range(DECISIONS):
+    for _ in range(REPETITIONS * EACH):
         logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
         found = Candidates.at([0], tree)
         for depth in range(asked):
@@ -272,7 +288,8 @@ def measure_decision(
         _, state = decide(asked, base, level, state, found, [asked])
         watch.lap("policy")
         seconds.append(watch.laps["policy"] - before)
-    return statistics.median(seconds)
+    key = Key(DECISIONS, policy.cost_name, (1,))
+    return collected([{key: seconds[at : at + EACH]} for at in range(0, len(seconds), EACH)])
 
 
 def add_decisions(
@@ -280,86 +297,7 @@ def add_decisions(
 ) -> Profile:
     """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
-    return profile.with_decisions(
-        {
-            name: measure_decision(policy, vocabulary, profile.temperature, widths=widths)
-            for name, policy in missing.items()
-        }
-    )
-
-
-def _overhead(rounds: Sequence[Round]) -> tuple[float, float]:
-    """Return the seconds outside models and policy per drafted token and per round."""
-    by_length: dict[int, list[float]] = defaultdict(list)
-    for r in rounds:
-        by_length[r.drafted].append(r.outside_s)
-    if len(by_length) == 1:
-        return 0.0, typical(next(iter(by_length.values())))
-    per_token, per_round = line([((length, 1), values) for length, values in by_length.items()])
-    return per_token, per_round
-
-
-def _table(rounds: Sequence[Round], depth: int, every: Sequence[Round], plain_s: float) -> CostTable:
-    """Return the costs at one context; what was never seen there is taken from both contexts together."""
-
-    def first_steps(backlog: int) -> float:
-        times = [[r.first_draft_s for r in some if r.drafted and r.backlog == backlog] for some in (rounds, every)]
-        return typical(times[0] or times[1])
-
-    def verifications(count: int) -> float:
-        times = [[r.verify_s for r in some if r.verified == count] for some in (rounds, every)]
-        return typical(times[0] or times[1])
-
-    second, later = _later_steps(rounds) or _later_steps(every) or (0.0, 0.0)
-    one = first_steps(1) or second
-    two = first_steps(2) or one
-    long = [
-        [(r.first_draft_s - two) / (r.backlog - 2) for r in some if r.drafted and r.backlog > 8]
-        for some in (rounds, every)
-    ]
-    slope = typical(long[0] or long[1])
-    context = typical([float(r.context) for r in rounds])
-    verify = _filled([plain_s or verifications(0), *(verifications(n) for n in range(1, depth + 1))])
-    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify, later or one, second_draft_s=second or one)
-
-
-def _later_steps(rounds: Sequence[Round]) -> tuple[float, float] | None:
-    """Return the seconds of the second draft step and of each behind it; None where there was none."""
-    by_length: dict[int, list[float]] = defaultdict(list)
-    for r in rounds:
-        if r.drafted > 1:
-            by_length[r.drafted].append(r.draft_s)
-    if not by_length:
-        return None
-    if len(by_length) == 1:
-        ((length, values),) = by_length.items()
-        return typical(values) / (length - 1), typical(values) / (length - 1)
-    second, later = line([((1, length - 2), values) for length, values in by_length.items()])
-    return second, later
-
-
-def _filled(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the times with every length that never came up priced as the nearest one that did, the longer if in doubt."""
-    known = [n for n, value in enumerate(seconds) if value > 0]
-    if not known:
-        raise InputError("profile: no round was timed; give more new tokens or more repeats")
-    return tuple(seconds[min(known, key=lambda k: (abs(k - n), -k))] for n in range(len(seconds)))
-
-
-def _prefill(runs: Sequence[Sequence[Generation]]) -> tuple[float, float]:
-    """Return (constant, per token) of reading a prompt."""
-    constant, slope = line([((1, side[0].prompt_tokens), [g.prefill_s for g in side]) for side in runs])
-    return constant, slope
-
-
-def _spread(rounds: Sequence[Round]) -> float:
-    """Return the mean over lengths of the interquartile range of verification over its median."""
-    by_length: dict[int, list[float]] = defaultdict(list)
-    for r in rounds:
-        by_length[r.verified].append(r.verify_s)
-    shares = []
-    for values in by_length.values():
-        if len(values) >= 4:
-            quarter, middle, three = statistics.quantiles(values, n=4)
-            shares.append((three - quarter) / middle)
-    return statistics.fmean(shares) if shares else 0.0
+    for policy in missing.values():
+        timed = measure_decision(policy, vocabulary, profile.temperature, widths=widths)
+        profile = profile.with_measured_decisions(timed)
+    return profile

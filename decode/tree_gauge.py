@@ -8,7 +8,6 @@ few rounds draft and verify a single path, as a chain does: they tell how fast t
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ..policies.costs import CostTable, Profile
+from ..policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_PATH, TREE_VERIFY
+from ..policies.latency.measurements import Key
 from .candidates import Candidates
 from .decide import Logits
 from .loop import Speculator
@@ -27,7 +27,6 @@ from .observer import Seen
 from .pair import Pair
 from .records import Round
 from .settings import Settings
-from .timings import Calls, line, rising, typical
 
 PATHS = 3
 """One of so many rounds is a single path."""
@@ -144,68 +143,26 @@ class TreeGauge:
         policy = RandomTree(settings.topology.deepest, settings.topology.width)
         self._runs = [Speculator(pair, policy, settings, observer=watching) for watching in self._watching]
 
-    def play(self, number: int, contexts: Sequence[list[int]]) -> None:
-        """Decode one text behind each of the two contexts; number 0 only warms up."""
-        for run, watching, tokens in zip(self._runs, self._watching, contexts, strict=True):
-            before = len(watching.rounds)
+    def play(self, number: int, contexts: Sequence[list[int]]) -> dict[Key, list[float]]:
+        """Decode one text after each of the two contexts and return its timings."""
+        timed: dict[Key, list[float]] = defaultdict(list)
+        for side, run, watching, tokens in zip(CONTEXTS, self._runs, self._watching, contexts, strict=True):
+            watching.rounds.clear()
             run.generate(tokens, key=number)
-            if not number:
-                del watching.rounds[before:]
-
-    def add_to(self, profile: Profile) -> Profile:
-        """Return the profile with the costs of trees."""
-        tables, sides = (profile.low, profile.high), [watching.rounds for watching in self._watching]
-        paces = [_pace(side, table) for side, table in zip(sides, tables, strict=True)]
-        timed = list(zip(sides, paces, strict=True))
-        drafts, verifies = (rising([calls(*side) for side in timed]) for calls in (_drafts, _verifications))
-        low, high = (
-            # None is what plain decoding verifies, on caches that no draft has emptied: it is timed there.
-            dataclasses.replace(table, tree_draft_s=draft, tree_verify_s=((0, table.verify_s[0]), *verify))
-            for table, draft, verify in zip(tables, drafts, verifies, strict=True)
-        )
-        return dataclasses.replace(profile, low=low, high=high, tree_outside_s=_outside(timed))
+            for played in watching.rounds:
+                _add_round(timed, side, played)
+        return timed
 
 
-def _pace(rounds: Sequence[_Played], table: CostTable) -> float:
-    """Return how much slower the machine was than when the chains of `table` were timed, by the rounds that are chains."""
-    shares = []
-    for played in rounds:
-        steps, record = sum(played.fed[1:]), played.record
-        if played.is_path and 0 < record.verified < len(table.verify_s):
-            drafts = (table.second_draft_s or table.later_s) + (steps - 1) * table.later_s if steps else 0.0
-            shares.append((record.draft_s + record.verify_s) / (drafts + table.verify_s[record.verified]))
-    return typical(shares) or 1.0
-
-
-def _drafts(rounds: Sequence[_Played], pace: float) -> Calls:
-    """Return the timings of later draft steps, those of each round together."""
-    timings: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for played in rounds:
-        later = tuple(sorted(rows for rows in played.fed[1:] if rows))
-        if later:
-            timings[later].append(played.record.draft_s / pace)
-    return timings
-
-
-def _verifications(rounds: Sequence[_Played], pace: float) -> Calls:
-    """Return the timings of verifications."""
-    timings: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for played in rounds:
-        if played.record.verified:
-            timings[(played.record.verified,)].append(played.record.verify_s / pace)
-    return timings
-
-
-def _outside(timed: Sequence[tuple[Sequence[_Played], float]]) -> tuple[float, float, float] | None:
-    """Return the seconds outside models and policy per round, draft step and drafted token, of rounds that branch."""
-    groups: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for rounds, pace in timed:
-        for played in rounds:
-            if played.is_path:  # less is to be drawn, accepted and moved
-                continue
-            key = 1, sum(bool(rows) for rows in played.fed), played.record.drafted
-            groups[key].append(played.record.outside_s / pace)
-    if len(groups) < 3:
-        return None
-    per_round, per_step, per_token = line(list(groups.items()))
-    return per_round, per_step, per_token
+def _add_round(timed: dict[Key, list[float]], side: str, played: _Played) -> None:
+    """Add the timings of one round: as of a chain, if it is one, to tell how fast the machine was then."""
+    record, steps = played.record, sum(bool(rows) for rows in played.fed)
+    later = tuple(sorted(rows for rows in played.fed[1:] if rows))
+    if later:
+        timed[Key(TREE_DRAFTS, side, later)].append(record.draft_s)
+    if record.verified:
+        timed[Key(TREE_VERIFY, side, (record.verified,))].append(record.verify_s)
+    if played.is_path:
+        timed[Key(TREE_PATH, side, (sum(played.fed[1:]), record.verified))].append(record.draft_s + record.verify_s)
+    else:  # less is to be drawn, accepted and moved in a path
+        timed[Key(TREE_OUTSIDE, side, (steps, record.drafted))].append(record.outside_s)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from .entries import Entries, check_number
 from .errors import InputError
-from .files import read_json, write_json
+from .files import read_json, write_atomic
+from .latency.estimate import DECISIONS, VERIFY, Estimate, check, decisions, estimate
+from .latency.measurements import Measurements
+from .latency.noise import Noise, judge
 from .strict import check_values
 
 PROFILE_SCHEMA = 1
@@ -28,6 +32,12 @@ LEAST_CALL_S, MOST_S = 1e-9, 1e6
 
 CLEARLY = 0.05
 """Share by which a verification of more tokens must be cheaper to be taken."""
+
+COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s")
+"""What a profile has beside decisions."""
+
+SAME = 1e-6
+"""Relative difference of costs that another build of the same linear algebra may make."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,8 @@ class Profile:
         facts: device, dtype, threads, versions, spread: what a reader wants to know.
         tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
             in a chain, where each step drafts one.
+        measurements: what the costs were estimated from; none of costs that nobody measured. A price of decisions is
+            estimated from those that are kept under its name, all other costs from the rest.
     """
 
     low: CostTable
@@ -134,6 +146,41 @@ class Profile:
     temperature: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
     tree_outside_s: tuple[float, float, float] | None = None
+    measurements: Measurements = field(default_factory=Measurements)
+
+    @staticmethod
+    def measured(
+        measurements: Measurements,
+        contexts: tuple[float, float],
+        depth: int,
+        temperature: float = 0.0,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Profile:
+        """Return the profile that measurements tell: the same one for the same measurements.
+
+        Args:
+            measurements: see `latency.estimate`.
+            contexts: mean tokens in the cache at the short and the long context.
+            depth: K, the longest chain timed.
+            temperature: of the sampling.
+            facts: kept in the profile.
+
+        Raises:
+            InputError: no round was timed.
+        """
+        told = estimate(measurements.pooled(), depth)
+        return Profile(
+            CostTable(contexts[0], **told.low._asdict()),
+            CostTable(contexts[1], **told.high._asdict()),
+            told.step_s,
+            told.round_s,
+            told.prefill_s,
+            {name: Price(*price) for name, price in told.decision_s.items()},
+            temperature,
+            facts or {},
+            told.tree_outside_s,
+            measurements,
+        )
 
     @property
     def max_depth(self) -> int:
@@ -151,14 +198,65 @@ class Profile:
         return Price.read(self.decision_s.get(name, 0.0))
 
     def with_decisions(self, seconds: Mapping[str, float | Price]) -> Profile:
-        """Return this profile with the decisions of more policies."""
-        return dataclasses.replace(self, decision_s={**self.decision_s, **seconds})
+        """Return this profile with the decisions of more policies; those measured before are no longer theirs."""
+        kept = self.measurements
+        for name in seconds:
+            kept = kept.without(DECISIONS, name)
+        return dataclasses.replace(self, decision_s={**self.decision_s, **seconds}, measurements=kept)
+
+    def with_measured_decisions(self, more: Measurements) -> Profile:
+        """Return this profile with the decisions of more policies, priced by their timings, which are kept."""
+        prices = {name: Price(*price) for name, price in decisions(more.pooled()).items()}
+        made = self.with_decisions(prices)
+        return dataclasses.replace(made, measurements=made.measurements.with_series(more.only(DECISIONS)))
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """How noisy the machine was; None of costs that were not measured, or before measurements were kept."""
+        return judge(self.measurements) if self._is_measured else None
+
+    @cached_property
+    def _is_measured(self) -> bool:
+        """Whether the costs of chains and trees are those that the measurements tell, and not edited or scaled since."""
+        if not any(key.what == VERIFY for key in self.measurements.series):
+            return False
+        told = self._with_costs(estimate(self.measurements.pooled(), self.max_depth))
+        mine, theirs = (_numbers([getattr(p, name) for name in COSTS]) for p in (self, told))
+        return len(mine) == len(theirs) and bool(np.allclose(mine, theirs, rtol=SAME, atol=0.0))
+
+    def _with_costs(self, told: Estimate) -> Profile:
+        """Return this profile with other costs of chains and trees, at the same contexts."""
+        low, high = (
+            CostTable(table.context, **side._asdict())
+            for table, side in zip((self.low, self.high), (told.low, told.high), strict=True)
+        )
+        return dataclasses.replace(
+            self,
+            low=low,
+            high=high,
+            step_s=told.step_s,
+            round_s=told.round_s,
+            prefill_s=told.prefill_s,
+            tree_outside_s=told.tree_outside_s,
+        )
+
+    def resampled(self, rng: np.random.Generator) -> Profile:
+        """Return a bootstrap draw: the costs that a draw of the measurements tells, estimated as these were.
+
+        Whole repetitions are drawn, for all costs at once: a slow phase hits all that was timed in it. What was not measured,
+        or edited or scaled since, stays as it is; so does the draw itself when it is drawn from.
+        """
+        if not self.measurements:
+            return self
+        drawn = self.measurements.resampled(rng, self.noise.lasting if self.noise else 1)
+        prices = {name: Price(*price) for name, price in decisions(drawn).items()}
+        made = self._with_costs(estimate(drawn, self.max_depth)) if self._is_measured else self
+        return dataclasses.replace(made, decision_s={**self.decision_s, **prices}, measurements=Measurements())
 
     def same_costs(self, record: Mapping[str, Any]) -> bool:
         """Whether a profile's JSON form has the same costs of everything but decisions."""
         mine = self.to_dict()
-        keys = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s")
-        return all(record.get(key) == mine[key] for key in keys)
+        return all(record.get(key) == mine[key] for key in COSTS)
 
     def padded(self) -> tuple[int, ...]:
         """Return for n = 0..K drafted tokens how many are best verified: filling up to a size that is clearly cheaper pays.
@@ -250,13 +348,18 @@ class Profile:
         return self.prefill_s[0] + self.prefill_s[1] * length.double()
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON."""
-        write_json(path, self.to_dict())
+        """Write the profile as JSON, each series of its measurements on a line of its own."""
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        if self.measurements:
+            lines = ",\n".join(f"    {json.dumps(series)}" for series in self.measurements.to_list())
+            text = f'{text[:-2]},\n  "measurements": [\n{lines}\n  ]\n}}'
+        write_atomic(path, text + "\n")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the profile as plain JSON values."""
-        record = {"schema": PROFILE_SCHEMA, "kind": "profile", **dataclasses.asdict(self)}
-        plain: dict[str, Any] = json.loads(json.dumps(record))
+        """Return the profile as plain JSON values, without its measurements, which only its file has."""
+        bare = dataclasses.asdict(dataclasses.replace(self, measurements=Measurements()))
+        del bare["measurements"]
+        plain: dict[str, Any] = json.loads(json.dumps({"schema": PROFILE_SCHEMA, "kind": "profile", **bare}))
         return plain
 
     @staticmethod
@@ -290,6 +393,7 @@ class Profile:
                 entries.number("temperature"),
                 dict(entries.part("facts").values),
                 None if outside is None else (outside[0], outside[1], outside[2]),
+                check(Measurements.from_list(raw.get("measurements", []))),
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None
@@ -323,3 +427,12 @@ def _price(raw: Entries, name: str) -> float | Price:
         return check_number(raw.values[name], raw.named(name), most=MOST_S)
     price = raw.part(name)
     return Price(price.number("each", most=MOST_S), price.number("opening", most=MOST_S))
+
+
+def _numbers(values: Any) -> list[float]:
+    """Return the numbers in nested values, in order; None is one of its own."""
+    if dataclasses.is_dataclass(values):
+        values = dataclasses.astuple(values)  # type: ignore[arg-type]
+    if isinstance(values, list | tuple):
+        return [number for value in values for number in _numbers(value)]
+    return [-1.0 if values is None else float(values)]

@@ -22,8 +22,10 @@ from specstop.decode.sampling import Sampler
 from specstop.decode.tree_gauge import TreeGauge
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import CostTable, Profile
+from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError
+from specstop.policies.latency.estimate import decisions
+from specstop.policies.latency.measurements import Measurements
 from torch import Tensor
 from zoo import ZOO
 
@@ -166,6 +168,10 @@ def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
     assert max(counts.values()) - min(counts.values()) <= TWICE
 
 
+def price(timed: Measurements, policy: StopPolicy) -> Price:
+    return Price(*decisions(timed.pooled())[policy.cost_name])
+
+
 def test_a_decision_is_timed_without_a_model() -> None:
     for policy in (
         Confidence(0.4),
@@ -174,7 +180,7 @@ def test_a_decision_is_timed_without_a_model() -> None:
         ZOO["reads-history"],
         ZOO["adaptive"],
     ):
-        assert 0 < measure_decision(policy, VOCABULARY, 0.7) < 0.1
+        assert 0 < price(measure_decision(policy, VOCABULARY, 0.7), policy).each < 0.1
 
 
 class _FromDepth(StopPolicy):
@@ -192,7 +198,8 @@ class _FromDepth(StopPolicy):
 
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_a_decision_is_timed_where_the_policy_is_first_asked(first: int) -> None:
-    assert 0 < measure_decision(_FromDepth(first), VOCABULARY, 0.7) < 0.1
+    policy = _FromDepth(first)
+    assert 0 < price(measure_decision(policy, VOCABULARY, 0.7), policy).each < 0.1
 
 
 def test_only_missing_decisions_are_measured(profile: Profile) -> None:
@@ -241,14 +248,14 @@ class OnTheClock(Scripted):
 
 def test_the_price_of_decisions_is_found_again(pair: Pair, clock: list[float]) -> None:
     policy = OnTheClock(DEPTH, clock)
-    price = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, DEPTH, ignore_eos=True))[policy.cost_name]
-    assert (price.each, price.opening) == pytest.approx((5e-5, 2e-4), abs=EXACT)
+    found = price(loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, DEPTH, ignore_eos=True)), policy)
+    assert (found.each, found.opening) == pytest.approx((5e-5, 2e-4), abs=EXACT)
 
 
 def test_one_count_of_decisions_is_priced_by_the_decision(pair: Pair, clock: list[float]) -> None:
     policy = OnTheClock(1, clock)
-    price = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, 1, ignore_eos=True))[policy.cost_name]
-    assert (price.each, price.opening) == pytest.approx((2.5e-4, 0.0), abs=EXACT)
+    found = price(loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, 1, ignore_eos=True)), policy)
+    assert (found.each, found.opening) == pytest.approx((2.5e-4, 0.0), abs=EXACT)
 
 
 def test_a_second_step_on_cold_caches_is_found_again(
@@ -306,10 +313,11 @@ def test_minutes_in_which_the_machine_was_slow_make_trees_no_dearer(
 ) -> None:
     play, read, slow = TreeGauge.play, CachedModel.read, [False]
 
-    def slowly(self: TreeGauge, *args: Any) -> None:
+    def slowly(self: TreeGauge, *args: Any) -> Any:
         slow[0] = True
-        play(self, *args)
+        timed = play(self, *args)
         slow[0] = False
+        return timed
 
     def timed(self: CachedModel, *args: Any, **more: Any) -> torch.Tensor:
         before = clock[0]

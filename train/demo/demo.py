@@ -122,7 +122,7 @@ def run_offline(
         facts=facts(models),
         progress=progress,
     )
-    profile = profile.with_decisions(
+    profile = profile.with_measured_decisions(
         loop_decisions(models, [Confidence()], ids["train"], Settings(temperature, sizes.tokens, sizes.depth))
     )
     learned: list[StopPolicy] = []
@@ -131,7 +131,7 @@ def run_offline(
         train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
         learned.append(load_policy_folder(path))
     settings = Settings(temperature, sizes.tokens, sizes.depth)
-    profile = profile.with_decisions(loop_decisions(models, learned, ids["train"], settings))
+    profile = profile.with_measured_decisions(loop_decisions(models, learned, ids["train"], settings))
     profile.save(folder / "profile.json")
     learned = [settle(folder / "policies" / kind, traces["train"], profile) for kind in DEMO_HEADS]
     report = evaluate(
@@ -191,7 +191,7 @@ def demo(
     gauge = offline.gauge()
     runs = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
     generations = run_alternating(runs, prompts, gauge=gauge, gauge_every=1, seed=seed, progress=progress)
-    live = compare_live(generations, policies, arrays, gauge.profile(offline.profile.decision_s))
+    live = compare_live(generations, policies, arrays, gauge.profile().with_decisions(offline.profile.decision_s))
     return Demo(offline.folder, offline.report, live)
 
 

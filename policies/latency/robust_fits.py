@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-Calls = Mapping[tuple[int, ...], Sequence[float]]
-"""Timings of calls that read so many tokens, those of a round together."""
+Groups = Mapping[tuple[int, ...], ArrayLike]
+"""Timings by the counts of what was timed, such as the tokens that each call of a round read."""
 
 Points = tuple[tuple[int, float], ...]
 
@@ -21,26 +21,26 @@ ENOUGH = 10
 """Timings from which on an average is as good as any: groups of more weigh no more."""
 
 
-def typical(seconds: Sequence[float]) -> float:
+def typical(seconds: ArrayLike) -> float:
     """Return the mean of timings, 0 of none; stalls are cut to `STALL` times the median.
 
     Sums are predicted, so the mean counts and not the median: of a machine that is slow for a tenth of the time, the median
     does not know.
     """
-    if not seconds:
+    values = np.asarray(seconds, dtype=np.float64)
+    if not values.size:
         return 0.0
-    most = STALL * statistics.median(seconds)
-    return statistics.fmean(min(value, most) for value in seconds)
+    return float(np.minimum(values, STALL * np.median(values)).mean())
 
 
-def line(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[float]:
+def line(groups: Sequence[tuple[Sequence[float], ArrayLike]]) -> list[float]:
     """Return the coefficients [C], none below 0, that the averages of groups are nearest to.
 
     Args:
         groups: (counts [C], timings) of rounds that consisted of the same; larger groups weigh more, up to `ENOUGH`.
     """
-    weight = np.sqrt([min(len(values), ENOUGH) for _, values in groups])
-    x = np.array([key for key, _ in groups], dtype=np.float64) * weight[:, None]
+    weight = np.sqrt([min(np.size(values), ENOUGH) for _, values in groups])
+    x = np.array([counts for counts, _ in groups], dtype=np.float64) * weight[:, None]
     y = np.array([typical(values) for _, values in groups]) * weight
     columns = list(range(x.shape[1]))
     while columns:
@@ -54,15 +54,15 @@ def line(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[floa
     return out
 
 
-def rising(sides: Sequence[Calls]) -> list[Points]:
+def rising(sides: Sequence[Groups]) -> list[Points]:
     """Return the seconds of a call by tokens for each of several sides: never falling, straight between powers of two.
 
     They are of one shape, found from all timings together, each side on a scale of its own.
+
+    Args:
+        sides: timings of rounds by the tokens that each of their calls read.
     """
-    every: dict[tuple[int, ...], list[float]] = defaultdict(list)
-    for side in sides:
-        for sizes, seconds in side.items():
-            every[sizes].extend(seconds)
+    every = pooled(sides)
     if not every:
         return [()] * len(sides)
     knots = _knots(max(max(sizes) for sizes in every))
@@ -71,10 +71,23 @@ def rising(sides: Sequence[Calls]) -> list[Points]:
 
     curves = []
     for side in sides:
-        said = {sizes: float(np.interp(sizes, knots, known).sum()) for sizes in side}
-        scale = typical([s / said[sizes] for sizes, seconds in side.items() for s in seconds if said[sizes]]) or 1.0
-        curves.append(tuple((n, scale * seconds) for n, seconds in zip(knots, known, strict=True)))
+        shares = [np.asarray(times) / said for sizes, times in side.items() if (said := _sum(sizes, knots, known))]
+        scale = typical(np.concatenate(shares)) if shares else 0.0
+        curves.append(tuple((n, (scale or 1.0) * seconds) for n, seconds in zip(knots, known, strict=True)))
     return curves
+
+
+def pooled(sides: Sequence[Groups]) -> dict[tuple[int, ...], np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """Return the timings of several sides together, by counts in ascending order."""
+    every = defaultdict(list)
+    for side in sides:
+        for counts, seconds in side.items():
+            every[counts].append(np.asarray(seconds, dtype=np.float64))
+    return {counts: np.concatenate(every[counts]) for counts in sorted(every)}
+
+
+def _sum(sizes: Sequence[int], knots: Sequence[int], known: Sequence[float]) -> float:
+    return float(np.interp(sizes, knots, known).sum())
 
 
 def _knots(most: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from specstop.decode.timings import ENOUGH, STALL, line, rising, typical
+from specstop.policies.latency.robust_fits import ENOUGH, STALL, line, rising, typical
 
 
 def test_timings_count_by_their_mean() -> None:

@@ -1,0 +1,217 @@
+"""The costs of a profile, of its timings: the same function gives the profile and each bootstrap draw of it.
+
+What is timed (`Key.what`), at each of the two contexts, with what it is counted by (`Key.counts`):
+
+    verify (tokens)                 a verification in a round that may have drafted
+    plain ()                        a verification of plain decoding, on its own: on caches that no draft has emptied
+    first draft (backlog)           the first draft step of a round, which reads so many tokens
+    later drafts (drafted)          the other ones of a round that drafted so many, together
+    outside (drafted)               all of a round but models and policy
+    prefill (prompt tokens)         reading a prompt
+    tree ...                        the same of rounds that may branch, by rows: see `trees`
+    decisions (times asked)         of a policy, all of one round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import InputError
+from .measurements import Measurements, Seconds, Timings
+from .robust_fits import Points, line, pooled, rising, typical
+
+SHORT, LONG = CONTEXTS = ("short", "long")
+VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft", "later drafts", "outside", "prefill"
+TREE_PATH, TREE_DRAFTS, TREE_VERIFY, TREE_OUTSIDE = "tree path", "tree drafts", "tree verify", "tree outside"
+DECISIONS = "decisions"
+
+LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
+    VERIFY: (0,),
+    PLAIN: (),
+    FIRST: (1,),
+    LATER: (2,),
+    OUTSIDE: (0,),
+    PREFILL: (1,),
+    TREE_PATH: (0, 1),
+    TREE_VERIFY: (1,),
+    TREE_OUTSIDE: (0, 0),
+    DECISIONS: (1,),
+}
+"""What each part is counted by, and from where on; the rows of `TREE_DRAFTS` are as many as there were steps."""
+
+FAR_BACKLOG = 8
+"""Tokens beyond which a backlog tells what one more of them costs."""
+
+Groups = Mapping[tuple[int, ...], Seconds]
+
+
+class Side(NamedTuple):
+    """The costs at one context, under the names that `costs.CostTable` has."""
+
+    draft_s: tuple[float, float]
+    draft_token_s: float
+    verify_s: tuple[float, ...]
+    later_draft_s: float
+    tree_draft_s: Points
+    tree_verify_s: Points
+    second_draft_s: float
+
+
+class Estimate(NamedTuple):
+    """All costs, under the names that `costs.Profile` has; decisions as (each, opening)."""
+
+    low: Side
+    high: Side
+    step_s: float
+    round_s: float
+    prefill_s: tuple[float, float]
+    decision_s: dict[str, tuple[float, float]]
+    tree_outside_s: tuple[float, float, float] | None
+
+
+def check(measurements: Measurements) -> Measurements:
+    """Return the measurements; raises `ValueError` where costs cannot be estimated from one of them."""
+    for (what, of, counts), series in measurements.series.items():
+        least = LEAST_COUNTS.get(what, (1,) * max(len(counts), 1))
+        known = what == TREE_DRAFTS or what in LEAST_COUNTS
+        if not known or len(counts) != len(least) or any(n < m for n, m in zip(counts, least, strict=True)):
+            raise ValueError(f"measurements: {what!r} of {list(counts)} is nothing that costs are estimated from")
+        if what != DECISIONS and of not in CONTEXTS:
+            raise ValueError(f"measurements: {what!r} at the context {of!r}, which is neither short nor long")
+        if what in (VERIFY, PLAIN, TREE_VERIFY) and not all(map(all, series)):
+            raise ValueError(f"measurements: a verification of {list(counts)} in no time")
+    return measurements
+
+
+def estimate(timings: Timings, depth: int) -> Estimate:
+    """Return the costs that timings tell, of chains up to `depth` tokens.
+
+    Raises:
+        InputError: nothing was timed that costs could be told by.
+    """
+    low, high = (_chains(timings, side, depth) for side in CONTEXTS)
+    step_s, round_s = _outside(timings)
+    low, high, tree_outside = _with_trees(timings, low, high)
+    return Estimate(low, high, step_s, round_s, _prefill(timings), decisions(timings), tree_outside)
+
+
+def decisions(timings: Timings) -> dict[str, tuple[float, float]]:
+    """Return by policy the seconds of each decision, and of the first one of a round besides."""
+    prices = {}
+    for name in timings.named(DECISIONS):
+        groups = timings.groups(DECISIONS, name)
+        if len(groups) > 1:
+            each, opening = line([((count, 1), seconds) for (count,), seconds in groups.items()])
+            prices[name] = each, opening
+        else:
+            (((count,), seconds),) = groups.items()
+            prices[name] = typical(seconds) / count, 0.0
+    return prices
+
+
+def _chains(timings: Timings, side: str, depth: int) -> Side:
+    """Return the costs at one context; what was never seen there is taken from both contexts together."""
+
+    def of(what: str, *counts: int) -> float:
+        here = timings.groups(what, side).get(counts)
+        return typical(
+            pooled([timings.groups(what, some) for some in CONTEXTS]).get(counts, ()) if here is None else here
+        )
+
+    drafts = [pooled([timings.groups(LATER, some) for some in sides]) for sides in ((side,), CONTEXTS)]
+    second, later = _later(drafts[0]) or _later(drafts[1]) or (0.0, 0.0)
+    one = of(FIRST, 1) or second
+    two = of(FIRST, 2) or one
+    firsts = [pooled([timings.groups(FIRST, some) for some in sides]) for sides in ((side,), CONTEXTS)]
+    slope = _slope(firsts[0], two) or _slope(firsts[1], two) or 0.0
+    verify = _filled([of(PLAIN) or of(VERIFY, 0), *(of(VERIFY, n) for n in range(1, depth + 1))])
+    return Side((one, max(two, one)), max(slope, 0.0), verify, later or one, (), (), second or one)
+
+
+def _later(groups: Groups) -> tuple[float, float] | None:
+    """Return the seconds of the second draft step and of each after it; None where there was none."""
+    if not groups:
+        return None
+    if len(groups) == 1:
+        (((drafted,), seconds),) = groups.items()
+        return typical(seconds) / (drafted - 1), typical(seconds) / (drafted - 1)
+    second, later = line([((1, drafted - 2), seconds) for (drafted,), seconds in groups.items()])
+    return second, later
+
+
+def _slope(groups: Groups, two: float) -> float | None:
+    """Return the seconds of a token of a long backlog, beside a first draft step of two; None where there was none."""
+    long = [(seconds - two) / (backlog - 2) for (backlog,), seconds in groups.items() if backlog > FAR_BACKLOG]
+    return typical(np.concatenate(long)) if long else None
+
+
+def _filled(seconds: list[float]) -> tuple[float, ...]:
+    """Return the times with every length that never came up priced as the nearest one that did, the longer if in doubt."""
+    known = [n for n, value in enumerate(seconds) if value > 0]
+    if not known:
+        raise InputError("profile: no round was timed; give more new tokens or more repeats")
+    return tuple(seconds[min(known, key=lambda k: (abs(k - n), -k))] for n in range(len(seconds)))
+
+
+def _outside(timings: Timings) -> tuple[float, float]:
+    """Return the seconds outside models and policy per drafted token and per round."""
+    groups = pooled([timings.groups(OUTSIDE, side) for side in CONTEXTS])
+    if len(groups) < 2:
+        return 0.0, typical(next(iter(groups.values()), ()))
+    per_token, per_round = line([((drafted, 1), seconds) for (drafted,), seconds in groups.items()])
+    return per_token, per_round
+
+
+def _prefill(timings: Timings) -> tuple[float, float]:
+    """Return (constant, per token) of reading a prompt."""
+    groups = [(tokens, seconds) for side in CONTEXTS for (tokens,), seconds in timings.groups(PREFILL, side).items()]
+    constant, slope = line([((1, tokens), seconds) for tokens, seconds in groups]) if groups else (0.0, 0.0)
+    return constant, slope
+
+
+def _with_trees(timings: Timings, low: Side, high: Side) -> tuple[Side, Side, tuple[float, float, float] | None]:
+    """Return the costs with those of trees, and of their rounds outside models and policy.
+
+    Both contexts share the shape of a curve, each has its own scale: single sizes come up too seldom to be priced alone, and
+    the best tree would be the one whose size was timed in a lucky moment.
+    """
+    if not timings.named(TREE_VERIFY):
+        return low, high, None
+    sides = (low, high)
+    paces = [_pace(timings.groups(TREE_PATH, name), side) for name, side in zip(CONTEXTS, sides, strict=True)]
+
+    def at_pace(what: str) -> list[Groups]:
+        return [
+            {counts: seconds / pace for counts, seconds in timings.groups(what, name).items()}
+            for name, pace in zip(CONTEXTS, paces, strict=True)
+        ]
+
+    drafts, verifies = rising(at_pace(TREE_DRAFTS)), rising(at_pace(TREE_VERIFY))
+    low, high = (
+        # None is what plain decoding verifies, on caches that no draft has emptied: it is timed there.
+        side._replace(tree_draft_s=draft, tree_verify_s=((0, side.verify_s[0]), *verify))
+        for side, draft, verify in zip(sides, drafts, verifies, strict=True)
+    )
+    outside = pooled(at_pace(TREE_OUTSIDE))
+    if len(outside) < 3:
+        return low, high, None
+    per_round, per_step, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
+    return low, high, (per_round, per_step, per_token)
+
+
+def _pace(paths: Groups, side: Side) -> float:
+    """Return how much slower the machine was than when the chains of `side` were timed.
+
+    Args:
+        paths: seconds of later draft steps and verification in rounds of a tree that were chains, by (later steps, verified).
+        side: the costs of chains.
+    """
+    shares = []
+    for (steps, verified), seconds in paths.items():
+        if 0 < verified < len(side.verify_s):
+            drafts = side.second_draft_s + (steps - 1) * side.later_draft_s if steps else 0.0
+            shares.append(seconds / (drafts + side.verify_s[verified]))
+    return typical(np.concatenate(shares)) or 1.0 if shares else 1.0
