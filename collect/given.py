@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..decode.cache import CachedModel
+from ..decode.finite import check_rows
 from ..decode.noise import gumbel, match_scores
 from ..decode.pair import Pair
 from ..policies.errors import InputError
@@ -82,6 +83,7 @@ def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = F
     """Return [L, V], the target's rows that each token of the text would be drawn from, and their states [L, H] float16."""
     model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary, hidden)
     rows = model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
+    check_rows(rows)
     return rows, None if model.states is None else stored(model.states[0, -len(text) :])
 
 

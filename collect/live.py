@@ -12,6 +12,7 @@ from torch import Tensor
 from ..decode.candidates import Candidates
 from ..decode.decide import Logits
 from ..decode.drafters import Drafter
+from ..decode.finite import broken
 from ..decode.hidden import vector_widths
 from ..decode.loop import Speculator
 from ..decode.modes import find_mode, resolve_mode
@@ -128,6 +129,8 @@ class Recorder:
             shape = (None, None) if is_chain else (rank, width)
             depth = found.depth[places[0]]
             rows = Rows(raw, self.temperature, scores, tokens, above, depth, sampled, *shape)
+            if bool(rows.path_logprob.isnan().any()):
+                raise broken("draft")
             logprob |= dict(zip(places, rows.path_logprob.unbind(0), strict=True))
             at = [node[place] for place in places]
             for name, values in zip(self.features, compute(self.features, rows).unbind(1), strict=True):

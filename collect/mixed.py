@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..decode.cache import CachedModel
+from ..decode.finite import check_rows
 from ..decode.noise import gumbel, match_scores
 from ..decode.noise import mix as scramble
 from ..decode.pair import Pair
@@ -78,6 +79,7 @@ def _mixed(
     ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
     model = CachedModel(pair.draft, ids.shape[1], pair.vocabulary, hidden)
     logits = model.read(ids, rows=len(text) - 1)[0]
+    check_rows(logits, "draft")
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
     scores, alone = match_scores(logits, temperature, noise), torch.ones_like(own)
     # The sample is seldom the best of these rows, so its own score must be looked up: as of an only child.

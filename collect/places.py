@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..decode.cache import CachedModel, backend_mask
+from ..decode.finite import broken
 from ..decode.noise import gumbel
 from ..decode.pair import Pair
 from ..decode.topology import Topology
@@ -250,6 +251,8 @@ class Places:
         depth = torch.tensor(tree.depth[1:], device=start.device)
         post = TreeNodes(prob, logprob[:, 1:], top.gather(-1, at.expand(len(start), -1, -1)), depth, rank)
         features = torch.cat([self.pre[place, fed], post.features(self.names[len(PRE_FEATURES) :])], -1)
+        if not bool(features.isfinite().all()):
+            raise broken("draft")
         p, overlap = self.target_prob[place, rank] * known, self.overlap[place] * known
         hidden = None if self.hidden is None else self.hidden[place, fed]
         return Unrolled(token, features, prob, p, overlap, known, known & (token == own), hidden)

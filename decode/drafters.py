@@ -12,6 +12,7 @@ from torch import Tensor
 from ..policies.errors import InputError
 from .candidates import Candidates
 from .captured import open_cache
+from .finite import check_rows
 from .hidden import hidden_width
 from .pair import Pair
 
@@ -69,6 +70,7 @@ class ModelDrafter:
         self._pair = pair
         self._hidden = False
         self._model = open_cache(pair.draft, 0, pair.vocabulary)
+        self._looked_at = False  # the first logits of a text tell a broken model
         self._fed: list[int] = []  # places in the cache, in the order of its slots behind the text
         self.states: Tensor | None = None
 
@@ -84,6 +86,7 @@ class ModelDrafter:
         if self._model.capacity < tokens:
             self._model = open_cache(self._pair.draft, tokens, self._pair.vocabulary, self._hidden)
         self._model.roll_back(0)
+        self._looked_at = False
 
     def backlog(self, text: Sequence[int]) -> int:
         """See `Drafter`."""
@@ -106,6 +109,9 @@ class ModelDrafter:
         else:
             before, rows = ([found.rows[place] for place in places] for places in (self._fed, feeding))
             logits = self._model.read_tree(tokens, base, found.topology, before, rows)[0]
+        if not self._looked_at:
+            check_rows(logits, "draft")
+            self._looked_at = True
         if self._model.states is not None:
             self.states = self._model.states[0, -len(logits) :]
         self._fed.extend(feeding)

@@ -137,6 +137,8 @@ class DraftPhase:
             for row, token in zip(below[at], drawn.tokens[at], strict=False):  # fewer where the draft knows no more
                 places.append(found.add(place, row, token))
                 owner.append(at)
+        if not places:  # rows that no token can be drawn from
+            return [], None
         shaped = sampled if text.sampler.reads_prefix and self._temperature > 0 else None
         logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best)
         if self._on_level is not None:

@@ -23,6 +23,7 @@ from .captured import open_cache
 from .charge import Guard
 from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
+from .finite import check_rows
 from .hidden import KeepsStates, ask_for_states, hidden_width
 from .modes import check_mode, find_mode, resolve_mode
 from .noise import Choices, KeyedSource, Source
@@ -121,6 +122,7 @@ class Speculator:
 
         Raises:
             InputError: the prompt is empty, or longer than the models can read with the new tokens.
+            PairError: a model gives logits that are not finite.
         """
         watch = Stopwatch(self.pair.device)
         begin = watch.now()
@@ -148,6 +150,7 @@ class Speculator:
         processors = settings.shaping.build(settings.temperature, seen, self._eos, self.pair.device)
         source = self._open_source(key, self.topology.deepest + 1)
         logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
+        check_rows(logits)
         sampler = Sampler(processors, settings.temperature, padding)
         text = Text(prompt, len(prompt), source, sampler, [], logits, None, HistoryOne(), self._hidden(-1))
         sampled = sampler(logits, lambda: [prompt])[0]
@@ -245,6 +248,7 @@ class Speculator:
             logits = self._target.read(read)[0, : len(sent)]
         else:
             logits = self._target.read_tree(tokens, base, found.topology, [], [found.rows[p] for p in sent])[0]
+        check_rows(logits)
         watch.lap("verify")
         sampled = text.sampler(logits, lambda: [[*text.tokens[:base], *found.tokens_to(p)] for p in sent])
         return logits, sampled

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..policies.vectors import stored
 from .cache import CachedModel, backend_mask
+from .finite import check_rows
 from .hidden import hidden_width
 from .noise import gumbel, match_scores
 from .pair import Pair
@@ -54,6 +55,9 @@ def plain_texts(
         ignore_eos: go on after the end-of-text token.
         hidden: return the hidden states too.
         noise: return the noise too.
+
+    Raises:
+        PairError: the target gives logits that are not finite.
     """
     device = pair.device
     longest = max(map(len, prompts))
@@ -76,6 +80,7 @@ def plain_texts(
     logits = model.read(tokens, 1, mask, positions[:, :longest])[:, 0]
     later = backend_mask(real[:, None, None, :], pair.target)
     for step in range(max_new_tokens):
+        check_rows(logits, void=ended)
         rows[:, step] = logits
         if states is not None and model.states is not None:
             states[:, step] = stored(model.states[:, -1])

@@ -10,12 +10,14 @@ At temperature 0 all of them are greedy matching.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .candidates import Candidates
+from .finite import broken
 from .noise import Choices, Purpose
 from .verify import Drawn, Verification
 
@@ -71,7 +73,7 @@ class Rejection(Verification):
             token = found.tokens[child]
             assert q is not None
             if child in probs:
-                if choices.accept(min(1.0, float(left[token] / q[token])), child):
+                if choices.accept(min(1.0, ratio(left, q, token)), child):
                     return child, left
                 left = residual(left, q)
             if not self.replacement:
@@ -99,7 +101,7 @@ class Block(Rejection):
         last = len(sent) - 1
         for i in range(1, last + 1):
             token, q = found.tokens[sent[i]], found.drawn_from[sent[i - 1]]
-            weight = min(1.0, weight * float(p[i - 1, token] / q[token]))
+            weight = min(1.0, weight * ratio(p[i - 1], q, token))
             weights.append(weight)
             chance = weight
             if i < last:
@@ -111,6 +113,14 @@ class Block(Rejection):
         if taken < last:
             after = residual(weights[taken] * after, found.drawn_from[sent[taken]], after)
         return list(sent[: taken + 1]), [choices.draw(after, sent[taken], Purpose.RESIDUAL)]
+
+
+def ratio(p: Tensor, q: Tensor, token: int) -> float:
+    """Return p / q of a token drawn from q [V]; a q that is NaN is a `PairError`, lest NaN pass for acceptance."""
+    value = float(p[token] / q[token])
+    if math.isnan(value):
+        raise broken("draft")
+    return value
 
 
 def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
