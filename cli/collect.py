@@ -12,8 +12,8 @@ from ..policies.errors import InputError
 from ..policies.progress import Progress
 from .common import find_pair, open_pair
 from .config import save_config
-from .console import human_bytes, human_seconds, print_json, progress_bars, say, table
-from .interrupt import finish_first
+from .console import human_bytes, human_seconds, print_json, progress_bars, table
+from .interrupt import Interrupted, finish_first
 from .options import (
     Config,
     Depth,
@@ -47,14 +47,13 @@ from .prompt_options import (
     SplitSeed,
     TestShare,
 )
+from .streams import say
 
 if TYPE_CHECKING:
     from ..collect.estimate import Estimate
     from ..collect.processes import Place
     from ..collect.shards import Plan
     from ..collect.store import Trace
-
-INTERRUPTED = 130
 
 Shards = Annotated[int | None, typer.Option(help="Parts the trace is written in; default: one for every 32 prompts.")]
 Repair = Annotated[bool, typer.Option("--repair", help="With --resume: collect damaged shards again.")]
@@ -226,7 +225,7 @@ def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: b
 def _record(
     plan: Plan, out: Path, place: Place, resume: bool, overwrite: bool, repair: bool, progress: Progress
 ) -> Trace:
-    """Collect; on Ctrl-C finish the shard, say how to go on, and exit."""
+    """Collect; on a signal finish the shard, and end with how to go on."""
     from ..collect.shards import record
 
     if overwrite and place.world > 1:
@@ -235,14 +234,13 @@ def _record(
         trace = record(
             plan, out, place=place, resume=resume, overwrite=overwrite, repair=repair, stop=stop, progress=progress
         )
-        stopped = stop()
-    save_config(out)
-    if stopped and not trace.complete:
-        say(
-            f"specstop: {len(trace.finished)} of {plan.header.shards} shards are finished; go on with: "
-            f"specstop collect --config {out / 'run.yaml'} --resume"
-        )
-        raise typer.Exit(INTERRUPTED)
+        save_config(out)
+        if stop.number is not None and not trace.complete:
+            raise Interrupted(
+                stop.number,
+                f"interrupted with {len(trace.finished)} of {plan.header.shards} shards finished; go on with: "
+                f"specstop collect --config {out / 'run.yaml'} --resume",
+            )
     return trace
 
 

@@ -26,13 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..policies.progress import Progress, silent
+from .streams import say
 
 _PLAIN_EVERY_S = 15.0
-
-
-def say(text: str) -> None:
-    """Write a line to standard error."""
-    sys.stderr.write(text + "\n")
 
 
 @contextlib.contextmanager

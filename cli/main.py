@@ -1,94 +1,84 @@
-"""The `specstop` command. Commands import what they need when they run, so that `--help` answers at once."""
+"""The process of the `specstop` command: its signals and streams, its exit code, and the one line that says why."""
 
 from __future__ import annotations
 
-import importlib
-import keyword
 import os
 import sys
 from typing import NoReturn
 
-import typer
-
-from ..policies.errors import SpecstopError
-from .console import one_line_warnings, say
-
-COMMANDS = (
-    "demo",
-    "collect",
-    "merge",
-    "train",
-    "import",
-    "profile",
-    "evaluate",
-    "compare",
-    "transfer",
-    "estimate",
-    "decode",
-    "bench",
-    "deploy",
-    "policies",
-    "info",
-)
+from ..policies.errors import InputError, SpecstopError
+from .interrupt import Interrupted, Signals
+from .streams import let_go, prepare, say
 
 INTERRUPTED = 130
 
-app = typer.Typer(
-    help="Learn when to stop drafting in speculative decoding: collect, train, evaluate, decode.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
+def run() -> NoReturn:
+    """Run the command line.
 
-@app.callback(invoke_without_command=True)
-def _root(
-    context: typer.Context,
-    version: bool = typer.Option(False, "--version", help="Print the version."),
-    no_plugins: bool = typer.Option(False, "--no-plugins", help="Do not look for installed policies."),
-) -> None:
-    if no_plugins:
-        os.environ["SPECSTOP_PLUGINS"] = "0"
-    if context.invoked_subcommand is None and not version:
-        typer.echo(context.get_help())
-    if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"specstop {installed('specstop')}")
-        raise typer.Exit
-
-
-for _name in COMMANDS:
-    _python = _name + "_" * keyword.iskeyword(_name)
-    _module = importlib.import_module(f".{_python}", __package__)
-    app.command(_name)(getattr(_module, _python))
-
-
-def run() -> None:
-    """Run the command line: an error that a user can mend is one line and exit code 2."""
-    one_line_warnings()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    What a user can mend is one line on standard error and exit code 2; an interruption is one line and 130 or 143.
+    """
+    signals = Signals()
+    signals.take()  # before anything large is imported
+    code, line = 0, ""
     try:
+        code, line = _answer()
+        signals.over = True
+    except BaseException as error:
+        signals.over = True  # what cleans up on the way out is left alone; nothing may come before this line
+        if isinstance(error, Interrupted):
+            code, line = error.code, error.line
+        elif signals.asked is None:
+            raise
+    if signals.asked is not None:  # whatever a library has made of it
+        code, line = Interrupted(signals.asked).code, Interrupted(signals.asked).line
+    signals.end()
+    if line:
+        say(f"specstop: {' '.join(line.split())}")
+    for stream in (sys.stdout, sys.stderr):
+        let_go(stream)
+    sys.exit(code)
+
+
+def _answer() -> tuple[int, str]:
+    """Run the command; return its exit code and a line to say, if there is one."""
+    try:
+        prepare()
+        _check_text(sys.argv)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        from .app import app
+        from .console import one_line_warnings
+
+        one_line_warnings()
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except SpecstopError as error:
-        fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        return 2, str(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED, "interrupted"
+    except OSError as error:
+        unwritten = let_go(sys.stdout)
+        if unwritten is None:
+            raise
+        # A reader that has seen enough, such as `head`, wants no word.
+        quiet = isinstance(unwritten, BrokenPipeError)
+        return 1, "" if quiet else f"standard output cannot be written to: {error.strerror}; files are complete"
     except Exception as error:
         # Usage errors are of a class that typer keeps to itself; they know their text and their exit code.
         if not hasattr(error, "format_message"):
             raise
-        fail(f"{error.format_message()} Try --help.", int(getattr(error, "exit_code", 2)))
-    if code == INTERRUPTED:  # typer turns Ctrl-C into an exit code
-        fail("interrupted", INTERRUPTED)
-    sys.exit(code if isinstance(code, int) else 0)
+        return int(getattr(error, "exit_code", 2)), f"{error.format_message()} Try --help."
+    if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into an exit code
+        return INTERRUPTED, "interrupted"
+    return (code if isinstance(code, int) else 0), ""
 
 
-def fail(text: str, code: int = 2) -> NoReturn:
-    """Print one line on standard error and exit."""
-    say(f"specstop: {' '.join(text.split())}")
-    sys.exit(code)
+def _check_text(arguments: list[str]) -> None:
+    """Raise `InputError` for an argument whose bytes are no text: it could not be written down in a header or a report."""
+    for number, argument in enumerate(arguments[1:], 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"argument {number}: expected UTF-8 text, not {os.fsencode(argument)!r}") from None

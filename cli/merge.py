@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ..policies.errors import TraceError
-from .console import print_json, say
+from .console import print_json
 from .options import Json
+from .streams import say
 
 _NAMED = 8
 

@@ -13,6 +13,7 @@ from .common import flat
 from .config import save_config
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, Seed, Set
+from .streams import say
 
 if TYPE_CHECKING:
     from ..policies.progress import Progress
@@ -138,8 +139,6 @@ def _tuned(
     )  # fmt: skip
     trained, found = train_best(traces, costs, options, progress=progress, **common)
     if not found.best.rule:
-        from .console import say
-
         say(f"the fastest of all trials is the policy {spec_of(found.best)}; the best head is saved")
     return trained
 

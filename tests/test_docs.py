@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_prompts
-from specstop.cli.main import COMMANDS
+from specstop.cli.app import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "cli"))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from specstop.cli.main import COMMANDS, run
+from specstop.cli.app import COMMANDS
+from specstop.cli.interrupt import SIGNALS
+from specstop.cli.main import run
 
 __all__ = ["COMMANDS", "Answer", "cli", "files"]
 
@@ -27,6 +32,7 @@ def cli(*args: object) -> Answer:
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with (
+        _signals_kept(),
         mock.patch.object(sys, "argv", ["specstop", *map(str, args)]),
         mock.patch.dict(os.environ),
         warnings.catch_warnings(),
@@ -38,6 +44,19 @@ def cli(*args: object) -> Answer:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return Answer(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def files(folder: Path) -> dict[str, bytes]:

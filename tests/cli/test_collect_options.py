@@ -246,24 +246,24 @@ def test_a_damaged_shard_is_named_moved_aside_and_made_good(collect: list[object
     assert same_rows(open_trace(out), done)
 
 
-def test_ctrl_c_finishes_the_shard_and_says_how_to_go_on(
-    collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_shard_and_says_how_to_go_on(
+    number: int, code: int, collect: list[object], done: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     write = shards.write_shard
 
     def press(folder: Path, header: Any, index: int, rows: Any) -> None:
         if index == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         write(folder, header, index, rows)
 
     monkeypatch.setattr(shards, "write_shard", press)
     answer = cli(*collect, "--out", out)
-    assert answer.code == 130
+    assert answer.code == code
     assert answer.err.splitlines() == [
-        "specstop: finishing the shard that is begun; Ctrl-C again stops at once",
-        f"specstop: 2 of 4 shards are finished; go on with: specstop collect --config {out / 'run.yaml'} --resume",
-        "specstop: interrupted",
+        "specstop: interrupted with 2 of 4 shards finished; go on with: "
+        f"specstop collect --config {out / 'run.yaml'} --resume"
     ]
     monkeypatch.undo()
     assert yaml.safe_load((out / "run.yaml").read_text())["command"] == "collect"

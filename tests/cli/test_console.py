@@ -20,7 +20,8 @@ def handlers() -> Iterator[list[Any]]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with pytest.raises(KeyboardInterrupt), finish_first("this") as stop:
         assert not stop()
         signal.raise_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import lightning
@@ -45,6 +46,26 @@ def test_the_example_of_the_docstring(parts: tuple[FitRows, FitRows]) -> None:
     torch.testing.assert_close(head.logits(x, 1), module(columns), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("caught", [True, False], ids=["handled by the caller", "not handled"])
+def test_a_request_to_terminate_reaches_the_caller(
+    caught: bool, parts: tuple[FitRows, FitRows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning would end the process with exit code 0."""
+    calls, sent = [], signal.raise_signal
+    monkeypatch.setattr("specstop.train.heads.trainer.signal.raise_signal", calls.append)
+
+    def terminate(task: str, done: int, total: int) -> None:
+        sent(signal.SIGTERM)
+
+    kept = signal.signal(signal.SIGTERM, (lambda number, frame: calls.append("caught")) if caught else signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit_mlp(*parts, NAMES, epochs=3, progress=terminate)
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    assert calls == (["caught"] if caught else [signal.SIGTERM])
+
+
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
     """Killed behind the third of five epochs; a schedule that began anew, or another order of the rows, would show."""
     whole = fit_mlp(*parts, NAMES, options=FitOptions(epochs=5, checkpoints=tmp_path / "whole", batch_size=256))
@@ -56,8 +77,10 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows
             raise KeyboardInterrupt
 
     options = FitOptions(epochs=5, checkpoints=tmp_path / "cut", batch_size=256)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):  # where Lightning would end the process
         fit_mlp(*parts, NAMES, options=options, progress=killed)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (tmp_path / "cut" / "last.ckpt").exists()
     epochs.clear()
     resumed = FitOptions(epochs=5, checkpoints=tmp_path / "cut", batch_size=256, resume=True)

@@ -11,7 +11,6 @@ head = module.to_head(names, basis)
 from __future__ import annotations
 
 import itertools
-import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from ...policies.progress import Progress, silent
 from .fitting import FitOptions, FitTask
 from .linear import fit_basis
 from .rows import FitRows
-from .trainer import LAST, MONITOR, Report, make_trainer, quiet
+from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet
 
 EPOCHS, BATCH, RATE, DECAY = 20, 1024, 2e-3, 1e-3
 WIDTH, LAYERS = 64, 2
@@ -185,16 +184,7 @@ def fit_mlp(
         module = StopHeadModule(basis.width + 1, hidden, rate, float(params.get("weight_decay", DECAY)))
         trainer, best = make_trainer(options, folder, most, [Report("train mlp", progress, most)])
         data = TraceDataModule(rows, held_out, basis, options.batch_size or BATCH, seed)
-        last = folder / LAST
-        again = str(last) if options.resume and last.exists() else None
-        try:
-            trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
-            state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
-        except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
-            if again is None:
-                raise
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"--resume: {last} is not a checkpoint of such a run: {reason}") from None
+        state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
     tensors = {
         f"{part}.{i}": state[f"layers.{i}.{part}"].float()
         for i in range(len(module.layers))

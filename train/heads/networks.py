@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,11 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ...policies.errors import InputError, TraceError
+from ...policies.errors import TraceError
 from .fitting import FitTask
 from .mlp import _Batches, _work_folder
 from .rows import FitRows
-from .trainer import LAST, MONITOR, Report, make_trainer, quiet
+from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet
 
 
 @dataclass(frozen=True)
@@ -142,16 +141,7 @@ def train_network(
     with torch.random.fork_rng(), quiet(), _work_folder(options) as folder:
         torch.manual_seed(task.seed)
         trainer, best = make_trainer(options, folder, epochs, [Report(f"train {name}", task.progress, epochs)])
-        last = folder / LAST
-        again = str(last) if options.resume and last.exists() else None
-        try:
-            trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
-            state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
-        except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
-            if again is None:
-                raise
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"--resume: {last} is not a checkpoint of such a run: {reason}") from None
+        state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
     return {key.removeprefix("network."): value.detach().float().cpu() for key, value in state.items()}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
@@ -105,6 +108,45 @@ def make_trainer(
             raise
         raise InputError(_said(error)) from None
     return trainer, best
+
+
+def fit_best(
+    trainer: lightning.Trainer,
+    best: ModelCheckpoint,
+    module: lightning.LightningModule,
+    data: lightning.LightningDataModule,
+    resume: Path | None,
+) -> dict[str, torch.Tensor]:
+    """Fit, and return the weights of the best epoch.
+
+    Args:
+        trainer, best: from `make_trainer`.
+        module, data: what is fitted, on what.
+        resume: checkpoint of a run to go on from, if it is there.
+
+    Raises:
+        InputError: the checkpoint is not of such a run.
+        KeyboardInterrupt: the run was interrupted, which Lightning would turn into the end of the process.
+    """
+    again = str(resume) if resume is not None and resume.exists() else None
+    stopped = False
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
+        state: dict[str, torch.Tensor] = torch.load(best.best_model_path, weights_only=True, map_location="cpu")[
+            "state_dict"
+        ]
+    except SystemExit:  # with exit code 1 for SIGINT and 0 for SIGTERM, and no word
+        stopped = True
+    except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
+        if again is None:
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"--resume: {again} is not a checkpoint of such a run: {reason}") from None
+    if trainer.received_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.raise_signal(signal.SIGTERM)  # Lightning has kept it from the process, which it would have ended
+    if stopped:
+        raise KeyboardInterrupt
+    return state
 
 
 def _said(error: Exception) -> str:
