@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import candidate_generator
 
+from ..policies.errors import PairError
 from .pair import Pair
 from .records import Generation
 
@@ -55,11 +56,20 @@ class Assisted:
         temperature: 0 = greedy.
         max_new_tokens: length limit.
         ignore_eos: go on after the end-of-text token.
+
+    Raises:
+        PairError: an assistant whose vocabulary is of another size, which the library refuses.
     """
 
     def __init__(
         self, pair: Pair, setting: AssistedSetting, temperature: float, max_new_tokens: int, ignore_eos: bool = False
     ) -> None:
+        sizes = [model.config.get_text_config().vocab_size for model in (pair.target, pair.draft)]
+        if setting.tokens and sizes[0] != sizes[1]:
+            raise PairError(
+                f"transformers' assisted generation wants vocabularies of one size, but the target scores {sizes[0]} "
+                f"tokens and the draft {sizes[1]}; measure with --no-library"
+            )
         self.name = setting.name
         self._pair, self._setting = pair, setting
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}

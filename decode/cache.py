@@ -6,11 +6,13 @@ silently wrong under `eager`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -51,7 +53,8 @@ class CachedModel:
     Args:
         model: in evaluation mode.
         capacity: slots, a bound on the tokens in the cache at any time.
-        vocabulary: width of the logits returned; a model's padding rows beyond it are dropped.
+        vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
+            scores the others -inf and reads them as its first token.
         hidden: keep the last hidden states of each call in `states`.
 
     Attributes:
@@ -70,6 +73,7 @@ class CachedModel:
         self._slots = Slots(capacity, config.num_hidden_layers if len(kinds) < 2 else 1)
         self._layers = [SlotLayer(self._slots) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
+        self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))
         self._windows = window_layers(model)
         self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
@@ -127,7 +131,7 @@ class CachedModel:
         if positions is None:
             positions = self._positions[:, start:end]
         out = self.model(
-            input_ids=tokens,
+            input_ids=self._known(tokens),
             attention_mask=self._by_layer(mask, positions, start, end),
             position_ids=positions,
             past_key_values=self._cache,
@@ -137,11 +141,20 @@ class CachedModel:
         )
         if self._hidden:
             self.states = out.hidden_states[-1]
-        logits: Tensor = out.logits
-        # Some models return all rows whatever they are told.
-        if logits.shape[1] > (rows or count) or logits.shape[2] > self.vocabulary:
+        return self._scores(out.logits, rows or count)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Return the tokens as the model can read them."""
+        return tokens.masked_fill(tokens >= self.vocabulary - self._lacks, 0) if self._lacks else tokens
+
+    def _scores(self, logits: Tensor, rows: int) -> Tensor:
+        """Return the last `rows` of a model's logits [B, rows, V] in the precision that is computed with."""
+        if (
+            logits.shape[1] > rows or logits.shape[2] > self.vocabulary
+        ):  # some models return all rows whatever they are told
             logits = logits[:, -rows:, : self.vocabulary]
-        return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        return functional.pad(logits, (0, self._lacks), value=-math.inf) if self._lacks else logits
 
     def read_tree(
         self, tokens: Sequence[int], base: int, topology: Topology, before: Sequence[int], rows: Sequence[int]

@@ -87,7 +87,7 @@ class CapturedModel(CachedModel):
             at = torch.arange(end, device=self.model.device)
             mask = backend_mask((at <= at[start:, None])[None, None], self.model)
         call = self._calls.get((count, rows)) or self._buffers(count, rows)
-        call.tokens.copy_(tokens)
+        call.tokens.copy_(self._known(tokens))
         call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
         call.slots.copy_(self._positions[0, start:end])
         call.mask[..., :end] = mask
@@ -122,8 +122,7 @@ class CapturedModel(CachedModel):
             logits_to_keep=rows,
             output_hidden_states=self._hidden,
         )
-        logits = out.logits[:, -rows:, : self.vocabulary]
-        logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+        logits = self._scores(out.logits, rows or call.tokens.shape[1])
         return logits, out.hidden_states[-1] if self._hidden else None
 
     def _recorded(self, call: _Call, rows: int) -> None:

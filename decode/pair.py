@@ -38,7 +38,8 @@ class Pair:
     Attributes:
         target, draft: causal language models in evaluation mode on one device.
         tokenizer: of both.
-        vocabulary: number of token ids that both models know.
+        vocabulary: number of token ids that the target scores, padding beyond the tokenizer's tokens included, as its own
+            `generate` has it; a draft that knows fewer never proposes the others.
         eos: ids that end a text.
         engines: how target and draft compute (`engine.ENGINES`).
         hashes: of both, where an engine no longer tells them from the models.
@@ -98,7 +99,7 @@ def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedT
         raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
     if tokenizer is not None and len(tokenizer) > min(widths):
         raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {min(widths)}")
-    return Pair(target.eval(), draft.eval(), tokenizer, min(widths), _eos(target, tokenizer))
+    return Pair(target.eval(), draft.eval(), tokenizer, widths[0], _eos(target, tokenizer))
 
 
 def _check_kind(role: str, model: PreTrainedModel) -> None:

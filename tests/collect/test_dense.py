@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, NEW
+from conftest import EOS, NEW, VOCABULARY, build_model
 from specstop.collect.abreast import abreast
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import gumbel, stream_key
-from specstop.decode.pair import Pair, load_pair
+from specstop.decode.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES, Rows, compute
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 from zoo import DEPTH
 
 EAGER = 1e-4  # the models' eager attention takes its softmax in float32 whatever their dtype
@@ -255,3 +257,21 @@ def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]])
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
     assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [(0, "a", "", prompt_ids[0], 0)], NEW) == []
+
+
+@pytest.mark.parametrize("tree", [None, "2,2"])
+@pytest.mark.parametrize("collector", ["dense", "live"])
+def test_traces_of_a_draft_that_knows_fewer_tokens_are_finite(
+    tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt], tmp_path: Path, tree: str | None, collector: str
+) -> None:
+    """Where the text has a token that the draft does not know, the draft proposes others."""
+    target, draft = build_model(vocab_size=VOCABULARY + 8), build_model(1)
+    with torch.no_grad():
+        target.lm_head.weight[VOCABULARY:] *= 2.0
+    wide = join(target, draft, tokenizer)
+    options: dict[str, Any] = {"depth": 3, "tree": tree, "temperature": 0.7, "collector": collector}
+    (table,) = collect(wide, prompts[:4], tmp_path / "t", max_new_tokens=16, shards=1, **options).shards()
+    for name in (*ANCHOR_FEATURES, *(n for n in CHAIN_FEATURES if n in table.column_names), "target_prob", "overlap"):
+        values = table[name].to_pylist()
+        assert np.isfinite(np.array(values, dtype=np.float64)).all(), name
+    assert max(map(max, table["tokens"].to_pylist())) < VOCABULARY

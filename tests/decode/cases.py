@@ -51,6 +51,7 @@ class Case:
         drafter: as of `find_drafter`.
         vocabulary, new, temperature, prompt: of the texts.
         attention: backend of the models.
+        draft_knows: how many tokens of the vocabulary, the first ones; 0 = all.
     """
 
     mode: str = "rejection"
@@ -66,6 +67,7 @@ class Case:
     temperature: float = 1.0
     prompt: tuple[int, ...] = (0, 1)
     attention: str = "sdpa"
+    draft_knows: int = 0
 
     def __str__(self) -> str:
         parts = [

@@ -111,7 +111,7 @@ class Proof:
 
 def enumerate_texts(case: Case, most: int = MOST_LEAVES) -> Proof:
     """Run `Speculator` on every sequence of choices and return the distribution of its texts, not compared yet."""
-    pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention)
+    pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention, case.draft_knows)
     settings = Settings(
         case.temperature, case.new, fallback=1, verification=case.mode, tree=case.tree, shaping=SHAPINGS[case.shaping]
     )

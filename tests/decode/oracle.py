@@ -66,13 +66,14 @@ class Oracle(torch.nn.Module):
         law: of the logits.
         side: 0 = target, 1 = draft.
         attention: backend whose masks are read.
+        knows: so many tokens of the law's vocabulary, the first ones; 0 = all.
     """
 
-    def __init__(self, law: Law, side: int, attention: str = "sdpa") -> None:
+    def __init__(self, law: Law, side: int, attention: str = "sdpa", knows: int = 0) -> None:
         super().__init__()
-        self.law, self.side = law, side
+        self.law, self.side, self.knows = law, side, knows or law.vocabulary
         self.dtype, self.device = torch.float64, torch.device("cpu")
-        text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None)
+        text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None, vocab_size=self.knows)
         self.config = SimpleNamespace(get_text_config=lambda: text, _attn_implementation=attention)
 
     def forward(
@@ -85,6 +86,7 @@ class Oracle(torch.nn.Module):
         **rest: Any,
     ) -> SimpleNamespace:
         count = input_ids.shape[1]
+        assert int(input_ids.max()) < self.knows
         tokens, positions = past_key_values.update(
             input_ids[:, None, :, None].double(), position_ids[:, None, :, None].double(), 0
         )
@@ -98,7 +100,7 @@ class Oracle(torch.nn.Module):
             sees = mask[0, 0].tolist()
         kept = sees[-logits_to_keep:]
         rows = [self.law.rows(read_prefix([s for s, seen in zip(slots, row, strict=True) if seen])) for row in kept]
-        return SimpleNamespace(logits=torch.stack([row[self.side] for row in rows])[None])
+        return SimpleNamespace(logits=torch.stack([row[self.side][: self.knows] for row in rows])[None])
 
 
 def read_prefix(seen: list[tuple[int, int]]) -> Prefix:
@@ -109,7 +111,7 @@ def read_prefix(seen: list[tuple[int, int]]) -> Prefix:
     return tuple(seen)
 
 
-def oracle_pair(law: Law, eos: tuple[int, ...] = (), attention: str = "sdpa") -> Pair:
-    """Return both sides of a law as a pair."""
-    models = (Oracle(law, side, attention) for side in (0, 1))
+def oracle_pair(law: Law, eos: tuple[int, ...] = (), attention: str = "sdpa", draft_knows: int = 0) -> Pair:
+    """Return both sides of a law as a pair, whose draft knows the first tokens only, if told so."""
+    models = Oracle(law, 0, attention), Oracle(law, 1, attention, draft_knows)
     return Pair(*models, None, law.vocabulary, eos)  # type: ignore[arg-type]

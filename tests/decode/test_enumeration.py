@@ -47,6 +47,17 @@ def test_other_drafters_vocabularies_and_masks(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize(
+    ("mode", "tree"),
+    [("rejection", "chain:2"), ("rejection", "2,1"), ("rejection_replace", "2,1"), ("block", "chain:2")],
+)
+def test_a_draft_may_know_fewer_tokens_than_the_target(mode: str, tree: str) -> None:
+    """As of models of one family whose vocabularies are padded to different sizes."""
+    for seed, eos in ((1, False), (2, True)):
+        case = Case(mode, tree, "trims-unsure", "dense", seed, eos=eos, vocabulary=4, new=3, draft_knows=3)
+        assert check(case).accepted > 0
+
+
 @pytest.mark.parametrize("decider", ["trims-unsure", "trims-by-place", "trims-as-rounds-went", "selects-by-round"])
 @pytest.mark.parametrize(("mode", "tree"), [("rejection", "2,1"), ("rejection_replace", "2,1"), ("block", "chain:2")])
 def test_a_token_that_ends_the_text_is_left_out_like_any_other(mode: str, tree: str, decider: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, join
+from specstop.decode.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.policies.baselines import Confidence, FixedLength
@@ -19,7 +19,7 @@ from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from zoo import DEPTH, ZOO, SelectingByToken
 
 
@@ -40,17 +40,20 @@ def plain(pair: Pair, prompts: Sequence[list[int]], temperature: float = 0.0, ne
     return plain_texts(pair, prompts, keys, new, temperature).tokens
 
 
+def stock(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Return what the model's own `generate` adds."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
 def texts(generations: list[Generation]) -> list[list[int]]:
     return [list(g.tokens) for g in generations]
 
 
 @pytest.mark.parametrize("policy", [*(FixedLength(k) for k in (0, 1, 4, 8)), Confidence()], ids=lambda p: p.name)
 def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy) -> None:
-    expected = []
-    for prompt in prompt_ids:
-        ids = torch.tensor([prompt])
-        out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = [stock(pair.target, prompt) for prompt in prompt_ids]
     assert texts(generate(pair, policy, prompt_ids)) == expected
     assert sum(len(set(text)) > 5 for text in expected) > 4
     assert 1 < sum(text[-1] == EOS for text in expected) < len(expected)
@@ -200,12 +203,31 @@ def test_a_carrying_policy_keeps_its_state_from_text_to_text(endless_pair: Pair)
     assert seen == list(range(rounds))
 
 
-def test_a_pair_with_a_wider_target_knows_the_common_tokens_only(tokenizer: object) -> None:
+@pytest.mark.parametrize("engine", ["plain", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_with_strong_padding_rows_says_what_it_says_alone(
+    tokenizer: object, temperature: float, engine: str
+) -> None:
+    """Its own `generate` draws tokens that neither draft nor tokenizer has; so does the loop, and goes on."""
     target, draft = build_model(vocab_size=VOCABULARY + 8), build_model(1)
-    wide = join(target, draft, tokenizer)  # type: ignore[arg-type]
-    generations = generate(wide, FixedLength(3), [[7, 8], [9]], 1.0)
-    assert texts(generations) == plain(wide, [[7, 8], [9]], 1.0)
-    assert max(max(g.tokens) for g in generations) < VOCABULARY
+    with torch.no_grad():
+        target.lm_head.weight[VOCABULARY:] *= 2.0
+    if engine == "auto":
+        target, draft = target.float(), draft.float()
+    prompts = [[7, 8], [9], [VOCABULARY + 1, 7]]
+    alone = [stock(target, prompt) for prompt in prompts]
+    wide = with_engine(join(target, draft, tokenizer), engine)  # type: ignore[arg-type]
+    assert (wide.vocabulary, wide.engines) == (
+        VOCABULARY + 8,
+        ("plain",) * 2 if engine == "plain" else ("compact",) * 2,
+    )
+    expected = plain(wide, prompts, temperature)
+    assert texts(generate(wide, FixedLength(3), prompts, temperature)) == expected
+    assert any(max(text) >= VOCABULARY and len(text) > 4 for text in expected)
+    if temperature == 0.0:
+        assert expected == alone
+        tree = Speculator(wide, FixedLength(3), Settings(0.0, NEW, tree="2,2,1"))
+        assert [list(tree.generate(prompt).tokens) for prompt in prompts] == alone
 
 
 def test_the_text_under_eager_attention_is_the_same(eager_pair: Pair, pair: Pair, prompt_ids: list[list[int]]) -> None:
