@@ -14,11 +14,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.train.fit.run import train
 from specstop.train.serve.deploy_llama import Share, deploy_llama, shares, walk_shares
@@ -27,6 +28,7 @@ from specstop.train.serve.deploy_vllm import deploy_vllm, length_at
 from specstop.train.serve.exported import deploy_hf_replayed, find_sizes
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import replay
+from timed import timed_profile
 
 ENGINES: dict[str, Any] = {"vllm": deploy_vllm, "sglang": deploy_sglang, "llama.cpp": deploy_llama}
 PARTS = ("## Use", "## What to expect", "## What is lost", "## What is assumed", "## Where it comes from")
@@ -112,6 +114,56 @@ def test_lengths_fall_with_the_batch_where_rows_cost(
     lengths = [line["length"] for line in figures["batches"]]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
     assert figures["mix_to_common"]["value"] >= 1.0
+
+
+def jagged(profile: Profile, seed: int) -> Profile:
+    """Return the profile as a noisy machine has it: every cost up to a third off, the second draft step on its own."""
+    chance = np.random.default_rng(seed)
+
+    def off(table: CostTable) -> CostTable:
+        verify = tuple(s * chance.uniform(0.67, 1.33) for s in table.verify_s)
+        return dataclasses.replace(table, verify_s=verify, second_draft_s=table.later_s * chance.uniform(0.67, 2.0))
+
+    return dataclasses.replace(profile, low=off(profile.low), high=off(profile.high))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_of_noisy_profiles_do_not_rise_and_agree_with_their_page(
+    seed: int, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    costs = jagged(profile, seed)
+    alone_best = None
+    for name, deploy in (("v", deploy_vllm), ("s", deploy_sglang)):
+        figures = deploy(sides[0], costs, tmp_path / name, max_batch=16, held_out=sides[1])
+        lines, alone = figures["batches"], figures["alone"]
+        most = [max(line["steps"]) if "steps" in line else line["length"] for line in lines]
+        assert most == sorted(most, reverse=True)
+        assert alone["to_best_fixed"]["high"] >= 1.0
+        assert lines[0]["to_plain"] == pytest.approx(alone["to_plain"]["value"], rel=0.05), "prompts are read besides"
+        if name == "v":
+            assert most[0] == alone["best_fixed"] and alone["to_best_fixed"]["value"] == 1.0
+            assert lines[0]["to_plain"] == pytest.approx(alone["to_plain"]["value"], rel=1e-12)
+        else:
+            assert all(line["to_fixed_here"]["high"] >= 1.0 for line in lines)
+        assert alone_best in (None, alone["best_fixed"])
+        alone_best = alone["best_fixed"]
+
+
+def test_a_length_that_is_clearly_faster_in_a_larger_batch_is_chosen(
+    sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    """A second row costs three steps and further ones nothing: alone drafting never pays, side by side it is free."""
+    cliff = (4e-3, *[12e-3] * (len(profile.low.verify_s) - 1))
+    low, high = (dataclasses.replace(t, verify_s=cliff, draft_s=(1e-5, 1e-5)) for t in (profile.low, profile.high))
+    steep = dataclasses.replace(profile, low=low, high=high)
+    for name, deploy in (("v", deploy_vllm), ("s", deploy_sglang)):
+        for noise in (0.02, 1.5):
+            costs = timed_profile(steep, jitter=noise, each=2)
+            lines = deploy(sides[0], costs, tmp_path / f"{name}{noise}", max_batch=2)["batches"]
+            most = [max(line["steps"]) if "steps" in line else line["length"] for line in lines]
+            assert most[0] == 0 and (most[1] > 0 if noise < 1 else most[1] == 0)
+        blind = deploy(sides[0], steep, tmp_path / f"{name}-blind", max_batch=2)["batches"]
+        assert blind[1]["to_plain"] == 1.0, "no timings, so nothing is clear"
 
 
 def test_the_best_of_each_batch_is_chosen(written: dict[str, tuple[Path, dict[str, Any]]], sides: tuple[Trace, Trace],

@@ -44,6 +44,15 @@ def test_an_interval_of_few_prompts_is_that_of_students_t() -> None:
     assert found.high - found.low == pytest.approx(2 * half, rel=0.05)
 
 
+def test_speed_is_a_ratio_of_sums_with_prompts_drawn_together() -> None:
+    made = Resamples(range(4))
+    slow = made.total([2.0, 4.0, 6.0, 8.0])
+    even = made.interval(slow / made.total([1.0, 2.0, 3.0, 4.0]))
+    assert (even.value, even.low, even.high) == pytest.approx((2.0, 2.0, 2.0))
+    uneven = made.interval(slow / made.total([1.0, 2.0, 3.0, 8.0]))
+    assert uneven.value == pytest.approx(20 / 14) and uneven.low < uneven.value < uneven.high
+
+
 def test_what_holds_in_every_resample_holds_for_the_interval() -> None:
     chance = np.random.default_rng(1)
     seconds = chance.uniform(1.0, 2.0, (15, 4))

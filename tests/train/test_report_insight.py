@@ -31,6 +31,7 @@ from specstop.train.report.insight import (
 )
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
+from specstop.train.report.pricing import Draws
 from specstop.train.report.trust import _at_depth, reliability, survival
 from specstop.train.traces.bounds import clairvoyant_plan, clairvoyant_seconds
 from specstop.train.traces.data import TraceArrays, trace_arrays
@@ -190,7 +191,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
     fixed = [play(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
     entry = Entry("mine", "rule", "", play(chains, Confidence(0.4, DEPTH), profile))
     best = max(fixed, key=lambda one: one.result.rate)
-    groups = by_group(chains, [entry], fixed, best, 0)
+    groups = by_group(chains, [entry], fixed, best, Draws(profile), 0)
     assert sorted(g.name for g in groups) == ["g0", "g1"]
     for group in groups:
         at = [i for i, name in enumerate(chains.groups) if name == group.name]
@@ -201,7 +202,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
     points = by_prompt(chains, entry.played, fixed[0], best, 0)
     assert [p.prompt for p in points] == chains.prompt_ids
     assert points[2].policy == pytest.approx(float(fixed[0].result.seconds[2] / entry.played.result.seconds[2]))
-    rows = sensitivity(chains, [entry], fixed, profile, Resamples(chains.prompt_ids, 0))
+    rows = sensitivity(chains, [entry], fixed, Draws(profile), Resamples(chains.prompt_ids, 0))
     centre = next(row for row in rows if row.factor == 1.0)
     assert centre.ratios["mine"].value == pytest.approx(best.result.seconds.sum() / entry.played.result.seconds.sum())
     free = next(row for row in rows if (row.what, row.factor) == ("decisions", 0.0))
@@ -214,7 +215,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
 def test_one_group_is_no_section(profile: Profile) -> None:
     arrays = made_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
     played = play(arrays, FixedLength(1), steep(0.1))
-    assert by_group(arrays, [Entry("x", "rule", "", played)], [played], played, 0) == ()
+    assert by_group(arrays, [Entry("x", "rule", "", played)], [played], played, Draws(profile), 0) == ()
 
 
 def test_bands_hold_the_share(chains: TraceArrays) -> None:

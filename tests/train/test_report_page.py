@@ -32,7 +32,6 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.page import to_html
 from specstop.train.report.records import NO_VERDICT, TOO_FEW, Line, Ratio, Report
 from specstop.train.report.sections import sections
-from specstop.train.report.single_rounds import round_owners
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
@@ -392,8 +391,7 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     report = evaluate(live, profile, [Confidence(0.7, DEPTH)], out=tmp_path / "out")
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
-    owners = round_owners(arrays)
-    assert len(owners) == values.rounds == report.facts["rounds"]
+    assert len(values.taken.sequence) == values.rounds == report.facts["rounds"]
     found = report.line("confidence:0.7")
     assert found.tokens_per_s == pytest.approx(values.rate)
     assert found.block_efficiency == pytest.approx(float(values.committed.mean()))

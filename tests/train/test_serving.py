@@ -14,7 +14,7 @@ from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.train.serve.lengths import walk_fixed, walk_lengths
-from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, speed_ratio, split_sides
+from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, split_sides
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import replay
 from torch import Tensor
@@ -92,6 +92,18 @@ def test_weights_are_read_once_a_step_and_each_cache_once_a_request() -> None:
     assert free.prefill_s == (5e-3, 1e-4), "reading a prompt is as much work in a batch"
 
 
+def test_the_second_draft_step_keeps_its_own_seconds_and_a_batch_of_one_is_the_profile() -> None:
+    even = flat(0.0, 0.0)
+    cold = {side: dataclasses.replace(getattr(even, side), second_draft_s=3e-3) for side in ("low", "high")}
+    odd = dataclasses.replace(even, **cold)
+    assert 8 * batch_profile(odd, 8).low.second_draft_s == pytest.approx(3e-3)
+    assert 8 * batch_profile(odd, 8).low.later_draft_s == pytest.approx(1e-3)
+    falling = dataclasses.replace(
+        odd, high=dataclasses.replace(odd.high, verify_s=tuple(x / 2 for x in odd.low.verify_s))
+    )
+    assert batch_profile(falling, 1) == falling, "whatever was measured"
+
+
 def test_rows_are_priced_on_the_measured_line_and_beyond_it() -> None:
     profile = flat(1e-4, 0.0)
     for batch, length in ((1, 5), (2, 2), (3, 5), (64, 1)):
@@ -143,12 +155,3 @@ def test_what_cannot_be_exported_is_refused(arrays: TraceArrays, profile: Profil
     tree = dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, topology=(-1, -1, 0)))
     with pytest.raises(TraceError, match="expected traces of chains"):
         split_sides(tree, profile)
-
-
-def test_speed_is_a_ratio_of_sums_with_prompts_drawn_together() -> None:
-    arrays = made_trace([[1], [1], [1], [1]], depth=1)
-    slow, fast = torch.tensor([2.0, 4.0, 6.0, 8.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    ratio = speed_ratio(arrays, fast, slow)
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
-    uneven = speed_ratio(arrays, torch.tensor([1.0, 2.0, 3.0, 8.0]), slow)
-    assert uneven.value == pytest.approx(20 / 14) and uneven.low < uneven.value < uneven.high

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...policies.costs import Profile
 from .insight import StopCost
 from .intervals import LEVEL, Resamples, Values
 from .records import DEPLOY, FEWEST, NO_VERDICT, REFUSE, Answer, Line, Ratio
@@ -22,6 +23,7 @@ def answer(
     boot: Resamples,
     to_best: Mapping[str, Values],
     stops: Sequence[StopCost] = (),
+    by_profile: Mapping[str, Ratio] | None = None,
 ) -> Answer | None:
     """Return what to do.
 
@@ -34,12 +36,15 @@ def answer(
         to_best: totals of `boot` by policy, its speed in every resample against the best of what needs no policy: the
             best fixed length, and on trees the best static tree.
         stops: of the best fixed length and the policies.
+        by_profile: `to_best` by policy with the interval over the profile's timings alone; None where it has kept none.
     """
     asked = sorted((x for x in lines if x.kind in ("rule", "learned")), key=lambda x: -x.tokens_per_s)
     if not asked:
         return None
-    clear = [x for x in asked if boot.interval(to_best[x.name]).is_above]
-    top = (clear or asked)[0]
+    alone = by_profile or {}
+    above_1 = [x for x in asked if boot.interval(to_best[x.name]).is_above]
+    clear = [x for x in above_1 if x.name not in alone or alone[x.name].is_above]
+    top = (clear or above_1 or asked)[0]
     against = boot.interval(to_best[top.name])
     above = float((to_best[top.name][1 : 1 + boot.replicates] > 1.0).mean())
     static = next((x for x in lines if x.kind == "static"), None)
@@ -63,7 +68,7 @@ def answer(
             f"{rival}, {LEVEL_TEXT} {span(against)}."
         )
     else:
-        where = "below 1" if against.is_below else "from too few prompts" if against.is_above else "not clear of 1"
+        where = _where(against, boot.prompts)
         headline = (
             f"Do not deploy a policy here, use {use}{how}: {plain_use.to_plain.value:.2f} times as fast as plain decoding. "
             f"The fastest policy, {top.name}, is {against.value:.3f} times {rival}, {LEVEL_TEXT} {span(against)}: {where}."
@@ -78,6 +83,13 @@ def answer(
         above,
         told,
     )
+
+
+def _where(against: Ratio, prompts: int) -> str:
+    """Return in words why a ratio is no reason to deploy."""
+    if not against.is_above:
+        return "below 1" if against.is_below else "not clear of 1"
+    return "from too few prompts" if prompts < FEWEST else "but timings of the profile alone could turn it"
 
 
 def _sure(name: str, rival: str, above: float, boot: Resamples, compared: int) -> str:
@@ -112,6 +124,12 @@ def why(name: str, stops: Sequence[StopCost]) -> tuple[str, ...]:
         return (wrong,)
     net = "which leaves a gain" if saved > decided else "which is more than it saves"
     return (wrong, f"Its decisions take {decided:.1f} ms in 100 tokens, against {saved:.1f} ms saved, {net}.")
+
+
+def noise_findings(profile: Profile) -> tuple[str, ...]:
+    """Return the warning that a profile was measured with, if it was noisy."""
+    noise = profile.noise
+    return (f"The latency profile: {noise.text}",) if noise is not None and noise.is_noisy else ()
 
 
 def findings(

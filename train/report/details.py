@@ -17,6 +17,7 @@ from .compare_read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .intervals import Resamples
 from .losses import decoder, largest_losses
+from .pricing import Draws
 from .trust import reliability
 
 
@@ -25,7 +26,7 @@ class Material:
     """What the sections are computed from.
 
     Attributes:
-        arrays, profile: the trace and its latency.
+        arrays, draws: the trace, and its latency with draws of it.
         entries: the policies.
         fixed: every fixed length 0..K; `best` the fastest.
         ideal: the clairvoyant's plan.
@@ -33,12 +34,17 @@ class Material:
     """
 
     arrays: TraceArrays
-    profile: Profile
+    draws: Draws
     entries: Sequence[Entry]
     fixed: Sequence[Played]
     best: Played
     ideal: Ideal
     candidate: str
+
+    @property
+    def profile(self) -> Profile:
+        """The latency as measured."""
+        return self.draws.profile
 
     @property
     def subject(self) -> Entry:
@@ -82,9 +88,9 @@ def details(material: Material, boot: Resamples, seed: int, progress: Progress) 
         "reliability": lambda: tuple(
             reliability(policy, arrays, e.played.rounds, e.played.result, seed) for e, policy in learned
         ),
-        "groups": lambda: by_group(arrays, material.entries, material.fixed, material.best, seed),
+        "groups": lambda: by_group(arrays, material.entries, material.fixed, material.best, material.draws, seed),
         "prompts": lambda: by_prompt(arrays, subject.played, material.fixed[0], material.best, seed),
-        "sensitivity": lambda: sensitivity(arrays, material.entries, material.fixed, profile, boot),
+        "sensitivity": lambda: sensitivity(arrays, material.entries, material.fixed, material.draws, boot),
         "losses": lambda: largest_losses(
             arrays, subject.played, material.best, material.judged(subject.played), decoder(arrays.header)
         ),

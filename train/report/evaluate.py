@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 
 from ...collect.store import Trace, open_trace
 from ...decode.modes import MODES, describe
@@ -24,17 +20,18 @@ from ...policies.progress import Progress, silent
 from ..fit.tune import PRICED, solve_rate, tune_confidence
 from ..traces.bounds import clairvoyant_plan
 from ..traces.data import TraceArrays, trace_arrays
-from ..traces.metered import Played, play
-from ..traces.replay import Replayed
+from ..traces.metered import play
 from ..traces.rounds import ROUND_COLUMNS
 from ..traces.static_tree import best_static_tree
-from .answer import answer, findings
+from .answer import answer, findings, noise_findings
 from .details import Material, details, stop_costs
 from .files import write_report
 from .insight import Entry, acceptance_bands
-from .intervals import LEVEL, REPLICATES, Resamples, Values
-from .records import Line, Report, verdict
+from .intervals import Resamples
+from .pricing import Draws
+from .records import Report
 from .single_rounds import round_report
+from .speeds import ASKED, SpeedTable
 from .whatif import RATIOS
 from .whatif import sweep as run_sweep
 from .whatif_records import Transfer
@@ -107,7 +104,8 @@ def evaluate(
     header = traces.header
     profile = add_decisions(profile, [Confidence(HUGGING_FACE), *policies], header.vocabulary, header.vectors)
     jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth))
-    facts = _facts(traces, arrays, profile)
+    draws = Draws(profile, seed)
+    facts = _facts(traces, arrays, draws)
     limit = None
     if informed:
         progress("informed estimate", 0, 1)
@@ -116,10 +114,10 @@ def evaluate(
         limit = informed_estimate(arrays, profile, seed=seed)
         progress("informed estimate", 1, 1)
     if live:
-        report = round_report(arrays, jobs, profile, facts, seed, progress)
+        report = round_report(arrays, jobs, draws, facts, seed, progress)
     else:
         wants = out is not None if detailed is None else detailed
-        report = _replayed(arrays, jobs, profile, facts, limit, wants, seed, progress)
+        report = _replayed(arrays, jobs, draws, facts, limit, wants, seed, progress)
         if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
             swept = run_sweep(traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress)
             report.details["sweep"] = swept.to_dict()
@@ -198,7 +196,7 @@ def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profil
 def _replayed(
     arrays: TraceArrays,
     jobs: Sequence[Job],
-    profile: Profile,
+    draws: Draws,
     facts: dict[str, Any],
     informed: Informed | None,
     detailed: bool,
@@ -206,6 +204,7 @@ def _replayed(
     progress: Progress,
 ) -> Report:
     """Return the report on dense traces."""
+    profile = draws.profile
     depth = min(arrays.depth, profile.max_depth)
     total = len(jobs) + depth + 1
     fixed = []
@@ -224,90 +223,30 @@ def _replayed(
     boot = Resamples(arrays.prompt_ids, seed)
     best = max(fixed, key=lambda one: one.result.rate)
     plan = clairvoyant_plan(arrays, profile)
-    table = _Table(arrays, boot, fixed, best, plan.seconds)
-    lines = table.lines(entries, informed)
-    asked = [line for line in lines if line.kind in ("rule", "learned")]
-    material = Material(
-        arrays, profile, entries, fixed, best, plan, max(asked, key=lambda line: line.tokens_per_s).name
+    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, informed)
+    lines = table.lines(best)
+    asked = [line for line in lines if line.kind in ASKED]
+    material = Material(arrays, draws, entries, fixed, best, plan, max(asked, key=lambda line: line.tokens_per_s).name)
+    found = answer(
+        lines, best.result.name, boot, table.to_rivals, stop_costs(material) if detailed else (), table.by_profile
     )
-    to_rival = {e.name: table.to_rival(e, entries) for e in entries}
-    found = answer(lines, best.result.name, boot, to_rival, stop_costs(material) if detailed else ())
     below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
-    spent = {e.name: table.total(e.played.result) for e in entries}
-    static = {e.name: spent[e.name] for e in entries if e.kind == "static"}
-    to_static = {n: s / mine for s in static.values() for n, mine in spent.items()}
-    to_informed = {} if informed is None else {n: table.total(informed) / mine for n, mine in spent.items()}
     if found is not None:
-        material = Material(arrays, profile, entries, fixed, best, plan, found.candidate)
+        material = Material(arrays, draws, entries, fixed, best, plan, found.candidate)
     return Report(
         tuple(lines),
-        tuple(one.result.rate for one in fixed),
+        table.found.fixed,
         acceptance_by_depth(arrays),
         facts,
         acceptance_bands(arrays, boot),
         found,
-        findings(lines, boot, below, to_informed, to_static),
+        (*noise_findings(profile), *findings(lines, boot, below, table.to_informed, table.to_static)),
         (),
         details(material, boot, seed, progress) if detailed else {},
     )
 
 
-class _Table:
-    """Lines with intervals, all from the same resamples of the prompts."""
-
-    def __init__(
-        self, arrays: TraceArrays, boot: Resamples, fixed: Sequence[Played], best: Played, bound: torch.Tensor
-    ) -> None:
-        self.boot, self.fixed, self.winner = boot, fixed, best
-        self.tokens = boot.total(arrays.text_tokens)
-        grid = np.stack([self.tokens / self.total(one.result) for one in fixed], 1)
-        self.best, self.plain = grid.max(1), grid[:, 0]
-        self.ceiling: Values = self.tokens / boot.total(bound)
-
-    def total(self, result: Replayed | Informed) -> Values:
-        """Return [R + 1] seconds."""
-        return self.boot.total(result.seconds)
-
-    def to_rival(self, entry: Entry, entries: Sequence[Entry]) -> Values:
-        """Return [R + 1], an entry's speed against the best of what reads nothing: fixed lengths, static trees."""
-        rates = [self.tokens / self.total(e.played.result) for e in entries if e.kind == "static" and e is not entry]
-        rival = np.max([self.best, *rates], axis=0)
-        ratio: Values = self.tokens / self.total(entry.played.result) / rival
-        return ratio
-
-    def line(self, name: str, kind: str, rate: Values, played: Replayed | None, note: str) -> Line:
-        """Return a line of the report."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            gap = np.where(self.ceiling > self.best, (rate - self.best) / (self.ceiling - self.best), 0.0)
-        ratios = (self.boot.interval(rate / self.plain), self.boot.interval(rate / self.best), self.boot.interval(gap))
-        if played is None:
-            return Line(name, kind, float(rate[0]), *ratios, note=note)
-        rounds = max(1, int(played.rounds.sum()))
-        drafted, verified, accepted = (
-            float(count.sum()) / rounds for count in (played.drafted, played.verified, played.accepted)
-        )
-        return Line(name, kind, float(rate[0]), *ratios, played.block_efficiency, drafted, verified, accepted, note)
-
-    def lines(self, entries: Sequence[Entry], informed: Informed | None) -> list[Line]:
-        """Return all lines."""
-        winner = self.winner.result
-        out = [self.line("plain decoding", "fixed", self.plain, self.fixed[0].result, "fixed:0")]
-        out.append(self.line("best fixed", "fixed", self.best, winner, f"{winner.name}, chosen on these prompts"))
-        for e in entries:
-            result = e.played.result
-            made = self.line(e.name, e.kind, self.tokens / self.total(result), result, e.note)
-            if e.kind in ("rule", "learned"):
-                rival = self.boot.interval(self.to_rival(e, entries))
-                made = dataclasses.replace(made, verdict=verdict(rival, self.boot.prompts))
-            out.append(made)
-        if informed is not None:
-            note = "best cross-fitted continuation value on all scalars, decisions for nothing"
-            out.append(self.line("informed estimate", "informed", self.tokens / self.total(informed), None, note))
-        out.append(self.line("clairvoyant bound", "bound", self.ceiling, None, "knows every accepted length"))
-        return out
-
-
-def _facts(traces: Trace, arrays: TraceArrays, profile: Profile) -> dict[str, Any]:
+def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
     header = traces.header
     return {
         "traces": str(traces.folder),
@@ -320,8 +259,8 @@ def _facts(traces: Trace, arrays: TraceArrays, profile: Profile) -> dict[str, An
         "depth": arrays.depth,
         "topology": arrays.tree.name,
         "pair": dict(header.pair),
-        "profile": dict(profile.facts),
-        "intervals": f"{LEVEL:.0%} bootstrap over prompts, {REPLICATES} replicates",
+        "profile": dict(draws.profile.facts),
+        "intervals": draws.text,
     }
 
 

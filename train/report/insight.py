@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...policies.costs import Profile
 from ..traces.data import TraceArrays
 from ..traces.metered import Played, scaled
 from ..traces.verdicts import Verdicts
-from .intervals import Resamples, Values
+from .intervals import Resamples
+from .pricing import Change, Draws, Priced
 from .records import Ratio
 
 MOST_GROUPS = 40
@@ -184,19 +185,20 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
 
 
 def by_group(
-    arrays: TraceArrays, entries: Sequence[Entry], fixed: Sequence[Played], best: Played, seed: int
+    arrays: TraceArrays, entries: Sequence[Entry], fixed: Sequence[Played], best: Played, draws: Draws, seed: int
 ) -> tuple[Group, ...]:
     """Return the largest groups, by tokens; none where all prompts are of one group."""
     names = sorted(set(arrays.groups))
     if len(names) < 2:
         return ()
-    tokens, seconds = arrays.text_tokens.double(), {e.name: e.played.result.seconds for e in entries}
+    tokens, every = arrays.text_tokens.double(), Resamples(arrays.prompt_ids, seed)
+    priced = Priced(every, draws, [best.rounds, *(e.played.rounds for e in entries)], arrays.prompt_tokens)
     out = []
     for group in names:
         at = torch.tensor([i for i, name in enumerate(arrays.groups) if name == group])
         boot = Resamples([arrays.prompt_ids[i] for i in at.tolist()], seed)
-        reference = boot.total(best.result.seconds[at])
-        ratios = {name: boot.interval(reference / boot.total(spent[at])) for name, spent in seconds.items()}
+        reference, *spent = priced.among(boot, at).seconds().T
+        ratios = {e.name: boot.interval(reference / mine) for e, mine in zip(entries, spent, strict=True)}
         fastest = min(fixed, key=lambda one: float(one.result.seconds[at].sum()))
         out.append(Group(group, boot.prompts, int(tokens[at].sum()), fastest.result.name, ratios))
     return tuple(sorted(out, key=lambda g: -g.tokens)[:MOST_GROUPS])
@@ -215,23 +217,18 @@ def by_prompt(arrays: TraceArrays, played: Played, plain: Played, best: Played, 
 
 
 def sensitivity(
-    arrays: TraceArrays, entries: Sequence[Entry], fixed: Sequence[Played], profile: Profile, boot: Resamples
+    arrays: TraceArrays, entries: Sequence[Entry], fixed: Sequence[Played], draws: Draws, boot: Resamples
 ) -> tuple[Sensitivity, ...]:
     """Price the same rounds with other latencies: policies as they are, the best fixed length chosen again."""
-    cases = [(*_CENTRE, profile)]
-    cases += [("draft", f, scaled(profile, draft=f)) for f in FACTORS]
-    cases += [("verification", f, scaled(profile, verify=f)) for f in FACTORS]
-    cases += [("decisions", f, scaled(profile, decision=f)) for f in (0.0, 2.0)]
+    cases: list[tuple[str, float, Change | None]] = [(*_CENTRE, None)]
+    cases += [("draft", f, partial(scaled, draft=f)) for f in FACTORS]
+    cases += [("verification", f, partial(scaled, verify=f)) for f in FACTORS]
+    cases += [("decisions", f, partial(scaled, decision=f)) for f in (0.0, 2.0)]
+    priced = Priced(boot, draws, [one.rounds for one in (*fixed, *(e.played for e in entries))], arrays.prompt_tokens)
     out = []
-    for what, factor, other in cases:
-        grid = torch.stack([one.seconds(arrays, other) for one in fixed], 1)
-        reference = boot.total(grid).min(1)
-        ratios = {e.name: boot.interval(reference / boot.total(e.played.seconds(arrays, other))) for e in entries}
-        out.append(Sensitivity(what, factor, fixed[int(grid.sum(0).argmin())].result.name, ratios))
+    for what, factor, change in cases:
+        spent = priced.seconds(change=change)
+        grid, mine = spent[:, : len(fixed)], spent[:, len(fixed) :]
+        ratios = {e.name: boot.interval(grid.min(1) / mine[:, at]) for at, e in enumerate(entries)}
+        out.append(Sensitivity(what, factor, fixed[int(grid[0].argmin())].result.name, ratios))
     return tuple(out)
-
-
-def paired(boot: Resamples, slower: Tensor, faster: Tensor) -> Values:
-    """Return [R + 1], how many times as fast `faster` is, of seconds [S] each."""
-    ratio: Values = boot.total(slower) / boot.total(faster)
-    return ratio

@@ -79,7 +79,7 @@ def policy_panel(axes: Any, report: Report) -> Any:
     axes.axvline(1.0, color=_COLOURS["fixed"], linewidth=1, linestyle="--")
     axes.set_yticks(range(len(lines)), [line.name for line in lines])
     axes.set(
-        xlabel="speed, best fixed length = 1 (95% interval over prompts)",
+        xlabel="speed, best fixed length = 1 (95% interval)",
         title="Policies",
         ylim=(-0.6, len(lines) - 0.3),
     )

@@ -42,11 +42,18 @@ class Ratio:
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
-def verdict(ratio: Ratio, prompts: int) -> str:
-    """Return what a ratio to what needs no policy means for deploying one."""
+def verdict(ratio: Ratio, prompts: int, profile: Ratio | None = None) -> str:
+    """Return what a ratio to what needs no policy means for deploying one.
+
+    Args:
+        ratio: with the interval over all that was drawn.
+        prompts: in it.
+        profile: the same where the profile's timings alone are drawn: what they could turn is not deployed.
+    """
     if prompts < FEWEST:
         return TOO_FEW
-    return DEPLOY if ratio.is_above else REFUSE if ratio.is_below else NO_GAIN
+    turns = profile is not None and profile.low is not None and not profile.is_above
+    return REFUSE if ratio.is_below else DEPLOY if ratio.is_above and not turns else NO_GAIN
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class Line:
         drafted, verified, accepted: per round.
         note: what a reader must know.
         verdict: of rules and learned policies, against the best fixed length, on trees the best static tree as well.
+        parts: the same ratio with its interval over all that is drawn, over the prompts alone, over the profile's timings of
+            model calls alone, and over those of decisions alone. Empty where the profile has kept no timings.
     """
 
     name: str
@@ -75,6 +84,7 @@ class Line:
     accepted: float = 0.0
     note: str = ""
     verdict: str = ""
+    parts: dict[str, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

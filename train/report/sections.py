@@ -50,12 +50,43 @@ def speeds(data: Data) -> Section:
         "speed",
         "Speed",
         (
-            "Ratios with 95% intervals over prompts, paired between policies. Gap closed: 0 is the best fixed length, 1 the "
+            f"Ratios, paired between policies ({data['facts']['intervals']}). Gap closed: 0 is the best fixed length, 1 the "
             "clairvoyant bound. Verdict: the interval against the best fixed length (on trees, the best static tree as well) "
             "lies above 1 (deploy), holds 1 (no gain) or lies below it (do not deploy).",
         ),
         (speed_table(data), Table("Tokens/s by fixed length", ("length", "tokens/s"), fixed)),
         open=True,
+    )
+
+
+PARTS_OF = (
+    ("all", "interval"),
+    ("prompts", "prompts alone"),
+    ("profile", "model calls alone"),
+    ("decisions", "decisions alone"),
+)
+
+
+def parts(data: Data) -> Section | None:
+    """What the intervals behind the verdicts are made of."""
+    asked = [(at, line) for at, line in enumerate(data["lines"]) if line.get("parts")]
+    if not asked:
+        return None
+    rows = tuple(
+        (line["name"], *(Spread(("lines", at, "parts", part)) for part, _ in PARTS_OF), Mark(line["verdict"]))
+        for at, line in asked
+    )
+    columns = ("policy", *(label for _, label in PARTS_OF), "verdict")
+    return Section(
+        "parts",
+        "What the intervals are made of",
+        (
+            "Speed against what needs no policy. Other prompts would have given another figure, and so would other timings "
+            "on this machine: of draft steps and verifications, and of the policy's decisions. Each column draws one of them "
+            "anew and leaves the others as they were found; the interval draws all. Nothing is to be deployed where timings "
+            "alone could turn the sign.",
+        ),
+        (Table("Intervals by what is drawn", columns, rows),),
     )
 
 
@@ -356,7 +387,7 @@ def transfer(data: Data) -> Section | None:
 
 
 PARTS: Sequence[Callable[[Data], Section | None]] = (
-    speeds, acceptance, lengths, trust, time, stops, groups, prompts, sensitivity, sweep, transfer, losses,
+    speeds, parts, acceptance, lengths, trust, time, stops, groups, prompts, sensitivity, sweep, transfer, losses,
 )  # fmt: skip
 
 

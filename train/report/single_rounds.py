@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...policies.baselines import FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.progress import Progress
 from ..traces.data import TraceArrays
 from ..traces.rounds import RoundValues, evaluate_rounds
-from .answer import answer
+from .answer import answer, noise_findings
 from .insight import acceptance_bands
-from .intervals import Resamples, Values
-from .records import Line, Report, verdict
+from .intervals import Resamples
+from .pricing import Draws, Priced, Vary
+from .records import Report
+from .speeds import Comparison, Counts
 
 Job = tuple[str, str, StopPolicy, str]
 
@@ -26,89 +27,88 @@ _TURNS = 50
 
 
 def round_report(
-    arrays: TraceArrays, jobs: Sequence[Job], profile: Profile, facts: dict[str, Any], seed: int, progress: Progress
+    arrays: TraceArrays, jobs: Sequence[Job], draws: Draws, facts: dict[str, Any], seed: int, progress: Progress
 ) -> Report:
     """Evaluate policies on the rounds of a live trace.
 
-    Rates are expected tokens over modelled seconds of the rounds that the recorded run came by. The bound is that of single
+    Rates are expected tokens over modelled seconds of the rounds that the recorded run visits. The bound is that of single
     rounds: the best depth of each round for someone who knows what every depth brings, at the rate that follows from it; of
     trees it would be wrong, since a policy may draft a part of a depth, so they have none.
 
     Args:
         arrays: with `extra=ROUND_COLUMNS`.
         jobs: (name, kind, policy, note).
-        profile: what rounds cost.
+        draws: what rounds cost.
         facts: of the report.
         seed: of the resamples of prompts.
         progress: told at every policy.
     """
-    depth = min(arrays.depth, profile.max_depth)
+    depth = min(arrays.depth, draws.profile.max_depth)
     todo: list[StopPolicy] = [*(FixedLength(k) for k in range(depth + 1)), *(job[2] for job in jobs)]
     values = []
     for done, policy in enumerate(todo):
         progress("rounds", done, len(todo))
-        values.append(evaluate_rounds(arrays, policy, profile))
+        values.append(evaluate_rounds(arrays, policy, draws.profile))
     progress("rounds", len(todo), len(todo))
     fixed, asked = values[: depth + 1], values[depth + 1 :]
-    boot = Resamples([arrays.prompt_ids[s] for s in round_owners(arrays).tolist()], seed)
-    rates = [_rate(boot, one) for one in values]
-    grid = np.stack(rates[: depth + 1], 1)
-    plain, best = grid[:, 0], grid.max(1)
-    ceiling = _bound(boot, fixed) if arrays.tree.is_chain else None
+    bound = [_bound(fixed)] if arrays.tree.is_chain else []
+    every = _Texts(arrays, [*values, *bound], draws, seed)
+    kinds = {name: kind for name, kind, *_ in jobs}
+    count = len(values)
+    spent = {vary: some[:, :count] for vary, some in every.spent.items()}
+    made = Comparison(every.boot, draws, every.tokens[:, :count], spent, kinds)
+    if bound:
+        made.ceiling = every.tokens[:, -1] / every.spent[Vary.ALL][:, -1]
 
-    def line(name: str, kind: str, rate: Values, of: RoundValues | None, note: str) -> Line:
-        gap = np.zeros_like(rate)
-        if ceiling is not None:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                gap = np.where(ceiling > best, (rate - best) / (ceiling - best), 0.0)
-        ratios = (boot.interval(rate / plain), boot.interval(rate / best), boot.interval(gap))
-        if of is None:
-            return Line(name, kind, float(rate[0]), *ratios, note=note)
-        committed, drafted, verified = (float(v.mean()) for v in (of.committed, of.drafted, of.verified))
-        told = verdict(ratios[1], boot.prompts) if kind in ("rule", "learned") else ""
-        return Line(name, kind, float(rate[0]), *ratios, committed, drafted, verified, committed - 1.0, note, told)
-
-    winner = fixed[int(grid[0].argmax())]
-    lines = [line("plain decoding", "fixed", plain, fixed[0], "fixed:0")]
-    lines.append(line("best fixed", "fixed", best, winner, f"{winner.name}, chosen on these prompts"))
-    found = list(zip(jobs, asked, rates[depth + 1 :], strict=True))
-    lines += [line(name, kind, rate, of, note) for (name, kind, _, note), of, rate in found]
-    if ceiling is not None:
-        lines.append(
-            line("clairvoyant bound", "bound", ceiling, None, "of single rounds; knows what every depth brings")
-        )
+    winner = max(fixed, key=lambda one: one.rate)
+    lines = [made.line("plain decoding", "fixed", made.found.plain, _counts(fixed[0]), "fixed:0")]
+    note = f"{winner.name}, chosen on these prompts"
+    lines.append(made.line("best fixed", "fixed", made.found.best, _counts(winner), note))
+    for (name, kind, _, note), of in zip(jobs, asked, strict=True):
+        lines.append(made.line(name, kind, made.found.of[name], _counts(of), note))
+    if made.ceiling is not None:
+        note = "of single rounds; knows what every depth brings"
+        lines.append(made.line("clairvoyant bound", "bound", made.ceiling, None, note))
     reached = acceptance_bands(arrays, Resamples(arrays.prompt_ids, seed))
-    caveats = tuple(dict.fromkeys(caveat for one in values for caveat in one.caveats))
-    to_best = {name: rate / best for (name, *_), _, rate in found}
     return Report(
         tuple(lines),
-        tuple(one.rate for one in fixed),
+        made.found.fixed,
         tuple(band.value for band in reached),
         {**facts, "rounds": winner.rounds},
         reached,
-        answer(lines, winner.name, boot, to_best),
-        (),
-        caveats,
+        answer(lines, winner.name, every.boot, made.to_rivals, by_profile=made.by_profile),
+        noise_findings(draws.profile),
+        tuple(dict.fromkeys(caveat for one in values for caveat in one.caveats)),
     )
 
 
-def round_owners(arrays: TraceArrays) -> torch.Tensor:
-    """Return [rounds], the sequences that the rounds of `evaluate_rounds` are of, in its order: turn by turn."""
-    full = arrays.extra["explored"] | (arrays.header.explore == 0.0)
-    owners = []
-    for turn in range(int(arrays.rows.max())):
-        row = arrays.offset + torch.minimum(torch.tensor(turn), arrays.rows - 1)
-        owners.append(torch.nonzero((turn < arrays.rows) & full[row] & ~arrays.cut[row])[:, 0])
-    return torch.cat(owners)
+class _Texts:
+    """Rounds added up by the texts that they are of, in every resample.
+
+    Attributes:
+        boot: resamples of the prompts that have rounds.
+        tokens: [1 + R, P].
+        spent: [1 + R, P] seconds by what is drawn anew.
+    """
+
+    def __init__(self, arrays: TraceArrays, values: Sequence[RoundValues], draws: Draws, seed: int) -> None:
+        present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
+        self.boot = Resamples([arrays.prompt_ids[s] for s in present.tolist()], seed)
+        tokens = torch.zeros(len(present), len(values), dtype=torch.float64)
+        tokens.index_add_(0, text, torch.stack([one.committed for one in values], 1))
+        self.tokens = self.boot.total(tokens)
+        rounds = [dataclasses.replace(one.taken, sequence=text) for one in values]
+        priced = Priced(self.boot, draws, rounds, torch.zeros(len(present), dtype=torch.int64))
+        self.spent = {vary: priced.seconds(vary) for vary in Vary}
 
 
-def _rate(boot: Resamples, values: RoundValues) -> Values:
-    rate: Values = boot.total(values.committed) / boot.total(values.seconds)
-    return rate
+def _counts(values: RoundValues) -> Counts:
+    committed, drafted, verified = (float(v.mean()) for v in (values.committed, values.drafted, values.verified))
+    return committed, drafted, verified, committed - 1.0
 
 
-def _bound(boot: Resamples, fixed: Sequence[RoundValues]) -> Values:
-    """Return the rates of the best depth of each round: sum of tokens over sum of seconds at most rho, by Dinkelbach.
+def _bound(fixed: Sequence[RoundValues]) -> RoundValues:
+    """Return the best depth of each round: sum of tokens over sum of seconds at most rho, by Dinkelbach.
 
     The depths are those that are best for the whole sample, so that a resample's value is a little below its own bound.
     """
@@ -116,9 +116,17 @@ def _bound(boot: Resamples, fixed: Sequence[RoundValues]) -> Values:
     rho = max(one.rate for one in fixed)
     for _ in range(_TURNS):
         best = (tokens - rho * seconds).argmax(1, keepdim=True)
-        chosen, spent = tokens.gather(1, best), seconds.gather(1, best)
+        chosen, spent = tokens.gather(1, best)[:, 0], seconds.gather(1, best)[:, 0]
         before, rho = rho, float(chosen.sum() / spent.sum())
         if rho - before <= _SETTLED * rho:
             break
-    rate: Values = boot.total(chosen[:, 0]) / boot.total(spent[:, 0])
-    return rate
+
+    def of(name: str) -> torch.Tensor:
+        """Return a column of the rounds at their best depths."""
+        return torch.stack([getattr(one.taken, name) for one in fixed], 1).gather(1, best)[:, 0]
+
+    drafted, verified = of("drafted"), of("verified")
+    taken = dataclasses.replace(
+        fixed[0].taken, drafted=drafted, verified=verified, accepted=of("accepted"), steps=of("steps")
+    )
+    return RoundValues("bound", len(chosen), chosen, spent, drafted, verified, (), taken)

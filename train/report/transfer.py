@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
+from ...policies.baselines import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, silent
-from ..fit.tune import fixed_grid
 from ..traces.data import TraceArrays, trace_arrays
-from ..traces.replay import replay
+from ..traces.metered import play
 from .intervals import Resamples
-from .records import verdict
-from .whatif import INTERVALS, Point
+from .pricing import Draws, Priced, Vary
+from .speeds import ASKED, Comparison
 from .whatif_records import Cell, Transfer, temperature_text, unique_names
 
 
@@ -61,22 +63,20 @@ def transfer(
         costs = add_decisions(
             profiles[at if len(profiles) > 1 else 0], policies, trace.header.vocabulary, trace.header.vectors
         )
-        arrays = trace_arrays(trace)
+        arrays, draws = trace_arrays(trace), Draws(costs, seed)
         for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
             name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))
-            columns.append(_Column(name, trace, part, costs))
+            columns.append(_Column(name, trace, part, draws))
     cells: list[list[Cell]] = [[] for _ in policies]
     best, counts = [], []
     for done, column in enumerate(columns):
         progress("transfer", done, len(columns))
-        arrays, costs, depth = column.arrays, column.profile, min(column.arrays.depth, column.profile.max_depth)
-        fixed = [r.seconds for r in fixed_grid(arrays, costs)]
-        point = Point(Resamples(arrays.prompt_ids, seed), arrays.text_tokens, fixed)
-        best.append(point.best_length)
-        counts.append(len(set(arrays.prompt_ids)))
-        for row, policy in zip(cells, policies, strict=True):
-            ratio, _ = point.ratios(replay(arrays, policy.limited(depth), costs).seconds)
-            row.append(Cell(ratio, verdict(ratio, counts[-1]), _is_own(policy, column.trace)))
+        beside = _compared(column, dict(zip(rows, policies, strict=True)), seed)
+        best.append(int(np.argmax(beside.found.fixed)))
+        counts.append(len(set(column.arrays.prompt_ids)))
+        for row, name, policy in zip(cells, rows, policies, strict=True):
+            line = beside.line(name, ASKED[0], beside.found.of[name], None, "")
+            row.append(Cell(line.to_best_fixed, line.verdict, _is_own(policy, column.trace)))
     progress("transfer", len(columns), len(columns))
     return Transfer(
         rows,
@@ -85,7 +85,7 @@ def transfer(
         tuple(counts),
         tuple(best),
         tuple(map(tuple, cells)),
-        {"intervals": INTERVALS, "profiles": [dict(p.facts) for p in profiles]},
+        {"intervals": columns[0].draws.text, "profiles": [dict(p.facts) for p in profiles]},
     )
 
 
@@ -96,7 +96,18 @@ class _Column:
     name: str
     trace: Trace
     arrays: TraceArrays
-    profile: Profile
+    draws: Draws
+
+
+def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) -> Comparison:
+    """Return the policies of a column beside its fixed lengths."""
+    arrays, costs, draws = column.arrays, column.draws.profile, column.draws
+    depth, boot = min(arrays.depth, costs.max_depth), Resamples(arrays.prompt_ids, seed)
+    every = [*(FixedLength(k) for k in range(depth + 1)), *(policy.limited(depth) for policy in policies.values())]
+    rounds = [play(arrays, policy, costs).rounds for policy in every]
+    priced = Priced(boot, draws, rounds, arrays.prompt_tokens)
+    spent = {vary: priced.seconds(vary) for vary in Vary}
+    return Comparison(boot, draws, boot.total(arrays.text_tokens), spent, dict.fromkeys(policies, ASKED[0]))
 
 
 def _labels(traces: Sequence[Trace]) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
@@ -18,9 +18,9 @@ from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, silent
 from ..fit.tune import solve_rate
 from ..traces.data import TraceArrays, trace_arrays, typical_context
-from ..traces.metered import play, scaled
-from ..traces.replay import replay
-from .intervals import LEVEL, REPLICATES, Resamples, Values
+from ..traces.metered import Played, play, scaled
+from .intervals import Resamples, Values
+from .pricing import Change, Draws, Priced
 from .records import Ratio
 from .whatif_records import Sweep, SweepLine, unique_names
 
@@ -87,71 +87,69 @@ def sweep(
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
     profile = add_decisions(profile, policies, traces.header.vocabulary, traces.header.vectors)
     context = typical_context(tuning or arrays)
-    made = Resamples(arrays.prompt_ids, seed)
+    made, draws = Resamples(arrays.prompt_ids, seed), Draws(profile, seed)
     names, depth = unique_names(policies), min(arrays.depth, profile.max_depth)
     fixed = [play(arrays, FixedLength(k), profile) for k in range(depth + 1)]
-    played = [_Priced(arrays, policy.limited(depth), profile, tuning) for policy in policies]
+    replays = _Replays(arrays, fixed, [policy.limited(depth) for policy in policies], draws, made, tuning)
+    tokens = made.total(arrays.text_tokens)
     found, best = [], []
     for at, ratio in enumerate(ratios):
         progress("sweep", at, len(ratios))
-        costs = with_cost_ratio(profile, ratio, context)
-        point = Point(made, arrays.text_tokens, [one.seconds(arrays, costs) for one in fixed])
-        best.append((point.best_length, point.best_rate))
-        found.append([point.ratios(one.seconds(costs)) for one in played])
+        spent = replays.seconds(partial(with_cost_ratio, ratio=ratio, context=context))
+        rates = tokens[:, None] / spent
+        grid, mine = rates[:, : len(fixed)], rates[:, len(fixed) :]
+        best.append((int(grid[0].argmax()), float(grid[0].max())))
+        found.append([(made.interval(r / grid.max(1)), made.interval(r / grid[:, 0])) for r in mine.T])
     progress("sweep", len(ratios), len(ratios))
     lines = []
     for at, policy in enumerate(policies):
         to_best, to_plain = zip(*(row[at] for row in found), strict=True)
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
         lines.append(SweepLine(names[at], kind, to_best, to_plain, _runs(ratios, to_best), _note(policy, tuning)))
-    lengths, rates = zip(*best, strict=True)
+    lengths, fastest = zip(*best, strict=True)
     return Sweep(
-        tuple(ratios), cost_ratio(profile, context), lengths, rates, tuple(lines), _facts(traces, arrays, profile)
+        tuple(ratios), cost_ratio(profile, context), lengths, fastest, tuple(lines), _facts(traces, arrays, draws)
     )
 
 
-class Point:
-    """The fixed lengths of a trace under a profile, and what others are beside them.
+class _Replays:
+    """Fixed lengths and policies under one profile after the other; replayed again only where one may stop elsewhere."""
 
-    Args:
-        made: resamples of its prompts.
-        tokens: [S] of the texts.
-        fixed: by length, [S] seconds.
-    """
+    def __init__(
+        self,
+        arrays: TraceArrays,
+        fixed: Sequence[Played],
+        policies: Sequence[StopPolicy],
+        draws: Draws,
+        made: Resamples,
+        tuning: TraceArrays | None,
+    ) -> None:
+        self._arrays, self._policies, self._draws, self._made, self._tuning = arrays, policies, draws, made, tuning
+        self._stays = [not self._moves(policy) for policy in policies]
+        kept = [play(arrays, p, draws.profile) for p, stays in zip(policies, self._stays, strict=True) if stays]
+        self._fixed, self._kept = len(fixed), self._priced([*fixed, *kept])
 
-    def __init__(self, made: Resamples, tokens: Tensor, fixed: Sequence[Tensor]) -> None:
-        self._made, self._tokens = made, made.total(tokens)
-        grid = np.stack([self._rate(seconds) for seconds in fixed], 1)
-        self._best, self._plain = grid.max(1), grid[:, 0]
-        self.best_length, self.best_rate = int(grid[0].argmax()), float(self._best[0])
+    def _moves(self, policy: StopPolicy) -> bool:
+        solved = _is_derived(policy) and self._tuning is not None
+        return solved or type(policy).observe is not StopPolicy.observe  # it hears seconds
 
-    def _rate(self, seconds: Tensor) -> Values:
-        rate: Values = self._tokens / self._made.total(seconds)
-        return rate
+    def _priced(self, played: Sequence[Played]) -> Priced:
+        return Priced(self._made, self._draws, [one.rounds for one in played], self._arrays.prompt_tokens)
 
-    def ratios(self, seconds: Tensor) -> tuple[Ratio, Ratio]:
-        """Return the ratios to the best fixed length and to plain decoding."""
-        rate = self._rate(seconds)
-        return self._made.interval(rate / self._best), self._made.interval(rate / self._plain)
+    def seconds(self, change: Change) -> Values:
+        """Return [1 + R, K + 1 + P] under the changed profile; a derived rule is solved first where there are traces to."""
+        kept = self._kept.seconds(change=change)
+        columns, stayed = list(kept[:, : self._fixed].T), iter(kept[:, self._fixed :].T)
+        for policy, stays in zip(self._policies, self._stays, strict=True):
+            columns.append(next(stayed) if stays else self._again(policy, change))
+        return np.stack(columns, 1)
 
-
-class _Priced:
-    """What a policy takes under one profile after the other; replayed again only where it may go another way."""
-
-    def __init__(self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, tuning: TraceArrays | None) -> None:
-        self._arrays, self._policy, self._tuning = arrays, policy, tuning
-        solves = _is_derived(policy) and tuning is not None
-        hears_seconds = type(policy).observe is not StopPolicy.observe
-        self._once = None if solves or hears_seconds else play(arrays, policy, profile)
-
-    def seconds(self, profile: Profile) -> Tensor:
-        """Return [S] seconds; a derived rule is solved first where there are training traces."""
-        if self._once is not None:
-            return self._once.seconds(self._arrays, profile)
-        policy = self._policy
+    def _again(self, policy: StopPolicy, change: Change) -> Values:
+        profile = change(self._draws.profile)
         if self._tuning is not None and isinstance(policy, LearnedPolicy) and _is_derived(policy):
             policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
-        return replay(self._arrays, policy, profile).seconds
+        spent: Values = self._priced([play(self._arrays, policy, profile)]).seconds(change=change)[:, 0]
+        return spent
 
 
 def _is_derived(policy: StopPolicy) -> bool:
@@ -177,14 +175,11 @@ def _runs(ratios: Sequence[float], found: Sequence[Ratio]) -> tuple[tuple[float,
     return tuple(runs)
 
 
-INTERVALS = f"{LEVEL:.0%} bootstrap over prompts, {REPLICATES} replicates"
-
-
-def _facts(traces: Trace, arrays: TraceArrays, profile: Profile) -> dict[str, Any]:
+def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
     return {
         "traces": str(traces.folder),
         "prompts": len(set(arrays.prompt_ids)),
         "temperature": traces.header.temperature,
-        "profile": dict(profile.facts),
-        "intervals": INTERVALS,
+        "profile": dict(draws.profile.facts),
+        "intervals": draws.text,
     }

@@ -111,9 +111,10 @@ def deploy_llama(
     export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
     now, older = tuned(export), tuned(export, older=True)
     usual = Share(DEFAULT, min(DEFAULT_MAX, export.depth))
-    seconds = walk_shares(export.sides.held, [now, older, usual]).seconds(export.profile)
-    alone = export.alone(seconds[0])
-    beside = {"to_default": export.ratio(seconds[0], seconds[2]), "older": export.alone(seconds[1])}
+    walked = walk_shares(export.sides.held, [now, older, usual])
+    mine, before, default = (walked.rounds(run) for run in range(3))
+    alone = export.alone(mine)
+    beside = {"to_default": export.ratio(mine, default), "older": export.alone(before)}
     figures = {
         "settings": settings(now),
         "older_settings": settings(older),

@@ -17,17 +17,17 @@ from ...collect.store import Trace
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.progress import Progress, silent
+from ..report.intervals import Resamples, Values
+from ..report.records import Ratio
+from ..traces.data import TraceArrays
+from .by_batch import WORTH, choose_lengths
 from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, find_sizes, write_export
 from .lockstep import Steps, lockstep
-from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
+from .serving import ASSUMPTIONS, batch_profile, measured_rows
 
 CONFIG = "adaptive.json"
 VERSION = "0.5.23"
-
-WORTH = 0.005
-"""A rule that adapts is taken only where it beats the best fixed length by more than this share on the prompts of the choice,
-and a batch size gets an entry of its own only where that is worth as much."""
 
 UP = (0.0, -0.75, -1.5, -2.5)
 DOWN = (-0.25, -0.75, -1.5, -2.5)
@@ -76,11 +76,12 @@ def deploy_sglang(
     folder = claimed(out, overwrite=overwrite)
     sizes = [size for size in find_sizes(max_batch) if size & (size - 1) == 0]
     export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
-    chosen = choose_steps(export, sizes)
+    lengths = choose_lengths(export, sizes)
+    chosen = choose_steps(export, lengths)
     start = export.best
     config = {str(size): entry(rule) for size, rule in chosen.items()}
-    batches = by_batch(export, chosen, sizes, start)
-    alone = export.alone(lockstep(export.sides.held, [chosen[1]], 1, start, seed).seconds(export.profile)[0])
+    batches = by_batch(export, chosen, lengths, start)
+    alone = export.alone(lockstep(export.sides.held, [chosen[1]], 1, start, seed).rounds(0))
     figures = {
         "start": start,
         "alone": alone,
@@ -102,12 +103,6 @@ def entry(rule: Steps) -> dict[str, Any]:
     }
 
 
-def fixed_lengths(export: Export, sizes: Sequence[int]) -> dict[int, int]:
-    """Return the fastest fixed length on the fit side by batch size."""
-    found = batch_seconds(export.fit_fixed, export.profile, sizes)
-    return {size: int(seconds.sum(1).argmin()) for size, seconds in found.items()}
-
-
 def rules_around(length: int, depth: int) -> list[Steps]:
     """Return the rules that are tried where `length` is the best fixed one: that alone, then sets around it."""
     raw = [
@@ -125,24 +120,63 @@ def rules_around(length: int, depth: int) -> list[Steps]:
     return [Steps((length,)), *adaptive]
 
 
-def choose_steps(export: Export, sizes: Sequence[int]) -> dict[int, Steps]:
-    """Return the rules by the batch size that they begin at, chosen by the throughput of a full batch on the fit side."""
-    lengths = fixed_lengths(export, sizes)
+def choose_steps(export: Export, lengths: Mapping[int, int]) -> dict[int, Steps]:
+    """Return the rules by the batch size that they begin at, chosen by the throughput of a full batch on the fit side.
+
+    The most steps of a batch are no more than those of a smaller one, unless its best fixed length is clearly longer. A rule
+    that the held-out prompts put clearly below the fixed length is not taken.
+
+    Args:
+        export: in the making.
+        lengths: the fixed length of each batch size (`by_batch.choose_lengths`).
+    """
     chosen: dict[int, Steps] = {}
-    for done, size in enumerate(sizes):
-        export.progress("adapt", done, len(sizes))
+    smaller = None
+    for done, (size, length) in enumerate(lengths.items()):
+        export.progress("adapt", done, len(lengths))
         before = list(chosen.values())[-1:]
-        rules = [*before, *rules_around(lengths[size], export.depth)]
-        played = lockstep(export.sides.fit, rules, size, lengths[1], export.seed)
-        rates = played.rates(batch_profile(export.profile, size)).tolist()
-        fixed = len(before)
-        top = max(range(len(before), len(rules)), key=rates.__getitem__)
-        if rates[top] <= (1.0 + WORTH) * rates[fixed]:
+        rises = smaller is not None and length > lengths[smaller]
+        most = export.depth if rises or not before else before[0].candidates[-1]
+        fixed, *around = rules_around(length, export.depth)
+        adaptive = [rule for rule in around if rule.candidates[-1] <= most]
+        rates = _Rates(export.sides.fit, [fixed, *before, *adaptive], size, lengths[1], export)
+        top = max([fixed, *adaptive], key=rates.mean)
+        if not rates.is_worth(top, fixed) or _is_slower(export, size, lengths[1], top, fixed):
             top = fixed
-        if not before or rates[top] > (1.0 + WORTH) * rates[0]:
-            chosen[size] = rules[top]
-    export.progress("adapt", len(sizes), len(sizes))
+        if not before or rates.is_worth(top, before[0]) or _is_slower(export, size, lengths[1], before[0], fixed):
+            chosen[size] = top
+        smaller = size
+    export.progress("adapt", len(lengths), len(lengths))
     return chosen
+
+
+class _Rates:
+    """Committed tokens per second of full batches under several rules, and how sure their ratios are."""
+
+    def __init__(self, arrays: TraceArrays, rules: Sequence[Steps], size: int, start: int, export: Export) -> None:
+        played = lockstep(arrays, rules, size, start, export.seed)
+        committed, spent = played.of_rounds(batch_profile(export.profile, size))
+        self._boot = Resamples(arrays.prompt_ids, export.seed)
+        rates = self._boot.total(committed.T) / self._boot.total(spent.T)
+        self._rates: dict[Steps, Values] = {rule: rates[:, at] for at, rule in enumerate(rules)}
+
+    def mean(self, rule: Steps) -> float:
+        """Return the rate of a rule over all prompts."""
+        return float(self._rates[rule][0])
+
+    def ratio(self, rule: Steps, than: Steps) -> Ratio:
+        """Return how many times as fast a rule is as another one, with the interval over prompts."""
+        return self._boot.interval(self._rates[rule] / self._rates[than])
+
+    def is_worth(self, rule: Steps, than: Steps) -> bool:
+        """Whether a rule is clearly faster than another one, by more than `WORTH`."""
+        found = self.ratio(rule, than)
+        return found.is_above and found.value > 1.0 + WORTH
+
+
+def _is_slower(export: Export, size: int, start: int, rule: Steps, fixed: Steps) -> bool:
+    """Whether the held-out prompts put a rule clearly below a fixed length."""
+    return _Rates(export.sides.held, [rule, fixed], size, start, export).ratio(rule, fixed).is_below
 
 
 def rule_at(chosen: Mapping[int, Steps], size: int) -> Steps:
@@ -150,27 +184,27 @@ def rule_at(chosen: Mapping[int, Steps], size: int) -> Steps:
     return [rule for first, rule in sorted(chosen.items()) if first <= size][-1]
 
 
-def by_batch(export: Export, chosen: Mapping[int, Steps], sizes: Sequence[int], start: int) -> list[dict[str, Any]]:
+def by_batch(
+    export: Export, chosen: Mapping[int, Steps], lengths: Mapping[int, int], start: int
+) -> list[dict[str, Any]]:
     """Return the held-out throughput of full batches: this file, SGLang's default, fixed lengths, as ratios."""
-    lengths = fixed_lengths(export, sizes)
     lines = []
-    for size in sizes:
+    for size, length in lengths.items():
         rule = rule_at(chosen, size)
         default = rule_at(DEFAULTS, size)
         default = Steps(tuple(k for k in default.candidates if k <= export.depth), default.up, default.down)
-        rules = [rule, default, Steps((0,)), Steps((lengths[size],)), Steps((start,))]
-        played = lockstep(export.sides.held, rules, size, start, export.seed)
-        mine, theirs, plain, fixed, same = played.rates(batch_profile(export.profile, size)).tolist()
+        fixed, same, plain = Steps((length,)), Steps((start,)), Steps((0,))
+        rates = _Rates(export.sides.held, [rule, default, plain, fixed, same], size, start, export)
         lines.append(
             {
                 "batch": size,
                 "steps": list(rule.candidates),
                 "rows": size * (max(rule.candidates) + 1),
-                "to_plain": mine / plain,
-                "to_fixed_here": mine / fixed,
-                "fixed_here": lengths[size],
-                "to_start": mine / same,
-                "to_default": mine / theirs,
+                "to_plain": rates.ratio(rule, plain).value,
+                "to_fixed_here": rates.ratio(rule, fixed),
+                "fixed_here": length,
+                "to_start": rates.ratio(rule, same).value,
+                "to_default": rates.ratio(rule, default).value,
             }
         )
     return lines
@@ -191,7 +225,7 @@ def page(
             ", ".join(map(str, line["steps"])),
             f"{line['to_plain']:.3f}",
             f"{line['to_start']:.3f}",
-            f"{line['to_fixed_here']:.3f} ({line['fixed_here']})",
+            f"{line['to_fixed_here'].text()} ({line['fixed_here']})",
             f"{line['to_default']:.3f}",
             "" if line["rows"] <= rows else "extrapolated",
         )
@@ -221,7 +255,7 @@ def page(
         "length of the last steps: it looks neither at the text nor at the draft's probabilities, and no head, calibration "
         "or rule is carried over.",
         policy_loss(alone),
-        "SGLang's rule knows no costs. Where no thresholds make it faster than one fixed length by more than "
+        "SGLang's rule knows no costs. Where no thresholds make it clearly faster than one fixed length, by more than "
         f"{WORTH:.1%}, the file names that length alone and nothing adapts.",
     ]
     assumed = [

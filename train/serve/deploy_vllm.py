@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...collect.store import Trace
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.progress import Progress, silent
+from .by_batch import choose_lengths
 from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, find_sizes, write_export
-from .serving import ASSUMPTIONS, batch_seconds, measured_rows
+from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
 
 CONFIG = "speculative_config.json"
 VERSION = "0.33.0"
 """Whose parser the file was held against."""
-
-WORTH = 0.005
-"""A range ends only where another length is faster by more than this share: lengths that change with every request that
-comes or goes cost more than they bring (vLLM, issue 49548)."""
 
 Range = tuple[int, int, int]
 
@@ -69,7 +68,7 @@ def deploy_vllm(
     export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
     ranges = choose_ranges(export, sizes)
     config = speculative_config(ranges, traces.header.draft)
-    alone = export.alone(export.held_seconds[ranges[0][2]])
+    alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
     batches = by_batch(export, ranges, sizes)
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
     text = json.dumps(config, indent=2) + "\n"
@@ -77,15 +76,10 @@ def deploy_vllm(
 
 
 def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
-    """Return (first, last, K) by falling or rising batch size, chosen by replayed throughput on the fit side."""
-    found = batch_seconds(export.fit_fixed, export.profile, sizes)
+    """Return (first, last, K) by rising batch size."""
     ranges: list[Range] = []
-    for at, size in enumerate(sizes):
-        seconds = found[size].sum(1).tolist()
-        length = min(range(len(seconds)), key=seconds.__getitem__)
+    for at, (size, length) in enumerate(choose_lengths(export, sizes).items()):
         last = sizes[at + 1] - 1 if at + 1 < len(sizes) else size
-        if ranges and seconds[ranges[-1][2]] <= (1.0 + WORTH) * seconds[length]:
-            length = ranges[-1][2]
         if ranges and ranges[-1][2] == length:
             ranges[-1] = (ranges[-1][0], last, length)
         else:
@@ -116,8 +110,8 @@ def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> d
     lines = []
     for size in sizes:
         length = length_at(ranges, size)
-        plain, mine, same = (float(found[size][k].sum()) for k in (0, length, common))
-        fastest = float(found[size].sum(1).min())
+        spent = found[size].sum(1)
+        plain, mine, same = (float(spent[k]) for k in (0, length, common))
         lines.append(
             {
                 "batch": size,
@@ -125,19 +119,23 @@ def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> d
                 "rows": size * (length + 1),
                 "to_plain": plain / mine,
                 "to_common": same / mine,
-                "to_best_here": fastest / mine,
+                "to_best_here": float(spent.min()) / mine,
             }
         )
 
-    def mixed(lengths: Sequence[int]) -> torch.Tensor:
-        return torch.stack([found[size][length] for size, length in zip(sizes, lengths, strict=True)]).sum(0)
-
-    table = mixed([length_at(ranges, size) for size in sizes])
+    mixed = sum(
+        export.spent(
+            [export.held_fixed.rounds(length) for length in (length_at(ranges, size), 0, common)],
+            partial(batch_profile, batch=size),
+        )
+        for size in sizes
+    )
+    table, plain, same = np.asarray(mixed).T
     return {
         "batches": lines,
         "common_length": common,
-        "mix_to_plain": export.ratio(table, mixed([0] * len(sizes))),
-        "mix_to_common": export.ratio(table, mixed([common] * len(sizes))),
+        "mix_to_plain": export.held_boot.interval(plain / table),
+        "mix_to_common": export.held_boot.interval(same / table),
     }
 
 
@@ -177,7 +175,7 @@ def page(export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], ba
     ]
     assumed = [*ASSUMPTIONS, *caveats(export)]
     what = (
-        "Draft lengths by batch size for vLLM: for each the fixed length with the highest replayed throughput "
-        "under the latency profile, scaled to that batch."
+        "Draft lengths by batch size for vLLM: the fixed lengths with the highest replayed throughput under the latency "
+        "profile, scaled to each batch. A larger batch drafts no longer than a smaller one unless that is clearly faster."
     )
     return page_text("Draft lengths for vLLM", what, use, [alone_table(alone), by_size], lost, assumed, export.facts())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from ...collect.store import Trace
 from ...decode.hub import deploy_hf
@@ -22,13 +22,16 @@ from ...policies.progress import Progress, silent
 from ...policies.specs import load_policy
 from ..fit.tune import solve_rate
 from ..report.evaluate import check_fit
+from ..report.intervals import Resamples, Values
+from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
-from ..traces.bounds import clairvoyant_seconds
+from ..traces.bounds import clairvoyant_plan
 from ..traces.data import trace_arrays
-from ..traces.replay import Replayed, replay
+from ..traces.metered import Rounds, play
+from ..traces.verdicts import planned_rounds
 from .export_page import FIGURES
 from .lengths import Walked, walk_fixed
-from .serving import Sides, speed_ratio, split_sides
+from .serving import Sides, split_sides
 
 PAGE = "README.md"
 EXPORT_SCHEMA = 1
@@ -60,8 +63,9 @@ class Export:
         sides: to choose on and to say figures on.
         profile: with the policy's decisions.
         policy: as it was replayed, or None.
+        draws: of that.
         fit_fixed, held_fixed: the fixed lengths 0..K, walked.
-        held_seconds: [K + 1, S], of the latter.
+        held_boot: resamples of the held-out prompts.
         best: the fixed length that is fastest on the prompts of the choice.
     """
 
@@ -88,10 +92,10 @@ class Export:
                 _known_decisions(profile, policy), [policy], traces.header.vocabulary, traces.header.vectors
             )
             self.policy = self._ready(policy, profile)
-        self.profile = profile
+        self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: Walked = walk_fixed(self.sides.fit, self.depth)
         self.held_fixed: Walked = walk_fixed(self.sides.held, self.depth)
-        self.held_seconds: Tensor = self.held_fixed.seconds(profile)
+        self.held_boot = Resamples(self.sides.held.prompt_ids, seed)
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 
     def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
@@ -101,27 +105,39 @@ class Export:
             policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
         return policy.limited(self.depth)
 
-    def played(self, policy: StopPolicy) -> Replayed:
+    def played(self, policy: StopPolicy) -> Rounds:
         """Replay a policy on the held-out prompts."""
-        return replay(self.sides.held, policy, self.profile)
+        return play(self.sides.held, policy, self.profile).rounds
 
-    def ratio(self, seconds: Tensor, than: Tensor) -> Ratio:
-        """Return the speed of held-out [S] `seconds` over that of `than`."""
-        return speed_ratio(self.sides.held, seconds, than, self.seed)
+    def spent(self, replays: Sequence[Rounds], change: Change | None = None) -> Values:
+        """Return [1 + R, P] seconds of held-out replays in every resample; `change` is made to the profile before."""
+        priced = Priced(self.held_boot, self.draws, replays, self.sides.held.prompt_tokens)
+        return priced.seconds(change=change)
 
-    def alone(self, seconds: Tensor) -> dict[str, Any]:
-        """Return the figures of an export at one request: ratios of its held-out [S] `seconds` to those of the others."""
-        held = self.sides.held
+    def ratio(self, mine: Rounds, than: Rounds) -> Ratio:
+        """Return the speed of a held-out replay over that of another."""
+        spent = self.spent([mine, than])
+        return self.held_boot.interval(spent[:, 1] / spent[:, 0])
+
+    def alone(self, mine: Rounds) -> dict[str, Any]:
+        """Return the figures of an export at one request: ratios of its held-out rounds to those of the others."""
+        held, boot = self.sides.held, self.held_boot
+        plan = clairvoyant_plan(held, self.profile)
+        replays = [mine, self.held_fixed.rounds(0), self.held_fixed.rounds(self.best), planned_rounds(held, plan)]
+        spent = [one.of_texts(self.profile, held.prompt_tokens) for one in replays]
+        priced = Priced(boot, self.draws, replays, held.prompt_tokens, torch.stack([*spent[:-1], plan.seconds], 1))
+        this, plain, best, bound = priced.seconds().T
         found: dict[str, Any] = {
             "prompts": self.sides.note,
-            "to_plain": self.ratio(seconds, self.held_seconds[0]),
+            "to_plain": boot.interval(plain / this),
             "best_fixed": self.best,
-            "to_best_fixed": self.ratio(seconds, self.held_seconds[self.best]),
-            "clairvoyant_bound_to_this": self.ratio(clairvoyant_seconds(held, self.profile), seconds),
+            "to_best_fixed": boot.interval(best / this),
+            "clairvoyant_bound_to_this": boot.interval(this / bound),
+            "intervals": self.draws.text,
         }
         if self.policy is not None:
             found["policy"] = self.policy.name
-            found["policy_to_this"] = self.ratio(self.played(self.policy).seconds, seconds)
+            found["policy_to_this"] = self.ratio(self.played(self.policy), mine)
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -178,9 +194,9 @@ def deploy_hf_replayed(
     folder, chosen = claimed(out, overwrite=overwrite), load_policy(policy)
     export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
     assert export.policy is not None
-    seconds = export.played(export.policy).seconds
+    rounds = export.played(export.policy)
     export.policy = None  # it is itself what is exported
-    gains = plain_values({"alone": export.alone(seconds), "facts": export.facts()})
+    gains = plain_values({"alone": export.alone(rounds), "facts": export.facts()})
     return deploy_hf(policy, folder, gains=gains, overwrite=overwrite)
 
 

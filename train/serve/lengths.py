@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...policies.costs import Profile
 from ..traces.data import TraceArrays
+from ..traces.metered import Rounds
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,34 @@ class Walked:
 
     def seconds(self, profile: Profile) -> Tensor:
         """Return [C, S] float64 seconds, reading each text's prompt included, decisions left out."""
-        nothing = torch.zeros_like(self.drafted)
-        spent = profile.round_seconds(self.context, self.drafted, self.verified, self.backlog, nothing, 0.0)
-        texts = self.arrays.sequences
-        total = torch.zeros(self.runs * texts, dtype=torch.float64).index_add_(
-            0, self.run * texts + self.sequence, spent
+        return self.of_rounds(profile)[1] + profile.prefill_seconds(self.arrays.prompt_tokens)
+
+    def rounds(self, run: int) -> Rounds:
+        """Return the rounds of a run; its decisions are nobody's."""
+        of = self.run == run
+        sequence, context, drafted, verified, backlog, committed = (
+            column[of]
+            for column in (self.sequence, self.context, self.drafted, self.verified, self.backlog, self.committed)
         )
-        return total.view(self.runs, texts) + profile.prefill_seconds(self.arrays.prompt_tokens)
+        anchor, none = context - self.arrays.prompt_tokens[sequence], torch.zeros_like(drafted)
+        return Rounds(
+            sequence, anchor, context, drafted, verified, committed - 1, backlog, none, drafted, None, cost_name=""
+        )
 
     def rates(self, profile: Profile) -> Tensor:
         """Return [C] committed tokens per second of the rounds alone: of a batch that is always full."""
+        committed, spent = self.of_rounds(profile)
+        return committed.sum(1) / spent.sum(1)
+
+    def of_rounds(self, profile: Profile) -> tuple[Tensor, Tensor]:
+        """Return [C, S] committed tokens and [C, S] float64 seconds of the rounds alone."""
         nothing = torch.zeros_like(self.drafted)
         spent = profile.round_seconds(self.context, self.drafted, self.verified, self.backlog, nothing, 0.0)
-        sums = torch.zeros(2, self.runs, dtype=torch.float64)
-        sums[0].index_add_(0, self.run, self.committed.double())
-        sums[1].index_add_(0, self.run, spent)
-        return sums[0] / sums[1]
+        bins = self.run * self.arrays.sequences + self.sequence
+        sums = torch.zeros(2, self.runs * self.arrays.sequences, dtype=torch.float64)
+        sums.index_add_(1, bins, torch.stack([self.committed.double(), spent]))
+        committed, seconds = sums.view(2, self.runs, -1).unbind(0)
+        return committed, seconds
 
 
 def draft_bound(arrays: TraceArrays) -> Tensor:

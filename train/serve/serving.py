@@ -16,8 +16,6 @@ from torch import Tensor
 from ...policies.costs import CostTable, Profile
 from ...policies.errors import InputError, TraceError
 from ..heads.rows import split_prompts
-from ..report.intervals import Resamples
-from ..report.records import Ratio
 from ..traces.data import TraceArrays
 from .lengths import Walked
 
@@ -100,6 +98,8 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
     """Return what one request has to pay of each step in a batch of `batch`; see `ASSUMPTIONS`. Of 1: the profile itself."""
     if batch < 1:
         raise InputError(f"batch: expected 1 or more requests, not {batch}")
+    if batch == 1:
+        return profile
     tables = (profile.low, profile.high)
     span = profile.high.context - profile.low.context
     filled = profile.padded()
@@ -128,8 +128,10 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
 
         one = draft(*(t.draft_s[0] for t in tables))
         further = table.draft_s[1] - table.draft_s[0]
+        later = draft(*(t.later_s for t in tables))
+        second = draft(*(t.later_s if t.second_draft_s is None else t.second_draft_s for t in tables))
         return CostTable(
-            table.context, (one, one + further), table.draft_token_s, tuple(shares), draft(*(t.later_s for t in tables))
+            table.context, (one, one + further), table.draft_token_s, tuple(shares), later, second_draft_s=second
         )
 
     return dataclasses.replace(
@@ -176,10 +178,3 @@ def batch_seconds(walked: Walked, profile: Profile, sizes: Sequence[int]) -> dic
         sizes: batch sizes.
     """
     return {size: walked.seconds(batch_profile(profile, size)) for size in sizes}
-
-
-def speed_ratio(arrays: TraceArrays, seconds: Tensor, than: Tensor, seed: int = 0) -> Ratio:
-    """Return how many times as fast the same texts are decoded in `seconds` [S] as in `than` [S], with the interval over
-    prompts of a paired bootstrap."""
-    resamples = Resamples(arrays.prompt_ids, seed)
-    return resamples.interval(resamples.total(than) / resamples.total(seconds))

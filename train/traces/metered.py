@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...policies.contract import StopPolicy
 from ...policies.costs import CostTable, Price, Profile
+from .counted import Counted, count_rounds
 from .data import TraceArrays
 from .replay import Replayed, replay
 
@@ -71,6 +72,11 @@ class Rounds:
             profile.decision(self.cost_name), self.fed,
         )  # fmt: skip
 
+    def of_texts(self, profile: Profile, prompt_tokens: Tensor) -> Tensor:
+        """Return [S] float64, what a profile says that texts take; prompts of no token are not read."""
+        read = profile.prefill_seconds(prompt_tokens) * (prompt_tokens > 0)
+        return self.by_sequence(self.seconds(profile), len(prompt_tokens)) + read
+
     def bare_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64, the same without decisions and with a draft that has read all but the anchor."""
         one = torch.ones_like(self.drafted)
@@ -79,6 +85,11 @@ class Rounds:
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
         return profile.decision(self.cost_name).of(self.decisions)
+
+    def counted(self, sequences: int) -> Counted:
+        """Return these rounds by what they consisted of, for each of the sequences."""
+        columns = self.context, self.drafted, self.verified, self.backlog, self.decisions
+        return count_rounds(sequences, self.sequence, *columns, self.fed)
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""
@@ -95,8 +106,7 @@ class Played:
 
     def seconds(self, arrays: TraceArrays, profile: Profile) -> Tensor:
         """Return [S], what the texts take under another profile if the policy stops where it did."""
-        spent = self.rounds.by_sequence(self.rounds.seconds(profile), arrays.sequences)
-        return spent + profile.prefill_seconds(arrays.prompt_tokens)
+        return self.rounds.of_texts(profile, arrays.prompt_tokens)
 
 
 def play(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Played:

@@ -12,6 +12,7 @@ from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from .data import TraceArrays
 from .drafting import TreeShape, draft_trees
+from .metered import Rounds
 from .walk import Drafted, Walk
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
@@ -37,6 +38,7 @@ class RoundValues:
         seconds: [rounds] modelled.
         drafted, verified: [rounds].
         caveats: what a reader must know; always to be printed.
+        taken: what they consisted of.
     """
 
     name: str
@@ -46,6 +48,7 @@ class RoundValues:
     drafted: Tensor
     verified: Tensor
     caveats: tuple[str, ...]
+    taken: Rounds
 
     @property
     def rate(self) -> float:
@@ -75,7 +78,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
     full = arrays.extra["explored"] | (header.explore == 0.0)
     anchors = arrays.anchors if arrays.anchors is not None else _following(arrays)
-    lines = []
+    lines, counts, feeds = [], [], []
     for turn in range(int(arrays.rows.max())):
         row = arrays.offset + torch.minimum(torch.tensor(turn), arrays.rows - 1)
         walk.active = (turn < arrays.rows) & full[row] & ~arrays.cut[row]
@@ -89,13 +92,22 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         outcome = RoundOutcome(walk.active, made.drafted, made.verified, made.accepted, made.capped, seconds)
         walk.history = walk.history.after(made.accepted, made.verified, walk.active & ~made.capped)
         walk.state = policy.observe(outcome, walk.state)
-        lines.append(torch.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[walk.active])
+        on, context = walk.active, arrays.prompt_tokens + walk.anchor
+        lines.append(torch.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[on])
+        columns = (walk.sequence, walk.anchor, context, made.drafted, made.verified, made.accepted, walk.backlog)
+        steps = made.drafted if made.fed is None else (made.fed > 0).sum(1)
+        counts.append(torch.stack([*columns, made.decisions, steps], 1)[on])
+        feeds += [] if made.fed is None else [made.fed[on]]
     table = torch.cat(lines)
     if not len(table):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
-    committed, seconds, drafted, verified = table.unbind(1)
-    return RoundValues(policy.name, len(table), committed, seconds, drafted, verified, caveats)
+    sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps = torch.cat(counts).unbind(1)
+    taken = Rounds(
+        sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps,
+        torch.cat(feeds) if feeds else None, policy.cost_name,
+    )  # fmt: skip
+    return RoundValues(policy.name, len(table), table[:, 0], table[:, 1], table[:, 2], table[:, 3], caveats, taken)
 
 
 def _expected(arrays: TraceArrays, row: Tensor, made: Drafted) -> Tensor:

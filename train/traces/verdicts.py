@@ -34,6 +34,24 @@ class Verdicts:
     backlog_s: Tensor
 
 
+def planned_rounds(arrays: TraceArrays, ideal: Ideal) -> Rounds:
+    """Return the rounds of the clairvoyant's plan, drafting and verifying one path each, text by text side by side."""
+    sequence = torch.arange(arrays.sequences)
+    anchor, parts = arrays.first_anchor, []
+    while len(sequence):
+        at = anchor - arrays.first_anchor[sequence]
+        steps = ideal.steps[sequence, at]
+        accepted = torch.minimum(arrays.accepted[arrays.offset[sequence] + at], steps)
+        parts.append(torch.stack([sequence, anchor, arrays.prompt_tokens[sequence] + anchor, steps, accepted]))
+        anchor = anchor + accepted + 1
+        on = anchor < arrays.text_tokens[sequence]
+        sequence, anchor = sequence[on], anchor[on]
+    sequence, anchor, context, steps, accepted = torch.cat(parts, 1).unbind(0)
+    one = torch.ones_like(steps)
+    fed = None if arrays.tree.is_chain else (torch.arange(arrays.depth) < steps[:, None]).long()
+    return Rounds(sequence, anchor, context, steps, steps, accepted, one, 0 * one, steps, fed, "")
+
+
 def judge(arrays: TraceArrays, rounds: Rounds, ideal: Ideal, profile: Profile) -> Verdicts:
     """Compare rounds with the clairvoyant's.
 

@@ -1,0 +1,157 @@
+"""Replays priced again in every resample: exact beside brute force, and verdicts that timings alone cannot turn."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode.pair import Pair
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.costs import Profile
+from specstop.train.report.answer import answer
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.intervals import Resamples
+from specstop.train.report.pricing import Draws, Priced, Vary
+from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, Ratio, verdict
+from specstop.train.traces.bounds import clairvoyant_plan
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.metered import Played, play, scaled
+from specstop.train.traces.verdicts import planned_rounds
+from timed import timed_profile
+from zoo import DEPTH, ZOO
+
+EXACT = 1e-12  # the same sums, in another order
+REPLICATES, DRAWS = 30, 7
+
+
+@pytest.fixture(scope="module")
+def noisy(full_profile: Profile) -> Profile:
+    return timed_profile(full_profile, ["confidence", "trimming"], pace=0.1, jitter=0.2, seed=1)
+
+
+@pytest.fixture(scope="module")
+def chains(sides: tuple[Trace, Trace]) -> TraceArrays:
+    return trace_arrays(sides[1])
+
+
+@pytest.fixture(scope="module")
+def tree(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> TraceArrays:
+    folder = tmp_path_factory.mktemp("tree")
+    return trace_arrays(collect(pair, prompts, folder, tree="2,2,1", temperature=0.7, max_new_tokens=16))
+
+
+def brute(boot: Resamples, draws: Draws, arrays: TraceArrays, replays: list[Played], row: int) -> list[float]:
+    """Return what the texts of a resample take under its draw, round by round."""
+    profile = draws.drawn[(row - 1) % len(draws.drawn)]
+    return [float(boot.total(one.seconds(arrays, profile))[row]) for one in replays]
+
+
+@pytest.mark.parametrize("shape", ["chains", "tree"])
+def test_every_resample_is_priced_by_its_own_profile(
+    shape: str, noisy: Profile, request: pytest.FixtureRequest
+) -> None:
+    arrays: TraceArrays = request.getfixturevalue(shape)
+    depth = min(arrays.depth, noisy.max_depth)
+    policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), ZOO["trimming"].limited(depth)]
+    replays = [play(arrays, policy, noisy) for policy in policies]
+    boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
+    spent = Priced(boot, draws, [one.rounds for one in replays], arrays.prompt_tokens).seconds()
+    assert spent.shape == (1 + REPLICATES, len(policies))
+    assert spent[0] == pytest.approx([float(one.result.seconds.sum()) for one in replays], rel=EXACT)
+    for row in (1, DRAWS, DRAWS + 1, REPLICATES):
+        assert spent[row] == pytest.approx(brute(boot, draws, arrays, replays, row), rel=EXACT)
+
+
+def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> None:
+    replays = [play(chains, policy, noisy) for policy in (FixedLength(2), Confidence(0.4, DEPTH))]
+    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
+    priced = Priced(boot, draws, [one.rounds for one in replays], chains.prompt_tokens)
+    prompts, profile, decisions = (priced.seconds(vary) for vary in (Vary.PROMPTS, Vary.PROFILE, Vary.DECISIONS))
+    for at, one in enumerate(replays):
+        assert prompts[:, at] == pytest.approx(boot.total(one.result.seconds), rel=EXACT)
+        for number, drawn in enumerate(draws.drawn, 1):
+            own = noisy.decision_s["confidence"], drawn.decision_s["confidence"]
+            calls, decided = drawn.with_decisions({"confidence": own[0]}), noisy.with_decisions({"confidence": own[1]})
+            assert profile[number, at] == pytest.approx(float(one.seconds(chains, calls).sum()), rel=EXACT)
+            assert decisions[number, at] == pytest.approx(float(one.seconds(chains, decided).sum()), rel=EXACT)
+    assert np.ptp(decisions[:, 0]) == 0.0 < np.ptp(decisions[:, 1]), "fixed lengths decide nothing"
+
+
+def test_changes_are_made_to_every_draw_and_some_texts_can_be_taken(chains: TraceArrays, noisy: Profile) -> None:
+    replays = [play(chains, FixedLength(3), noisy)]
+    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
+    priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens)
+    twice = partial(scaled, draft=2.0)
+    spent = priced.seconds(change=twice)
+    for row in (1, 5):
+        under = twice(draws.drawn[(row - 1) % DRAWS])
+        assert spent[row, 0] == pytest.approx(float(boot.total(replays[0].seconds(chains, under))[row]), rel=EXACT)
+    at = torch.tensor([0, 2, 3, 7])
+    few = Resamples([chains.prompt_ids[i] for i in at.tolist()], 0, REPLICATES)
+    part = priced.among(few, at).seconds()
+    texts = replays[0].seconds(chains, draws.drawn[1])[at]
+    assert part[2, 0] == pytest.approx(float(few.total(texts)[2]), rel=EXACT)
+    assert priced.seconds(change=twice)[1, 0] == spent[1, 0], "the replays of all texts are as they were"
+
+
+def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
+    replays = [play(chains, Confidence(0.4, DEPTH), full_profile)]
+    boot, draws = Resamples(chains.prompt_ids), Draws(full_profile)
+    priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens, replays[0].result.seconds[:, None])
+    assert draws.drawn == () and "kept no timings" in draws.text
+    assert np.array_equal(priced.seconds()[:, 0], boot.total(replays[0].result.seconds))
+    assert priced.seconds(Vary.PROFILE).shape == (1, 1)
+
+
+def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: TraceArrays, profile: Profile) -> None:
+    for arrays in (chains, tree):
+        plan = clairvoyant_plan(arrays, profile)
+        rounds = planned_rounds(arrays, plan)
+        torch.testing.assert_close(rounds.of_texts(profile, arrays.prompt_tokens), plan.seconds, rtol=EXACT, atol=0.0)
+
+
+# Verdicts
+
+
+def test_what_timings_alone_could_turn_is_not_deployed() -> None:
+    sure, shaky, none = Ratio(1.1, 1.02, 1.2), Ratio(1.1, 0.99, 1.2), Ratio(1.1)
+    assert verdict(sure, 20, sure) == verdict(sure, 20, None) == verdict(sure, 20, none) == DEPLOY
+    assert verdict(sure, 20, shaky) == NO_GAIN
+    assert verdict(Ratio(0.9, 0.8, 0.95), 20, shaky) == REFUSE
+    boot = Resamples([str(i) for i in range(8)], 0)
+    one = Ratio(1.0, 1.0, 1.0)
+    lines = [Line(name, kind, 100.0, one, one, one) for name, kind in (("best fixed", "fixed"), ("x", "learned"))]
+    values = {"x": np.linspace(1.01, 1.2, 1 + boot.replicates)}
+    assert answer(lines, "fixed:3", boot, values, (), {"x": sure}).deploy
+    found = answer(lines, "fixed:3", boot, values, (), {"x": shaky})
+    assert not found.deploy and found.use == "fixed:3"
+    assert found.headline.endswith("but timings of the profile alone could turn it.")
+
+
+def test_noise_of_the_profile_widens_intervals_and_is_shown(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    policies = [Confidence(0.7, DEPTH)]
+    quiet, busy = (
+        timed_profile(full_profile, ["confidence"], pace=noise, jitter=noise, seed=2) for noise in (0.001, 0.6)
+    )
+    reports = [
+        evaluate(sides[1], profile, policies, out=tmp_path / str(at)) for at, profile in enumerate((quiet, busy))
+    ]
+    lines = [report.line("confidence:0.7") for report in reports]
+    widths = [{part: ratio.high - ratio.low for part, ratio in line.parts.items()} for line in lines]
+    assert set(widths[0]) == {"all", "prompts", "profile", "decisions"}
+    assert lines[0].parts["all"] == lines[0].to_best_fixed
+    assert widths[0]["profile"] < 0.1 * widths[0]["prompts"]
+    assert widths[1]["all"] > widths[1]["profile"] > 10 * widths[0]["profile"]
+    assert reports[0].findings == () and "this machine was busy" in reports[1].findings[0]
+    text = (tmp_path / "1" / "report.md").read_text()
+    assert "## What the intervals are made of" in text and "this machine was busy" in text
+    page = (tmp_path / "1" / "report.html").read_text()
+    assert 'id="parts"' in page and f'data-path="/lines/{reports[1].lines.index(lines[1])}/parts/profile/low"' in page

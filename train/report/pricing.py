@@ -1,0 +1,163 @@
+"""What replayed rounds take in every resample: of the prompts, of the timings behind the profile, or of both.
+
+A profile is an average of timings, and another hour on the same machine gives another one. So each resample of the prompts
+is priced by a profile of its own, estimated anew from a bootstrap draw of the timings. Policies stop where they stopped:
+their thresholds are what is deployed, and only the prices of their rounds change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.costs import Profile
+from ..traces.counted import joined
+from ..traces.metered import Rounds
+from .intervals import LEVEL, REPLICATES, Resamples, Values
+from .records import Ratio
+
+DRAWS = 200
+"""Of the profile's timings; each serves several resamples of the prompts."""
+
+Change = Callable[[Profile], Profile]
+
+
+class Vary(Enum):
+    """What is drawn anew: all, or one part while the others stay as they were found."""
+
+    ALL = "all"
+    PROMPTS = "prompts"
+    PROFILE = "profile"
+    DECISIONS = "decisions"
+
+
+class Draws:
+    """A profile, and bootstrap draws of its timings; none where it has kept no timings.
+
+    Args:
+        profile: as measured.
+        seed: of the draws.
+        count: of them.
+    """
+
+    def __init__(self, profile: Profile, seed: int = 0, count: int = DRAWS) -> None:
+        self.profile = profile
+        chance = np.random.default_rng([seed, 1])
+        self.drawn = tuple(profile.resampled(chance) for _ in range(count)) if profile.measurements else ()
+
+    @property
+    def text(self) -> str:
+        """What intervals are over, in words."""
+        over = "prompts and the profile's timings" if self.drawn else "prompts"
+        lacks = "" if self.drawn else "; the profile has kept no timings, whose error is left out"
+        return f"{LEVEL:.0%} bootstrap over {over}, {REPLICATES} replicates{lacks}"
+
+    def interval(self, values: Values, level: float = LEVEL) -> Ratio:
+        """Return the value as found and its interval, of a statistic [1 + D] under every draw."""
+        if not self.drawn:
+            return Ratio(float(values[0]))
+        low, high = np.quantile(values[1:], [(1.0 - level) / 2, (1.0 + level) / 2])
+        return Ratio(float(values[0]), float(low), float(high))
+
+
+class Priced:
+    """Seconds of P replays in every resample.
+
+    Args:
+        boot: resamples of the prompts of S sequences.
+        draws: of the profile.
+        replays: the rounds of each.
+        prompt_tokens: [S] of the prompts that were read; zeros of rounds alone.
+        spent: [S, P] seconds under the profile as measured, where they are known already.
+    """
+
+    def __init__(
+        self,
+        boot: Resamples,
+        draws: Draws,
+        replays: Sequence[Rounds],
+        prompt_tokens: Tensor,
+        spent: Tensor | None = None,
+    ) -> None:
+        self._boot, self._draws, self._replays = boot, draws, list(replays)
+        self._tokens, self._known = prompt_tokens, spent
+        self._at: Tensor | slice = slice(None)
+        self._counted = [rounds.counted(len(prompt_tokens)) for rounds in replays] if draws.drawn else []
+        self._count()
+
+    def among(self, boot: Resamples, at: Tensor) -> Priced:
+        """Return the same replays of the sequences `at` alone, whose prompts `boot` resamples."""
+        other = copy.copy(self)
+        other._boot, other._at = boot, at
+        other._count()
+        return other
+
+    def _count(self) -> None:
+        """Add up rounds, decisions and prompts in every resample."""
+        if not self._counted:
+            return
+        self._groups = []
+        for of_trees in (False, True):
+            places = [at for at, one in enumerate(self._counted) if (one.kinds.fed is not None) is of_trees]
+            if places:
+                some = [self._counted[at] for at in places]
+                rounds = self._total(np.concatenate([one.counts for one in some], 2))
+                self._groups.append((places, *joined([one.kinds for one in some]), rounds))
+        self._asked = self._total(np.stack([one.decisions for one in self._counted], 2))
+        tokens = self._tokens.double().numpy()
+        self._read = self._total(np.stack([tokens > 0, tokens], 1))
+
+    def _total(self, values: Values) -> Values:
+        part = values[self._at]
+        total: Values = self._boot.total(part.reshape(len(part), -1)).reshape(-1, *values.shape[1:])
+        return total
+
+    def seconds(self, vary: Vary = Vary.ALL, change: Change | None = None) -> Values:
+        """Return [1 + R, P] seconds in the sample and in every resample; [1 + D, P] under every draw of the profile alone.
+
+        Args:
+            vary: what is drawn anew.
+            change: made to the profile and to each draw of it, such as another price of drafting.
+        """
+        changed = change or (lambda profile: profile)
+        found, drawn = changed(self._draws.profile), [changed(profile) for profile in self._draws.drawn]
+        known = self._spent(found) if self._known is None or change is not None else self._known
+        spent = np.stack([self._boot.total(column[self._at]) for column in known.unbind(1)], 1)  # bits as of one alone
+        if not drawn:
+            return spent if vary in (Vary.ALL, Vary.PROMPTS) else spent[:1]
+        if vary is Vary.PROMPTS:
+            return spent
+        calls, decided = self._calls(found, slice(None)), self._decided(found, slice(None))
+        out = spent if vary is Vary.ALL else np.repeat(spent[:1], 1 + len(drawn), 0)
+        for at, profile in enumerate(drawn, 1):
+            rows = slice(at, len(spent), len(drawn)) if vary is Vary.ALL else slice(1)
+            by_calls = calls[rows] if vary is Vary.DECISIONS else self._calls(profile, rows)
+            by_decisions = decided[rows] if vary is Vary.PROFILE else self._decided(profile, rows)
+            place = rows if vary is Vary.ALL else slice(at, at + 1)
+            out[place] *= (by_calls + by_decisions) / (calls[rows] + decided[rows])
+        return out
+
+    def _spent(self, profile: Profile) -> Tensor:
+        """Return [S, P] seconds of the texts under a profile."""
+        return torch.stack([rounds.of_texts(profile, self._tokens) for rounds in self._replays], 1)
+
+    def _calls(self, profile: Profile, rows: slice) -> Values:
+        """Return [rows, P] seconds of everything but decisions."""
+        constant, per_token = profile.prefill_s
+        read = constant * self._read[rows, :1] + per_token * self._read[rows, 1:]
+        total = np.repeat(read, len(self._replays), 1)
+        for places, kinds, begins, rounds in self._groups:
+            total[:, places] += np.add.reduceat(kinds.seconds(profile, rounds[rows]), begins, 1)
+        return total
+
+    def _decided(self, profile: Profile, rows: slice) -> Values:
+        """Return [rows, P] seconds of decisions."""
+        prices = [profile.decision(rounds.cost_name) for rounds in self._replays]
+        each, opening = np.array([(price.each, price.opening) for price in prices]).T
+        total: Values = each * self._asked[rows, 0] + opening * self._asked[rows, 1]
+        return total
