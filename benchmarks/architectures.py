@@ -7,14 +7,12 @@ Random models of a few thousand weights, the draft a noisy copy of the target. I
 float32 a text may leave the plain one at a tie (the two best logits closer than 1e-4); bfloat16 is reported with the
 margins at which its texts part. Each kind runs on transformers' modules (`plain`) and, but for float64, on the fast engine
 that `auto` chooses for it (`packed`, or `compact` for the Llama family); the texts expected come from the untouched model.
-The last line printed is one JSON object; `--check` exits with 1 where a bar falls short.
+The last line is one JSON object; with `--check` the exit code is 1 where a bar falls short.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bars import Bars, arguments
 from specstop.decode import Pair, Settings, Speculator, Tally, join, load_pair, with_engine
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from transformers import (
@@ -76,6 +75,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }  # fmt: skip
 """Small configurations by name; those with a window have layers that see `WINDOW` tokens."""
+
+QUICK = ("llama", "mistral-window", "gpt2")
+"""The kinds of a quick run: a model of three engines, one of windows, one of learned positions."""
 
 EAGER_ONLY = ("gemma2",)  # transformers has no other attention for its soft-capped scores
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -197,21 +199,18 @@ def pairs(
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py, compared as well")
-    parser.add_argument("--only", nargs="+", choices=CONFIGS, help="kinds of model; default: all")
-    parser.add_argument("--out", type=Path, help="write the table to this JSON file")
-    parser.add_argument("--quick", action="store_true", help="few texts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a text differs without a tie")
-    args = parser.parse_args()
+    parser = arguments(__doc__, "folder of a pair made by make_pair.py, compared as well")
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, help="kinds of model; default: all, three with --quick")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    count, new = (2, 12) if args.quick else (8, 48)
+    count, new = (2, 12) if options.quick else (8, 48)
     begin, rows = time.perf_counter(), []
     print(
         f"{'kind':15} {'attention':9} {'dtype':8} {'engine':7} {'tree':25} {'policy':15} "
         f"{'equal':>7} {'ties':>4} {'accepted':>8}  margins"
     )
-    for name, attention, dtype, target, pair in pairs(args.only or CONFIGS, DTYPES, args.pair):
+    kinds = options.only or (QUICK if options.quick else CONFIGS)
+    for name, attention, dtype, target, pair in pairs(kinds, DTYPES, options.pair):
         texts = prompts(count, vocabulary=pair.vocabulary)
         expected = [plain(target, prompt, new) for prompt in texts]
         engine = pair.engines[0]
@@ -227,11 +226,12 @@ def main() -> int:
                     + " ".join(f"{m:.2g}" for m in cell.margins),
                     flush=True,
                 )
-    facts: dict[str, Any] = {"seconds": round(time.perf_counter() - begin, 1), "cells": len(rows)}
+    bars = Bars()
+    bars.figures |= {"seconds": round(time.perf_counter() - begin, 1), "cells": len(rows)}
     for dtype, engine in sorted({(row["dtype"], row["engine"]) for row in rows}):
         some = [row for row in rows if (row["dtype"], row["engine"]) == (dtype, engine)]
         apart = [m for row in some for m in row["margins"]]
-        facts[f"{dtype} {engine}"] = {
+        bars.figures[f"{dtype} {engine}"] = {
             "texts": sum(row["texts"] for row in some),
             "equal": sum(row["equal"] for row in some),
             "ties": sum(row["ties"] for row in some),
@@ -239,13 +239,9 @@ def main() -> int:
         }
     wrong = sum(row["wrong"] for row in rows if row["dtype"] == "float32")
     wrong += sum(row["texts"] - row["equal"] for row in rows if row["dtype"] == "float64")
-    if args.out:
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1))
-    met = wrong == 0 and not args.quick and not args.only
-    if args.check:
-        print(f"{'met ' if met else 'MISS'}  texts that differ without a tie: {wrong} of {facts['cells']} cells")
-    print(json.dumps({**facts, "wrong": wrong}))
-    return int(args.check and not met)
+    bars.add("texts that differ without a tie", wrong, wrong == 0, f"{wrong}; none")
+    compared = f"{len(rows)} cells of {count} texts of {new} tokens"
+    return bars.finish(options, compared, whole=not options.only, details={"rows": rows})
 
 
 if __name__ == "__main__":

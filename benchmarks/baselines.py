@@ -13,8 +13,6 @@ where a bar falls short.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -22,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bars import Bars, arguments
+from pairs import pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
@@ -30,7 +30,6 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.policies import StopPolicy
 from specstop.policies.costs import Profile
-from specstop.train.demo.pair import demo_pair
 from specstop.train.fit.tune_rules import BUDGET, rule_defaults, tuned_rules
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Line
@@ -45,35 +44,26 @@ WORSE = 0.01  # of the best fixed length: what a tuned rule may lose to its defa
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
-    parser.add_argument("--out", type=Path, help="folder for traces and the report; default: a temporary one")
+    parser = arguments(__doc__, out="folder for traces and figures; default: a temporary one")
     parser.add_argument("--tree", action="append", default=[], help="also on this tree, as 3,2,1,1; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     counts = {"train": 24, "test": 12} if options.quick else {"train": 80, "test": 80}
     tokens = 48 if options.quick else 128
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-baselines-"))
-    where = options.pair or demo_pair()
+    where = pair_folder(options)
     pair = load_pair(where / "target", where / "draft")
-    found: dict[str, Any] = {}
-    missed: list[str] = []
+    bars = Bars()
     for temperature in TEMPERATURES:
         profile: Profile | None = None
         for tree in (None, *options.tree):
             name = f"T={temperature:g}, {tree or 'chain'}"
             sides = record(pair, where, folder / name.replace(" ", ""), counts, tokens, temperature, tree)
             profile = profile or measured(pair, where, sides["train"], temperature, tokens)
-            found[name] = compare(name, sides, profile, missed)
+            bars.figures[name] = compare(name, sides, profile, bars.missed)
     if options.out is None:
         shutil.rmtree(folder)
-    else:
-        (folder / "baselines.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    checked = not options.quick and counts["test"] >= 40
-    print(f"compared: {counts['test']} prompts of {tokens} tokens; {BUDGET} settings of each rule and its default")
-    print(json.dumps({"checked": checked, "missed": missed, **found}))
-    return int(options.check and (bool(missed) or not checked))
+    compared = f"{counts['test']} prompts of {tokens} tokens; {BUDGET} settings of each rule and its default"
+    return bars.finish(options, compared)
 
 
 def record(

@@ -9,18 +9,17 @@ falls short.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from bars import Bars, arguments
+from pairs import pair_folder
 from specstop.collect.abreast import abreast
 from specstop.collect.dense import Written, dense_rows, text_columns
 from specstop.collect.live import LiveCollector
@@ -30,7 +29,6 @@ from specstop.collect.unroll import Unroller
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies import FixedLength
-from specstop.train.demo.pair import demo_pair
 
 DEPTH, TREE = 12, "4,2,2,1"
 TIE = 1e-4
@@ -52,42 +50,23 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # get
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
-    options = parser.parse_args()
-    folder = options.pair or demo_pair()
+    options = arguments(__doc__).parse_args()
+    folder = pair_folder(options)
     count, tokens = (4, 32) if options.quick else (40, 128)
     pair = load_pair(folder / "target", folder / "draft")
     prompts = read_prompts(folder / "prompts-test.jsonl", count)
     ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
     work = [(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
-    figures: dict[str, Any] = {}
-    missed: list[str] = []
-
-    def bar(name: str, value: float, met: bool, text: str) -> None:
-        figures[name] = value
-        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
-        if not met:
-            missed.append(name)
-
+    bars = Bars()
     for temperature in (0.0, 0.7):
-        speeds(pair, work, tokens, temperature, bar, figures)
+        speeds(pair, work, tokens, temperature, bars)
         for tree in (None, TREE):
-            agreement(pair, work[: count // 2], tokens, temperature, tree, bar)
-    memory(folder, options.quick, bar)
-    checked = not options.quick and len(work) >= 40
-    line = json.dumps({"checked": checked, "missed": missed, **figures})
-    if options.out:
-        options.out.write_text(line + "\n")
-    print(f"compared: {len(work)} prompts of {tokens} tokens")
-    print(line)
-    return int(options.check and (bool(missed) or not checked))
+            agreement(pair, work[: count // 2], tokens, temperature, tree, bars)
+    memory(folder, options.quick, bars)
+    return bars.finish(options, f"{len(work)} prompts of {tokens} tokens", whole=len(work) >= 40)
 
 
-def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bar: Any, figures: dict[str, Any]) -> None:
+def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bars: Bars) -> None:
     """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
     unroller, bushy = (Unroller(pair, tree, temperature) for tree in (chain(DEPTH), parse_tree(TREE)))
     live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH))
@@ -125,31 +104,31 @@ def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bar: Any, f
         live_rate.append(sum(int(c["labelled"].sum()) for c in rows) / sum(float(c["seconds"].sum()) for c in rows))
     at = f"T={temperature:g}"
     faster = statistics.median(d / v for d, v in zip(dense_s, live_s, strict=True))
-    bar(
+    bars.add(
         f"anchors a second, dense over live, {at}",
         faster,
         faster >= 6,
         f"{faster:.1f} ({statistics.median(dense_s):.0f} a second); at least 6",
     )
     decisions = statistics.median(d / v for d, v in zip(dense_rate, live_rate, strict=True))
-    bar(
+    bars.add(
         f"labelled decisions a second, dense over live fixed:{DEPTH}, {at}",
         decisions,
         decisions >= 2.5,
         f"{decisions:.1f}; at least 2.5",
     )
     whole = statistics.median(ratios)
-    bar(
+    bars.add(
         f"(generation + unrolling) / generation, depth {DEPTH}, {at}",
         whole,
         whole <= 1.3,
         f"{whole:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; at most 1.3",
     )
-    figures[f"the same for {TREE}, {at}"] = statistics.median(ratios_tree)
+    bars.figures[f"the same for {TREE}, {at}"] = statistics.median(ratios_tree)
     print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
 
 
-def agreement(pair: Pair, work: Batch, tokens: int, temperature: float, tree: str | None, bar: Any) -> None:
+def agreement(pair: Pair, work: Batch, tokens: int, temperature: float, tree: str | None, bars: Bars) -> None:
     """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
     topology = chain(DEPTH) if tree is None else parse_tree(tree)
     live = LiveCollector(
@@ -183,10 +162,10 @@ def agreement(pair: Pair, work: Batch, tokens: int, temperature: float, tree: st
                 wrong += 1
     name = f"rounds where dense and live agree, {tree or f'chain of {DEPTH}'}, T={temperature:g}"
     met = wrong == 0 and compared > 0 and ties <= max(1, compared / 500) and far < NEAR
-    bar(name, compared, met, f"{compared} compared, {ties} ties, {wrong} wrong; features within {far:.1e}")
+    bars.add(name, compared, met, f"{compared} compared, {ties} ties, {wrong} wrong; features within {far:.1e}")
 
 
-def memory(folder: Path, quick: bool, bar: Any) -> None:
+def memory(folder: Path, quick: bool, bars: Bars) -> None:
     """Compare the peak memory of collecting short and long texts, each in a process of its own."""
     peaks = []
     with tempfile.TemporaryDirectory() as out:
@@ -195,7 +174,7 @@ def memory(folder: Path, quick: bool, bar: Any) -> None:
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             peaks.append(int(done.stdout.split()[-1]) / 1024)
     grown = peaks[1] - peaks[0]
-    bar(
+    bars.add(
         "peak memory, long texts less short ones, MiB",
         grown,
         grown < 100,

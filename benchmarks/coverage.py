@@ -18,8 +18,6 @@ The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import TIMES, Header, chain
 from specstop.collect.store import Trace, shard_table
 from specstop.policies.baselines import Confidence, FixedLength
@@ -345,14 +344,10 @@ def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], li
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, default=500)
+    parser = arguments(__doc__, NO_PAIR)
+    parser.add_argument("--worlds", type=int, default=500, help="a check needs 500; with --quick 12")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--pair", type=Path, help="not needed here")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="12 worlds: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short, or below 500 worlds")
     options = parser.parse_args()
     worlds = 12 if options.quick else options.worlds
     _quiet()
@@ -365,17 +360,11 @@ def main() -> int:
         )
     for fault in faults:
         print("FAULT", fault)
-    checked = not options.quick and worlds >= 500
-    line = json.dumps({"checked": checked, "worlds": worlds, "faults": faults, "rows": rows})
-    if options.out:
-        options.out.write_text(line + "\n")
+    bars = Bars()
+    bars.figures, bars.missed = {"worlds": worlds, "rows": rows}, faults
     covered = [row["covered"] for row in rows]
-    print(
-        f"compared: {worlds} worlds, coverage {min(covered):.3f} to {max(covered):.3f} (bar: {LEAST} to {MOST}), "
-        f"{len(faults)} faults (bar: 0)"
-    )
-    print(line)
-    return int(options.check and (bool(faults) or not checked))
+    compared = f"{worlds} worlds, coverage {min(covered):.3f} to {max(covered):.3f} (bar: {LEAST} to {MOST})"
+    return bars.finish(options, compared, whole=worlds >= 500)
 
 
 if __name__ == "__main__":

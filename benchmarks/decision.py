@@ -12,19 +12,17 @@ against tensors. The last line is one JSON object. The bar: 40 us warm at 3,072 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import xgboost as xgb
+from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
 from specstop.decode.decide import Decider, Logits
@@ -170,10 +168,9 @@ def differences(name: str, made: Made, names: Sequence[str], count: int) -> dict
     return {"library": apart(ours, library(x)), "one row": apart(alone, ours)}
 
 
-def measure(count: int, rows: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the figures by head, and what falls short; print a table."""
+def measure(count: int, rows: int, bars: Bars) -> dict[str, Any]:
+    """Return the figures by head and print a table; what falls short goes to `bars`."""
     results: dict[str, Any] = {}
-    missed = []
     knots = torch.stack([torch.linspace(-4, 4, 40), torch.linspace(0.02, 0.98, 40)])
     maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.2)
     print(f"{'us of a decision':<30}{'logits':>7}{'warm':>9}{'cold':>9}{'colder':>9}{'library':>9}")
@@ -196,34 +193,26 @@ def measure(count: int, rows: int) -> tuple[dict[str, Any], list[str]]:
                 print(f"{name + ', features ' + kind:<30}{size:>7}" + "".join(f"{t:>9.1f}" for t in times.values())
                       + f"{figures['library']:>9.1f}", flush=True)  # fmt: skip
             if figures[str(SIZES[0])]["warm"] > BAR_US:
-                missed.append(f"{name}, features {kind}: {figures[str(SIZES[0])]['warm']:.1f} us, bar {BAR_US:g}")
+                bars.missed.append(f"{name}, features {kind}: {figures[str(SIZES[0])]['warm']:.1f} us, bar {BAR_US:g}")
             if kind == "of train":
                 figures["apart"] = apart = differences(name, made, names, rows)
                 print(f"    largest difference over {rows} rows: {apart}", flush=True)
-                missed += [f"{name}: {what} differs by {d:.1e}, bar {NEAR:g}" for what, d in apart.items() if d > NEAR]
-    return results, missed
+                far = {what: d for what, d in apart.items() if d > NEAR}
+                bars.missed += [f"{name}: {what} differs by {d:.1e}, bar {NEAR:g}" for what, d in far.items()]
+    return results
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="not needed here: logits are random")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument(
-        "--quick", action="store_true", help="few decisions and rows: shows that it runs, checks nothing"
-    )
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
-    options = parser.parse_args()
+    options = arguments(__doc__, NO_PAIR).parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="X does not have valid feature names")
-    results, missed = measure(*((40, 2000) if options.quick else (400, ROWS)))
-    line = json.dumps({"checked": not options.quick, "missed": missed, "bar_us": BAR_US, "figures": results})
-    if options.out:
-        options.out.write_text(line + "\n")
+    bars = Bars()
+    results = measure(*((40, 2000) if options.quick else (400, ROWS)), bars)
+    bars.figures |= {"bar_us": BAR_US, "figures": results}
     warm = [f[str(SIZES[0])]["warm"] for f in results.values()]
-    print(f"compared: {len(results)} heads, {max(warm):.1f} us at most, warm, {SIZES[0]} logits (bar: {BAR_US:g})")
-    print(line)
-    return int(options.check and (bool(missed) or options.quick))
+    compared = f"{len(results)} heads, {max(warm):.1f} us at most, warm, {SIZES[0]} logits (bar: {BAR_US:g})"
+    return bars.finish(options, compared)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ of each kind that are fastest on the first 6 prompts are run on the others as we
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from bars import Bars, arguments
+from pairs import own_pair
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import reading_room
@@ -29,7 +29,6 @@ from specstop.decode.bench import bench_line, speed_ratio
 from specstop.decode.cache import CachedModel
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
-from specstop.train.demo.pair import demo_pair
 
 LENGTHS = (2, 3, 4, 6, 8)
 TREES = ("2,1", "2,2,1,1", "4,2,1", "fork:2x4")
@@ -46,21 +45,17 @@ Prompts = list[tuple[str, list[int]]]
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, nargs="*", default=[], help="folders of further pairs")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser = arguments(__doc__, "folders of further pairs", pairs=True)
     parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7], help="temperatures to run at")
     parser.add_argument("--prompts", type=int, default=40, help="prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--engine", default="auto", help="how our models compute")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     count, tokens = (3, 32) if options.quick else (options.prompts, 128)
-    results: dict[str, Any] = {}
-    missed: list[str] = []
+    bars = Bars()
+    results = bars.figures["pairs"] = {}
     with progress_bars() as progress:
-        embedded = [] if options.only_pairs else [demo_pair(progress=progress)]
+        embedded = [] if options.only_pairs else [own_pair(options, progress)]
         for folder in [*embedded, *options.pair]:
             pair = load_pair(folder / "target", folder / "draft", engine=options.engine)
             stock = load_pair(folder / "target", folder / "draft", engine="plain")
@@ -70,20 +65,15 @@ def main() -> int:
             print(f"\n{folder.name}, engines {' and '.join(pair.engines)}, {torch.get_num_threads()} threads")
             figures = results[folder.name] = {}
             for temperature in options.temperature:
-                figures[f"T={temperature:g}"] = measure(pair, stock, prompts, tokens, temperature, missed, progress)
-            figures["memory"] = memory(pair, prompts[0][1], missed)
-    checked = not options.quick and count >= 40 and bool(results)
-    line = json.dumps({"checked": checked, "missed": missed, "pairs": results})
-    if options.out:
-        options.out.write_text(line + "\n")
+                figures[f"T={temperature:g}"] = measure(pair, stock, prompts, tokens, temperature, bars, progress)
+            figures["memory"] = memory(pair, prompts[0][1], bars)
     at = ", ".join(f"T = {t:g}" for t in options.temperature)
-    print(f"compared: {count} prompts of {tokens} tokens, {at}, on {', '.join(results) or 'no pair'}")
-    print(line)
-    return int(options.check and (bool(missed) or not checked))
+    compared = f"{count} prompts of {tokens} tokens, {at}, on {', '.join(results) or 'no pair'}"
+    return bars.finish(options, compared, whole=count >= 40 and bool(results))
 
 
 def measure(
-    pair: Pair, stock: Pair, prompts: Prompts, tokens: int, temperature: float, missed: list[str], progress: Any
+    pair: Pair, stock: Pair, prompts: Prompts, tokens: int, temperature: float, bars: Bars, progress: Any
 ) -> dict[str, Any]:
     """Return the figures of one pair at one temperature, and print them."""
     names = ["plain", *(f"fixed:{k}" for k in LENGTHS), *TREES, PLAIN.name, *(s.name for s in SETTINGS)]
@@ -107,7 +97,7 @@ def measure(
         figures[name] = value
         print(f" {'met ' if met else 'MISS'}  {name}: {text}")
         if not met:
-            missed.append(f"T={temperature:g}: {name}: {text}")
+            bars.missed.append(f"T={temperature:g}: {name}: {text}")
 
     ratio = speed_ratio(texts[ours], texts[theirs])
     text = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] ({ours} over {theirs}); at least 2.3"
@@ -198,7 +188,7 @@ class Bare:
         self._target.read_tree(tokens[: len(rows)], base, shape, [], rows)
 
 
-def memory(pair: Pair, prompt: list[int], missed: list[str]) -> dict[str, float]:
+def memory(pair: Pair, prompt: list[int], bars: Bars) -> dict[str, float]:
     """Return the peak memory after a long text of few rounds, and what one of many rounds adds to it, in MiB."""
     peaks, rounds = [], []
     for length in (8, 8, 0):
@@ -211,7 +201,7 @@ def memory(pair: Pair, prompt: list[int], missed: list[str]) -> dict[str, float]
     more = f"{rounds[2]} rounds take {grown:+.1f} MiB more than {rounds[1]}, which take {peaks[1]:.0f}"
     print(f" {'met ' if met else 'MISS'}  peak memory: {more}")
     if not met:
-        missed.append(f"peak memory grows by {grown:.1f} MiB")
+        bars.missed.append(f"peak memory grows by {grown:.1f} MiB")
     return {"peak_mib": peaks[1], "grown_mib": grown}
 
 

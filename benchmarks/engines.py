@@ -15,7 +15,6 @@ falls short.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import json
@@ -32,11 +31,12 @@ from typing import Any, Literal
 from unittest import mock
 
 import platformdirs
+from bars import Bars, arguments
+from pairs import pair_folder
 from specstop.collect import collect, read_prompts
 from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.policies.costs import CostTable, Profile
-from specstop.train.demo.pair import demo_pair
 from specstop.train.serve import deploy_sglang as sglang
 from specstop.train.serve import deploy_vllm as vllm
 from specstop.train.serve.lockstep import Steps
@@ -52,19 +52,15 @@ SGLANG_ADAPTIVE = "sglang/srt/speculative/adaptive_spec_params.py"
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser = arguments(__doc__)
     parser.add_argument("--wheels", type=Path, help="folder with the wheels; default: downloaded into the cache folder")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="two profiles: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     vllm_files = read_wheel("vllm", vllm.VERSION, (VLLM_PARSER, VLLM_CONFIG), options.wheels)
     sglang_files = read_wheel("sglang", sglang.VERSION, (SGLANG_ADAPTIVE,), options.wheels)
-    missed: list[str] = []
-    figures: dict[str, Any] = {"vllm": vllm.VERSION, "sglang": sglang.VERSION}
+    bars = Bars()
+    figures = bars.figures["figures"] = {"vllm": vllm.VERSION, "sglang": sglang.VERSION}
     with tempfile.TemporaryDirectory() as scratch:
-        traces, measured = record(options.pair or demo_pair(), Path(scratch))
+        traces, measured = record(pair_folder(options), Path(scratch))
         growth = GROWTH[1::3] if options.quick else GROWTH
         profiles = {"as measured": measured, **{f"growth {g:g}": growing(measured, g) for g in growth}}
         figures["vllm files"] = tables = {}
@@ -74,27 +70,26 @@ def main() -> int:
             vllm.deploy_vllm(traces, profile, folder / "vllm")
             sglang.deploy_sglang(traces, profile, folder / "sglang")
             tables[name] = run(
-                "vLLM", name, missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)
+                "vLLM", name, bars.missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)
             )
             rules[name] = run(
-                "SGLang", name, missed, lambda at=folder: check_sglang(sglang_files[SGLANG_ADAPTIVE], at / "sglang")
+                "SGLang",
+                name,
+                bars.missed,
+                lambda at=folder: check_sglang(sglang_files[SGLANG_ADAPTIVE], at / "sglang"),
             )
-    same = run("SGLang", "controller", missed, lambda: check_controller(sglang_files[SGLANG_ADAPTIVE]))
+    same = run("SGLang", "controller", bars.missed, lambda: check_controller(sglang_files[SGLANG_ADAPTIVE]))
     figures["controller steps equal"] = same
     different = len({json.dumps(table) for table in tables.values()})
     if different < min(3, len(tables)):
-        missed.append(f"only {different} different tables were compared")
-    line = json.dumps({"checked": not options.quick, "missed": missed, "figures": figures})
-    if options.out:
-        options.out.write_text(line + "\n")
-    for text in missed:
+        bars.missed.append(f"only {different} different tables were compared")
+    for text in bars.missed:
         print(f"short of the bar: {text}")
-    print(
-        f"compared: {len(tables)} exports for vLLM {vllm.VERSION} ({different} different tables, batches 1 to {MOST}), "
+    compared = (
+        f"{len(tables)} exports for vLLM {vllm.VERSION} ({different} different tables, batches 1 to {MOST}), "
         f"{len(rules)} for SGLang {sglang.VERSION}, {same} steps of its controller"
     )
-    print(line)
-    return int(options.check and (bool(missed) or options.quick))
+    return bars.finish(options, compared)
 
 
 def run(engine: str, name: str, missed: list[str], check: Callable[[], Any]) -> Any:

@@ -10,27 +10,26 @@ with `--check` the exit code is 1 where a bar falls short.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bars import Bars, arguments
+from pairs import pair_folder
 from scipy import stats
 from specstop.collect.prompts import encode, read_prompts
 from specstop.decode import Settings, plain_texts, stream_key
 from specstop.decode.loop import Speculator
 from specstop.decode.pair import Pair, load_pair
 from specstop.policies import Confidence
-from specstop.train.demo.pair import demo_pair
 
 _TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
@@ -64,44 +63,18 @@ class Sizes:
     leaves: int = 1500
 
 
-@dataclass
-class Bars:
-    """What was measured against what was asked."""
-
-    rows: list[tuple[str, str, bool]] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, value: Any, text: str, met: bool) -> None:
-        """Note one bar."""
-        self.values[name] = value
-        self.rows.append((name, text, met))
-        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
-
-
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
-    parser.add_argument("--out", type=Path, help="file for the JSON object; default: printed only")
-    parser.add_argument("--quick", action="store_true", help="few cases: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     sizes = Sizes(60, 200, 3, 40, 500) if options.quick else Sizes(1, 10_000, 40, 240)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # policies that fail on purpose say so
     bars = Bars()
     for part in (enumerated, lossy, noise_tables):
         part(sizes, bars)
-    real_pair(options.pair or demo_pair(), sizes, bars)
-    missed = [name for name, _, met in bars.rows if not met]
-    line = json.dumps({"checked": not options.quick, "missed": missed, **bars.values})
-    if options.out:
-        options.out.write_text(line + "\n")
-    print(
-        f"compared: {bars.values['enumeration']['cases']} cases, {sizes.tables} noise tables, {sizes.texts} texts a mode"
-    )
-    print(line)
-    return int(options.check and (bool(missed) or options.quick))
+    real_pair(pair_folder(options), sizes, bars)
+    cases = bars.figures["enumeration"]["cases"]
+    return bars.finish(options, f"{cases} cases, {sizes.tables} noise tables, {sizes.texts} texts a mode")
 
 
 def enumerated(sizes: Sizes, bars: Bars) -> None:
@@ -133,8 +106,8 @@ def enumerated(sizes: Sizes, bars: Bars) -> None:
             "wrong": wrong,
             "seconds": time.perf_counter() - begin,
         },
-        f"{len(cases)} cases, {leaves} sequences of choices; largest distance {worst:.1e}, at most {EXACT:g}",
         not wrong and len(cases) > 0 and later > 0 and dropped > 0,
+        f"{len(cases)} cases, {leaves} sequences of choices; largest distance {worst:.1e}, at most {EXACT:g}",
     )
 
 
@@ -143,14 +116,14 @@ def lossy(sizes: Sizes, bars: Bars) -> None:
     for mode, new in (("target_init", 2), ("typical", 3)):
         far = [prove(Case(mode, "2,1", kind="dense", seed=seed, new=new)).distance for seed in range(sizes.lossy)]
         mean = sum(far) / len(far)
-        bars.add(f"{mode} is lossy", mean, f"mean distance {mean:.3f}; more than {LOSSY}", mean > LOSSY)
+        bars.add(f"{mode} is lossy", mean, mean > LOSSY, f"mean distance {mean:.3f}; more than {LOSSY}")
     one = [
         prove_within(Case("target_init", tree, kind="mixed", seed=seed), sizes.leaves)[1].distance
         for tree in ("chain:2", "chain:3", "1,2")
         for seed in range(max(1, sizes.lossy // 8))
     ]
     bars.add(
-        "target_init, one root", max(one), f"largest distance {max(one):.1e}; at most {EXACT:g}", max(one) <= EXACT
+        "target_init, one root", max(one), max(one) <= EXACT, f"largest distance {max(one):.1e}; at most {EXACT:g}"
     )
 
 
@@ -171,8 +144,8 @@ def noise_tables(sizes: Sizes, bars: Bars) -> None:
     bars.add(
         "match on tables of noise",
         {"tables": sizes.tables, "wrong": wrong, "accepted": accepted, "seconds": time.perf_counter() - begin},
-        f"{sizes.tables - wrong} of {sizes.tables} texts equal to plain sampling, {accepted} tokens accepted",
         not wrong and accepted > sizes.tables,
+        f"{sizes.tables - wrong} of {sizes.tables} texts equal to plain sampling, {accepted} tokens accepted",
     )
 
 
@@ -201,9 +174,9 @@ def real_pair(folder: Path, sizes: Sizes, bars: Bars) -> None:
             bars.add(
                 f"{mode} {tree} on the pair, T={temperature:g}",
                 {"fit": fit, "same": min(same, 1.0), "accepted": accepted, "seconds": time.perf_counter() - begin},
+                (min(fit, same) >= alarm and accepted > 0) if lossless else min(fit, same) < alarm,
                 f"p {fit:.2g} (conditionals), {min(same, 1.0):.2g} (plain sampling), {accepted} accepted; "
                 + (f"at least {alarm:.1g}" if lossless else f"lossy: below {alarm:.1g}"),
-                (min(fit, same) >= alarm and accepted > 0) if lossless else min(fit, same) < alarm,
             )
 
 

@@ -8,37 +8,31 @@ faults found; the bar is no fault in any. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bars import NO_PAIR, Bars, arguments
+
 FAMILIES = ("policy_folders", "profiles")
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, NO_PAIR)
     parser.add_argument("--family", action="append", choices=FAMILIES, help="only this one; repeatable")
     parser.add_argument("--count", type=int, help="cases of each family, in the place of its own number")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pair", type=Path, help="not needed here")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="few cases of each: shows that it runs, checks nothing")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 on any fault, or below a family's full number"
-    )
     options = parser.parse_args()
+    bars, whole = Bars(), True
     results: dict[str, Any] = {}
-    checked, faults = not options.quick, 0
     for name in options.family or FAMILIES:
         family = importlib.import_module(f"attacks.{name}")
         count = options.count or (family.QUICK if options.quick else family.COUNT)
-        checked = checked and count >= family.COUNT
+        whole = whole and count >= family.COUNT
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as room:
             seen, found = family.attack(count, options.seed, Path(room))
@@ -46,16 +40,12 @@ def main() -> int:
             print(f"{name:<16}{outcome:<40}{times:>6}")
         for fault in found:
             print("FAULT", name, fault)
-        faults += len(found)
+        bars.missed += [f"{name}: {fault}" for fault in found]
         seconds = round(time.monotonic() - began, 1)
         results[name] = {"cases": count, "faults": len(found), "seconds": seconds, "seen": dict(sorted(seen.items()))}
-    line = json.dumps({"checked": checked, "faults": faults, "families": results})
-    if options.out:
-        options.out.write_text(line + "\n")
-    cases = sum(result["cases"] for result in results.values())
-    print(f"compared: {cases} cases of {len(results)} families, {faults} faults (bar: 0)")
-    print(line)
-    return int(options.check and (faults > 0 or not checked))
+    cases, faults = (sum(result[key] for result in results.values()) for key in ("cases", "faults"))
+    bars.figures |= {"faults": faults, "families": results}
+    return bars.finish(options, f"{cases} cases of {len(results)} families, {faults} faults (bar: 0)", whole)
 
 
 if __name__ == "__main__":

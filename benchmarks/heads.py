@@ -15,8 +15,6 @@ that) one is named anew. The last line printed is one JSON object; with `--check
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -27,7 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from bars import Bars, arguments
 from baselines import measured
+from pairs import documents, own_pair
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
@@ -40,7 +40,7 @@ from specstop.policies.errors import SpecstopError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
-from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
+from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.continuation import informed_estimate
 from specstop.train.fit.run import FEATURES, train
@@ -118,10 +118,7 @@ class Place:
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--pair", type=Path, action="append", default=[], help="folder of a pair made by make_pair.py; repeatable"
-    )
+    parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
     parser.add_argument(
         "--text", type=Path, action="append", default=[], help="what the --pair in its place was made of"
     )
@@ -131,18 +128,14 @@ def main() -> int:
     parser.add_argument(
         "--work", type=Path, help="folder for traces and profiles, taken from there when they are there"
     )
-    parser.add_argument("--out", type=Path, help="file for the results")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     if len(options.pair) != len(options.text):
         parser.error(f"expected a --text for each --pair, got {len(options.text)} for {len(options.pair)}")
     counts = (24, 12) if options.quick else (TRAIN, TEST)
     tokens = 48 if options.quick else 128
-    found: dict[str, Any] = {}
-    missed: list[str] = []
+    bars = Bars()
     try:
-        pairs = [] if options.only_pairs else [(demo_pair(), stdlib_documents())]
+        pairs = [] if options.only_pairs else [(own_pair(options), documents(options))]
         pairs += [(pair, read_documents(text)) for pair, text in zip(options.pair, options.text, strict=True)]
         cut = [(where, unseen_prompts(where, documents, *counts)) for where, documents in pairs]
     except SpecstopError as error:
@@ -153,17 +146,11 @@ def main() -> int:
         for temperature in options.temperature or TEMPERATURES:
             place = prepare(where, prompts, temperature, work, tokens)
             plain = load_pair(where / "target", where / "draft", engine="plain")
-            found[place.name] = compare(place, plain, missed, options.scalars)
+            bars.figures[place.name] = compare(place, plain, bars.missed, options.scalars)
     if options.work is None:
         shutil.rmtree(work)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    if len(pairs) < 2:
-        missed.append("two pairs are to be compared")
-    checked = not (options.quick or options.scalars) and options.temperature is None
-    print(f"compared: {len(pairs)} pairs, {counts[1]} held-out prompts of {tokens} tokens each")
-    print(json.dumps({"checked": checked, "missed": missed, **found}))
-    return int(options.check and (bool(missed) or not checked))
+    whole = len(pairs) >= 2 and not options.scalars and options.temperature is None
+    return bars.finish(options, f"{len(pairs)} pairs, {counts[1]} held-out prompts of {tokens} tokens each", whole)
 
 
 def prepare(where: Path, prompts: Sequence[list[Prompt]], temperature: float, work: Path, tokens: int) -> Place:

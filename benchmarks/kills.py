@@ -11,7 +11,6 @@ the spot: only files and processes are at stake. The last line printed is one JS
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bars import NO_PAIR, Bars, arguments
 from specstop.collect import Trace, merge, open_trace
 from specstop.collect.schema import Header
 from specstop.collect.staging import STAGE_PREFIX
@@ -63,12 +63,11 @@ class Tally:
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__, NO_PAIR, out="folder for the pair, the traces and the figures; default: a temporary one"
+    )
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs in all (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--out", type=Path, help="folder for the pair and the traces; default: a temporary one")
-    parser.add_argument("--quick", action="store_true", help="six kills: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     kills = 6 if options.quick else options.kills
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-kills-"))
@@ -81,21 +80,20 @@ def main() -> int:
     if options.out is None:
         shutil.rmtree(folder)
     done = sum(tally.kills.values())
+    complete = sum(tally.traces.values())
     met = not (tally.different or tally.twice or tally.failures) and min(tally.traces[w] for w in WORLDS) > 0
-    checked = not options.quick and done >= 100
-    print(
-        f"{'met ' if met else 'MISS'}  {done} kills, {sum(tally.traces.values())} complete traces of {bench.rows} rows"
-    )
+    text = f"{tally.different} different traces, {tally.twice} rows twice, {len(tally.failures)} failures; none"
+    bars = Bars()
+    bars.add("traces after kills", complete, met, f"{complete} of {bench.rows} rows, {text}")
     for line in tally.failures:
         print("failed:", line)
-    result = {
-        "checked": checked, "missed": [] if met else ["rows after kills"], "kills": dict(tally.kills),
-        "kills before collecting": tally.early, "kills within a write": tally.within_a_write,
-        "complete traces": dict(tally.traces), "different": tally.different, "rows twice": tally.twice,
-        "rows": bench.rows, "shards": SHARDS, "seconds": round(time.perf_counter() - begin, 1),
+    bars.figures |= {
+        "kills": dict(tally.kills), "kills before collecting": tally.early,
+        "kills within a write": tally.within_a_write, "complete traces": dict(tally.traces),
+        "different": tally.different, "rows twice": tally.twice, "failures": tally.failures, "rows": bench.rows,
+        "shards": SHARDS, "seconds": round(time.perf_counter() - begin, 1),
     }  # fmt: skip
-    print(json.dumps(result))
-    return int(options.check and not (met and checked))
+    return bars.finish(options, f"{done} kills, {complete} complete traces", whole=done >= 100)
 
 
 class Bench:

@@ -3,12 +3,11 @@
     python benchmarks/make_pair.py --size 15m --out pairs/stdlib-15m
     python benchmarks/make_pair.py --text records.jsonl --size small --out pairs/records
 
-The last line printed is one JSON object: the pair's folder, parameters, seconds and acceptance by depth.
+The bar: P(A >= 1) between 0.5 and 0.85. The last line is one JSON object: parameters, seconds and acceptance by depth.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bars import NO_PAIR, Bars, arguments
 from specstop.policies.errors import SpecstopError
 from specstop.train.demo.pair import RECIPES, make_pair, stdlib_documents
 from specstop.train.demo.pair_text import read_documents
@@ -24,17 +24,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DEPTHS = 8
 QUICK_STEPS = 20
+LEAST, MOST = 0.5, 0.85
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, NO_PAIR, out="folder to write the pair and the figures to; must be given")
     parser.add_argument("--text", type=Path, help="JSON Lines file or folder; default: the standard library")
     parser.add_argument("--size", choices=("small", "15m", "100m"), default="small", help="recipe")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the pair to")
     parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
-    parser.add_argument("--quick", action="store_true", help="a few steps and prompts, to see that it runs")
     options = parser.parse_args()
+    if options.out is None:
+        parser.error("expected --out, the folder to write the pair to")
     recipe = dataclasses.replace(RECIPES[options.size], seed=options.seed)
     if options.quick:
         recipe = dataclasses.replace(recipe, steps=QUICK_STEPS, own_steps=QUICK_STEPS, own_rows=8)
@@ -51,18 +52,19 @@ def main() -> int:
     print(f"{'depth':>5} {'P(A >= depth)':>14} {'given the depth before':>23}")
     for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1):
         print(f"{depth:>5} {reached:>14.3f} {given:>23.3f}")
-    result = {
+    bars = Bars()
+    first = rates["reached"][0]
+    bars.add("P(A >= 1)", first, LEAST <= first <= MOST, f"{first:.3f}; between {LEAST} and {MOST}")
+    bars.figures |= {
         "out": str(options.out),
         "size": options.size,
         "seed": options.seed,
-        "quick": options.quick,
         "target_parameters": target,
         "draft_parameters": draft,
         "seconds": round(seconds, 1),
         **rates,
     }
-    print(json.dumps(result))
-    return 0
+    return bars.finish(options, f"{rates['rounds']} rounds of greedy text on held-out prompts")
 
 
 def show(task: str, done: int, total: int) -> None:

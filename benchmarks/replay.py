@@ -9,16 +9,15 @@ falls short.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from bars import Bars, arguments
+from pairs import pair_folder
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.collect.store import Trace
@@ -29,7 +28,6 @@ from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.specs import load_policy
-from specstop.train.demo.pair import demo_pair
 from specstop.train.fit.run import train
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import replay
@@ -48,25 +46,13 @@ SPECS_TREES = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3"
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser = arguments(__doc__)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7], help="temperatures to run at")
     parser.add_argument("--shape", nargs="+", default=["chain", TREE], help="chain, or trees; a check needs both")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
-    figures: dict[str, Any] = {}
-    missed: list[str] = []
-
-    def bar(name: str, value: Any, met: bool, text: str) -> None:
-        figures[name] = value
-        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
-        if not met:
-            missed.append(name)
-
+    bars = Bars()
     with tempfile.TemporaryDirectory() as out:
-        folder = options.pair or demo_pair()
+        folder = pair_folder(options)
         pair = load_pair(folder / "target", folder / "draft")
         count, tokens = (4, 32) if options.quick else (40, 128)
         prompts = read_prompts(folder / "prompts-test.jsonl", count)
@@ -74,20 +60,14 @@ def main() -> int:
         for temperature in options.temperature:
             for shape in options.shape:
                 tree = None if shape == "chain" else shape
-                live(pair, prompts, other, tokens, temperature, tree, Path(out), bar)
-    whole = len(options.temperature) > 1 and len(options.shape) > 1
-    checked = not options.quick and len(prompts) >= 40 and whole
-    line = json.dumps({"checked": checked, "missed": missed, **figures})
-    if options.out:
-        options.out.write_text(line + "\n")
-    print(f"compared: {len(prompts)} prompts of {tokens} tokens")
-    print(line)
-    return int(options.check and (bool(missed) or not checked))
+                live(pair, prompts, other, tokens, temperature, tree, Path(out), bars)
+    whole = len(options.temperature) > 1 and len(options.shape) > 1 and len(prompts) >= 40
+    return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens", whole)
 
 
 def live(
     pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, temperature: float, tree: str | None,
-    out: Path, bar: Any,
+    out: Path, bars: Bars,
 ) -> None:  # fmt: skip
     """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding.
 
@@ -124,13 +104,13 @@ def live(
             f"      {policy.name:<44} {rate / rates[0]:.3f} of plain, predicted {guess / predicted[0]:.3f}, {miss:+.1%}"
             f"{strange}"
         )
-    bar(
+    bars.add(
         f"predicted over measured, worst, {at}",
         worst,
         worst <= 0.05,
         f"{worst:.1%} of {len(policies)} policies; within 5%",
     )
-    bar(
+    bars.add(
         f"rounds replayed as live, {at}",
         total,
         wrong == 0 and total > 0 and ties <= max(1, total / 2000),

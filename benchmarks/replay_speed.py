@@ -7,8 +7,6 @@ The last line is one JSON object; with `--check` the exit code is 1 where a bar 
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
 from specstop.collect.store import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
@@ -55,27 +54,11 @@ def peak_kib() -> int:
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="small traces: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
-    options = parser.parse_args()
-    figures: dict[str, Any] = {}
-    missed: list[str] = []
-
-    def bar(name: str, value: Any, met: bool, text: str) -> None:
-        figures[name] = value
-        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
-        if not met:
-            missed.append(name)
-
+    options = arguments(__doc__, NO_PAIR).parse_args()
+    bars = Bars()
     with tempfile.TemporaryDirectory() as out:
-        speed(Path(out), options.quick, bar)
-    line = json.dumps({"checked": not options.quick, "missed": missed, **figures})
-    if options.out:
-        options.out.write_text(line + "\n")
-    print(line)
-    return int(options.check and (bool(missed) or options.quick))
+        speed(Path(out), options.quick, bars)
+    return bars.finish(options, "replay of one policy, of many thresholds, and of a large trace")
 
 
 def learned(threshold: float) -> LearnedPolicy:
@@ -141,7 +124,7 @@ def write_trace(folder: Path, texts: int, length: int) -> Path:
     return folder
 
 
-def speed(out: Path, quick: bool, bar: Any) -> None:
+def speed(out: Path, quick: bool, bars: Bars) -> None:
     """Measure rounds a second, a sweep of thresholds, and the memory of a large trace."""
     torch.set_num_threads(1)  # one core does: more threads cost small tensors more than they bring
     small = write_trace(out / "small", 200, 127)
@@ -159,9 +142,9 @@ def speed(out: Path, quick: bool, bar: Any) -> None:
     begin = time.perf_counter()
     many = replay_many(arrays, [learned(at / count) for at in range(count)], profile)
     spent = time.perf_counter() - begin
-    bar("seconds for 1,000 thresholds on 200 prompts", spent, spent <= 60, f"{spent:.1f} for {count}; at most 60")
+    bars.add("seconds for 1,000 thresholds on 200 prompts", spent, spent <= 60, f"{spent:.1f} for {count}; at most 60")
     total = sum(len(played.log) for played in many)
-    bar(
+    bars.add(
         "rounds a second, logistic policies on chains",
         total / spent,
         total / spent >= 1e5,
@@ -172,7 +155,7 @@ def speed(out: Path, quick: bool, bar: Any) -> None:
     command = [sys.executable, "-c", CHILD, str(large), str(Path(__file__).parent)]
     done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     peak = int(done[1]) / 1024
-    bar(
+    bars.add(
         f"peak memory of replaying {rows:,} rows, MiB",
         peak,
         peak <= 1024,

@@ -9,19 +9,18 @@ where a bar falls short.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from bars import Bars, arguments
+from pairs import pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
@@ -41,36 +40,19 @@ SEED = 0
 DEPTH = 10
 
 
-@dataclass
-class Bars:
-    """What was measured against what was asked."""
-
-    rows: list[tuple[str, str, bool]] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, value: Any, text: str, met: bool) -> None:
-        """Note one bar."""
-        self.values[name] = value
-        self.rows.append((name, text, met))
-        print(f"{'met ' if met else 'MISS'}  {name}: {text}", flush=True)
-
-
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
-    parser.add_argument("--out", type=Path, help="folder for traces, policies and reports; default: a temporary one")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
-    options = parser.parse_args()
+    options = arguments(
+        __doc__, out="folder for traces, policies, reports and figures; default: a temporary one"
+    ).parse_args()
     sizes = Sizes(24, 12, 4, 48, DEPTH) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-slice-"))
-    bars = Bars()
+    bars, pair = Bars(), pair_folder(options)
     for temperature in (0.0, 0.7):
         with progress_bars() as progress:
             offline = run_offline(
                 folder / f"temperature-{temperature:g}",
-                pair=options.pair,
+                pair=pair,
                 temperature=temperature,
                 sizes=sizes,
                 seed=SEED,
@@ -83,11 +65,7 @@ def main() -> int:
     help_time(bars)
     if options.out is None:
         shutil.rmtree(folder)
-    missed = [name for name, _, met in bars.rows if not met]
-    checked = not options.quick and sizes.live >= 40
-    print(f"compared: {sizes.live} prompts of {sizes.tokens} tokens at temperatures 0 and 0.7")
-    print(json.dumps({"checked": checked, "missed": missed, **bars.values}))
-    return int(options.check and (bool(missed) or not checked))
+    return bars.finish(options, f"{sizes.live} prompts of {sizes.tokens} tokens at temperatures 0 and 0.7")
 
 
 def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progress: Any) -> None:
@@ -117,8 +95,8 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     bars.add(
         f"predicted against measured, {tag}",
         {line.name: line.miss for line in lines},
-        f"worst {100 * worst.miss:+.1f}% ({worst.name}); at most 10%",
         abs(worst.miss) <= 0.10,
+        f"worst {100 * worst.miss:+.1f}% ({worst.name}); at most 10%",
     )
 
 
@@ -158,8 +136,8 @@ def texts(
     bars.add(
         f"texts equal to plain decoding, T={temperature:g}",
         {"texts": total, "ties": len(ties), "wrong": len(wrong)},
-        f"{total - len(ties) - len(wrong)} of {total} equal to {against}, {len(ties)} ties, {len(wrong)} wrong",
         not wrong and len(ties) <= total / 200 and total > 0,
+        f"{total - len(ties) - len(wrong)} of {total} equal to {against}, {len(ties)} ties, {len(wrong)} wrong",
     )
 
 
@@ -204,8 +182,8 @@ def rounds(
     bars.add(
         f"replayed rounds equal to live, T={temperature:g}",
         {"rounds": total, "ties": len(ties), "wrong": len(wrong)},
-        f"{total} rounds, {len(ties)} ties, {len(wrong)} wrong",
         not wrong and len(ties) <= max(1, total / 2000),
+        f"{total} rounds, {len(ties)} ties, {len(wrong)} wrong",
     )
 
 
@@ -252,17 +230,17 @@ def gains(offline: Offline, temperature: float, bars: Bars) -> None:
         )
     if temperature == 0.0:
         first = report.acceptance[0]
-        bars.add("P(A >= 1), greedy", first, f"{first:.3f}; between 0.5 and 0.85", 0.5 <= first <= 0.85)
+        bars.add("P(A >= 1), greedy", first, 0.5 <= first <= 0.85, f"{first:.3f}; between 0.5 and 0.85")
     free = free_decisions(offline)
-    bars.values[f"learned policies with free decisions, T={temperature:g}"] = free
+    bars.figures[f"learned policies with free decisions, T={temperature:g}"] = free
     print("  with decisions for nothing: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in free.items()))
     learned = [line for line in report.lines if line.kind == "learned"]
     clear = [line.name for line in learned if line.to_best_fixed.low > 1.0]
     bars.add(
         f"learned policies against best fixed, T={temperature:g}",
         {line.name: [line.to_best_fixed.value, line.to_best_fixed.low, line.to_best_fixed.high] for line in learned},
-        f"interval clear of 1: {', '.join(clear) or 'none'} of {len(learned)}",
         len(clear) == len(learned),
+        f"interval clear of 1: {', '.join(clear) or 'none'} of {len(learned)}",
     )
 
 
@@ -293,8 +271,8 @@ def collecting(offline: Offline, temperature: float, sizes: Sizes, bars: Bars) -
     bars.add(
         f"(generation + unrolling) / generation, T={temperature:g}",
         ratio,
-        f"{ratio:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; at most 1.5",
         ratio <= 1.5,
+        f"{ratio:.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; at most 1.5",
     )
 
 
@@ -307,7 +285,7 @@ def help_time(bars: Bars) -> None:
         subprocess.run(command, check=True, capture_output=True)
         times.append(time.perf_counter() - begin)
     middle = statistics.median(times[1:])
-    bars.add("specstop --help", middle, f"{middle:.2f} s; at most 0.5", middle <= 0.5)
+    bars.add("specstop --help", middle, middle <= 0.5, f"{middle:.2f} s; at most 0.5")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ replay.
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -28,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bars import Bars, arguments
+from pairs import documents, pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
@@ -41,7 +41,7 @@ from specstop.policies.errors import SpecstopError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.learned import LearnedPolicy
-from specstop.train.demo.pair import demo_pair, stdlib_documents, unseen_prompts
+from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.run import train
 from specstop.train.fit.tree_choice import TreeChoice, choose_tree
@@ -78,45 +78,35 @@ CHAINS = ("logistic", "tokens")
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of a pair made by make_pair.py; default: the embedded pair")
+    parser = arguments(__doc__, out="folder for traces, profiles and figures; default: a temporary one")
     parser.add_argument("--text", type=Path, help="what --pair was made of; default: the standard library")
-    parser.add_argument("--out", type=Path, help="folder for traces, profiles and figures; default: a temporary one")
     parser.add_argument("--reuse", action="store_true", help="take the traces and profiles that --out has already")
     parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
     parser.add_argument("--machine", choices=MACHINES, action="append", help="only this one; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
     options = parser.parse_args()
     counts = {"train": 24, "test": 12} if options.quick else {"train": 160, "test": 240}
     tokens, nodes = (48, 40) if options.quick else (128, 160)
     try:
-        where = options.pair or demo_pair()
+        where = pair_folder(options)
         pair = load_pair(where / "target", where / "draft")
-        documents = read_documents(options.text) if options.text else stdlib_documents()
-        prompts = dict(zip(counts, unseen_prompts(where, documents, *counts.values()), strict=True))
+        text = read_documents(options.text) if options.text else documents(options)
+        prompts = dict(zip(counts, unseen_prompts(where, text, *counts.values()), strict=True))
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
-    found: dict[str, Any] = {}
-    missed: list[str] = []
+    bars = Bars()
     for temperature in options.temperature or TEMPERATURES:
         run = Run(pair, where, folder / f"T={temperature:g}", temperature, prompts, tokens, nodes, options.reuse)
         profile = run.profile()
         for kind in options.machine or MACHINES:
             costs = gpu_profile(profile) if kind == "gpu" else profile
             name = f"T={temperature:g}, {kind}"
-            found[name] = run.compare(name, costs, missed, LIVE if kind == "cpu" else 0)
+            bars.figures[name] = run.compare(name, costs, bars.missed, LIVE if kind == "cpu" else 0)
     if options.out is None:
         shutil.rmtree(folder)
-    else:
-        (folder / "trees.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     whole = options.temperature is None and options.machine is None
-    checked = whole and not options.quick and counts["test"] >= 40
-    print(f"compared: {counts['test']} prompts of {tokens} tokens")
-    print(json.dumps({"checked": checked, "missed": missed, **found}))
-    return int(options.check and (bool(missed) or not checked))
+    return bars.finish(options, f"{counts['test']} prompts of {tokens} tokens", whole)
 
 
 def gpu_profile(profile: Profile) -> Profile:

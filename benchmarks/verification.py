@@ -11,14 +11,13 @@ JSON object, with the better lossless mode of each width.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bars import Bars, arguments
+from pairs import own_pair
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import reading_room
@@ -26,7 +25,6 @@ from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.alternate import run_alternating
 from specstop.decode.cache import CachedModel
 from specstop.policies import FixedLength
-from specstop.train.demo.pair import demo_pair
 
 DEPTH = 4
 WIDTHS = (1, 2, 4, 8)
@@ -38,37 +36,25 @@ Prompts = list[tuple[str, list[int]]]
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, nargs="*", default=[], help="folders of pairs; default: the embedded one")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="few prompts: shows that it runs, checks nothing")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar falls short")
-    options = parser.parse_args()
+    options = arguments(__doc__, pairs=True).parse_args()
     count, tokens = (4, 32) if options.quick else (40, 128)
+    bars = Bars()
+    results = bars.figures["pairs"] = {}
     with progress_bars() as progress:
-        folders = options.pair or [demo_pair(progress=progress)]
-        results = {}
+        folders = options.pair or [own_pair(options, progress)]
         for folder in folders:
             pair = load_pair(folder / "target", folder / "draft")
             read = read_prompts(folder / "prompts-test.jsonl", count)
             room = reading_room(pair, tokens + DEPTH + 1)
             prompts = list(zip([p.id for p in read], encode(read, pair.tokenizer, room), strict=True))
             results[folder.name] = measure(pair, prompts, tokens, progress)
-    missed = [] if len(folders) > 1 else ["two pairs"]
-    for name, figures in results.items():
-        missed += [f"{name}: {what}" for what in figures.pop("missed")]
-    checked = not options.quick and len(prompts) >= 40
-    line = json.dumps({"checked": checked, "missed": missed, "pairs": results})
-    if options.out:
-        options.out.write_text(line + "\n")
-    print(f"compared: {len(prompts)} prompts of {tokens} tokens on {', '.join(results)}")
-    print(line)
-    return int(options.check and (bool(missed) or not checked))
+    compared = f"{len(prompts)} prompts of {tokens} tokens on {', '.join(results)}"
+    return bars.finish(options, compared, whole=len(prompts) >= 40 and len(folders) > 1)
 
 
 def measure(pair: Pair, prompts: Prompts, tokens: int, progress: Any) -> dict[str, Any]:
     """Return the figures of one pair, and print its tables."""
-    figures: dict[str, Any] = {"missed": []}
+    figures: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         print(f"\nT = {temperature:g}   width, mode: block efficiency, ratio to match; tokens/s ratio to match")
         for width in WIDTHS:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from specstop.cli import console
 from specstop.cli.console import human_bytes, human_seconds, progress_bars, progress_line
 from specstop.cli.interrupt import finish_first
 
@@ -57,13 +59,19 @@ def test_progress_counts_only_what_this_run_did() -> None:
     assert progress_line("collect", 40, 100, 0, 3.0) == "collect: 40 of 100, 3 s"
 
 
-def test_progress_where_there_is_no_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_where_there_is_no_terminal_is_a_line_every_quarter_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with progress_bars() as progress:
-        for done in (3, 4, 5):
-            progress("collect", done, 5)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("collect: 5 of 5, 0 s, ")
+        for done, spent in ((3, 4.0), (4, 4.0), (5, 8.0), (6, 1.0), (7, 1.0)):
+            now[0] += spent
+            progress("collect", done, 7)
+    assert capsys.readouterr().err.splitlines() == [
+        "collect: 5 of 7, 12 s, 0.167/s, 12 s left",
+        "collect: 7 of 7, 14 s, 0.286/s",
+    ]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (119, "119 s"), (150, "2 min"), (9000, "2.5 h")])

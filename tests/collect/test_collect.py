@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import os
 import random
-import time
+import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,38 @@ from specstop.collect.shards import Plan, Work, record
 from specstop.collect.store import Trace, finished, open_trace, shard_path
 from specstop.decode.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.files import STAGE_PREFIX
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}
 
 
-def collect_slowly(models: Path, prompts: Path, out: Path, place: Place) -> None:
-    """Collect in a process of its own, so slowly that it can be killed on the way."""
+def collect_and_hang(
+    models: Path, prompts: Path, out: Path, place: Place, shards: int, writing: bool, ready: Connection
+) -> None:
+    """Collect so many shards in a process of its own, then say so and wait to be killed, the next one half done."""
     torch.set_num_threads(1)
     pair = load_pair(models / "target", models / "draft", dtype="float64")
     plan = plan_run(pair, read_prompts(prompts), **OPTIONS)
+    written, replace = [0], os.replace
+
+    def hang() -> None:
+        ready.send(None)
+        threading.Event().wait()
 
     def rows(batch: Sequence[Work]) -> Sequence[Mapping[str, Any]]:
-        time.sleep(0.03)
+        if written[0] == shards and not writing:
+            hang()
         return plan.rows(batch)
 
+    def replace_or_hang(stage: Path, path: Path) -> None:
+        if path.suffix == ".parquet":
+            if written[0] == shards:
+                hang()
+            written[0] += 1
+        replace(stage, path)
+
+    os.replace = replace_or_hang
     record(Plan(plan.header, plan.work, rows), out, place=place, resume=True)
 
 
@@ -69,29 +88,30 @@ def undisturbed(pair: Pair, many: list[Prompt], tmp_path_factory: pytest.TempPat
 def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     pair: Pair, pair_folder: Path, prompt_file: Path, many: list[Prompt], undisturbed: Trace, tmp_path: Path
 ) -> None:
-    """Four kills: of one process, of both of two, of one again."""
-    chance, out = random.Random(2), tmp_path / "out"
+    """Four kills: of one process, of both of two, of one again; two while they collect, two while they write."""
+    out, total = tmp_path / "out", 0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.pair"])
-    for world in (1, 2, 1):
-        before = finished(out, undisturbed.header)
-        arguments = [(pair_folder, prompt_file, out, Place(rank, world)) for rank in range(world)]
-        children = [context.Process(target=collect_slowly, args=each, daemon=True) for each in arguments]
-        for child in children:
+    for moments in ([(2, False)], [(3, True), (1, False)], [(2, True)]):
+        children = []
+        for rank, (shards, writing) in enumerate(moments):
+            told, ready = context.Pipe(duplex=False)
+            arguments = (pair_folder, prompt_file, out, Place(rank, len(moments)), shards, writing, ready)
+            child = context.Process(target=collect_and_hang, args=arguments, daemon=True)
             child.start()
-        until = time.monotonic() + 60
-        while finished(out, undisturbed.header) == before and time.monotonic() < until:
-            time.sleep(0.001)
-        for child in children:
-            time.sleep(chance.random() * 0.04)
+            children.append((child, told))
+        for child, told in children:
+            wait([told, child.sentinel])
+            assert told.poll(), "it ended before it was killed"
             child.kill()
             child.join()
-            assert child.exitcode == -9, "the run had finished, or failed, before it was killed"
-        assert finished(out, undisturbed.header) > before
-        for index in finished(out, undisturbed.header):
-            shards = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
-            assert shards[0].equals(shards[1])
-    assert 0 < len(finished(out, undisturbed.header)) < SHARDS
+        total += sum(shards for shards, _ in moments)
+        there = finished(out, undisturbed.header)
+        assert len(there) == total
+        assert len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == sum(writing for _, writing in moments)
+        for index in there:
+            tables = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
+            assert tables[0].equals(tables[1])
     calls: list[tuple[int, int]] = []
     trace = collect(
         pair,

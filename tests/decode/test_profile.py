@@ -1,4 +1,4 @@
-"""The latency profile: known costs on a made-up clock come back exactly; a real clock gives positive numbers."""
+"""The latency profile: known costs on a made-up clock come back exactly."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from zoo import ZOO
 
 DEPTH = 4
 PROMPTS = [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]
+TICK = 1e-5
 EXACT = 1e-6  # sums and differences of a clock near 1 s
 STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5, 4e-3, 1e-4
 
@@ -62,6 +63,28 @@ def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.setattr(Sampler, "__call__", timed_call)
     monkeypatch.setattr(Speculator, "_commit", timed_commit)
     return now
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on by `TICK` with each look at it, as a real one does however short the work."""
+    now = [0.0]
+
+    def look(self: Stopwatch) -> float:
+        now[0] += TICK
+        return now[0]
+
+    monkeypatch.setattr(Stopwatch, "now", look)
+    return now
+
+
+def test_a_stopwatch_adds_up_what_the_clock_says(ticking: list[float]) -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for phase, spent in (("draft", 3.0), ("verify", 0.0), ("draft", 4.0)):
+        watch.start()
+        ticking[0] += spent
+        watch.lap(phase)
+    assert watch.laps == pytest.approx({"first": 0.0, "draft": 7.0 + 2 * TICK, "verify": TICK, "policy": 0.0})
 
 
 def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:
@@ -110,6 +133,7 @@ def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: P
     assert profile.low.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
 
 
+@pytest.mark.usefixtures("ticking")
 def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     profile = measure_profile(
@@ -172,7 +196,7 @@ def price(timed: Measurements, policy: StopPolicy) -> Price:
     return Price(*decisions(timed.pooled())[policy.cost_name])
 
 
-def test_a_decision_is_timed_without_a_model() -> None:
+def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
     for policy in (
         Confidence(0.4),
         ZOO["from-anchor"],
@@ -180,7 +204,9 @@ def test_a_decision_is_timed_without_a_model() -> None:
         ZOO["reads-history"],
         ZOO["adaptive"],
     ):
-        assert 0 < price(measure_decision(policy, VOCABULARY, 0.7), policy).each < 0.1
+        assert price(measure_decision(policy, VOCABULARY, 0.7), policy).each == pytest.approx(TICK)
+    slow = OnTheClock(DEPTH, ticking)
+    assert price(measure_decision(slow, VOCABULARY, 0.7), slow).each == pytest.approx(TICK + 5e-5)
 
 
 class _FromDepth(StopPolicy):
@@ -196,10 +222,11 @@ class _FromDepth(StopPolicy):
         return step.alive & (step.features[..., 0] > 0.1), 1.0
 
 
+@pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_a_decision_is_timed_where_the_policy_is_first_asked(first: int) -> None:
     policy = _FromDepth(first)
-    assert 0 < price(measure_decision(policy, VOCABULARY, 0.7), policy).each < 0.1
+    assert price(measure_decision(policy, VOCABULARY, 0.7), policy).each == pytest.approx(TICK)
 
 
 def test_only_missing_decisions_are_measured(profile: Profile) -> None:

@@ -42,7 +42,7 @@ def target(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--no-index"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(written)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True)
     return target
 
 

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_scripts import script
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.train.logged.logged import COLUMNS, shown_rounds
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 
-ROOT = Path(__file__).parents[2]
 STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in two million
 
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("coverage_benchmark", ROOT / "benchmarks" / "coverage.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["coverage_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("coverage")
 
 
 @pytest.mark.parametrize("seed", [3, 4])

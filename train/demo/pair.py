@@ -37,6 +37,7 @@ __all__ = [
     "Document",
     "ModelShape",
     "PairRecipe",
+    "cached_pair",
     "demo_pair",
     "make_pair",
     "stdlib_documents",
@@ -128,15 +129,24 @@ def unseen_prompts(
 
 
 def demo_pair(seed: int = 0, progress: Progress = silent) -> Path:
-    """Return the cached demo pair of the running Python's standard library, building it when it is missing.
+    """Return the cached demo pair of the running Python's standard library, building it when it is missing."""
+    return cached_pair(replace(RECIPES["small"], seed=seed), progress=progress)
+
+
+def cached_pair(recipe: PairRecipe, documents: Sequence[Document] | None = None, progress: Progress = silent) -> Path:
+    """Return the cached pair of a recipe, building it when it is missing.
 
     The folder lies in the user's cache directory, or below the environment variable `SPECSTOP_CACHE`.
+
+    Args:
+        recipe: Which pair; a recipe belongs to one text, as the cache knows pairs by their recipes.
+        documents: That text; default: the running Python's standard library.
+        progress: Called with the training steps done.
     """
-    recipe = replace(RECIPES["small"], seed=seed)
     root = Path(os.environ.get("SPECSTOP_CACHE") or platformdirs.user_cache_dir("specstop"))
     out = root / f"pair-{_digest(recipe)}"
     if not _complete(out, recipe):
-        make_pair(stdlib_documents(), recipe, out, progress)
+        make_pair(stdlib_documents() if documents is None else documents, recipe, out, progress)
     return out
 
 
