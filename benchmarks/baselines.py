@@ -47,13 +47,13 @@ def main() -> int:
     parser = arguments(__doc__, out="folder for traces and figures; default: a temporary one")
     parser.add_argument("--tree", action="append", default=[], help="also on this tree, as 3,2,1,1; may be repeated")
     options = parser.parse_args()
-    counts = {"train": 24, "test": 12} if options.quick else {"train": 80, "test": 80}
-    tokens = 48 if options.quick else 128
+    counts = {"train": 8, "test": 6} if options.quick else {"train": 80, "test": 80}
+    tokens = 24 if options.quick else 128
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-baselines-"))
     where = pair_folder(options)
     pair = load_pair(where / "target", where / "draft")
     bars = Bars()
-    for temperature in TEMPERATURES:
+    for temperature in TEMPERATURES[-1:] if options.quick else TEMPERATURES:
         profile: Profile | None = None
         for tree in (None, *options.tree):
             name = f"T={temperature:g}, {tree or 'chain'}"
