@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.policies.errors import SpecstopError
+from specstop.policies.outputs import claim_folder, list_also
 from specstop.train.demo.pair import RECIPES, make_pair, stdlib_documents
 from specstop.train.demo.pair_text import read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,6 +34,9 @@ def main() -> int:
     parser.add_argument("--text", type=Path, help="JSON Lines file or folder; default: the standard library")
     parser.add_argument("--size", choices=("small", "15m", "100m"), default="small", help="recipe")
     parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the pair in --out, once the new one is complete"
+    )
     options = parser.parse_args()
     if options.out is None:
         parser.error("expected --out, the folder to write the pair to")
@@ -40,6 +44,7 @@ def main() -> int:
     if options.quick:
         recipe = dataclasses.replace(recipe, steps=QUICK_STEPS, own_steps=QUICK_STEPS, own_rows=8)
     try:
+        claim_folder(options.out, overwrite=options.overwrite, inputs=[options.text])
         documents = read_documents(options.text) if options.text else stdlib_documents()
         begun = time.perf_counter()
         make_pair(documents, recipe, options.out, progress=show)
@@ -64,6 +69,7 @@ def main() -> int:
         "seconds": round(seconds, 1),
         **rates,
     }
+    list_also(options.out, "figures.json")
     return bars.finish(options, f"{rates['rounds']} rounds of greedy text on held-out prompts")
 
 

@@ -8,6 +8,8 @@ import os
 
 import typer
 
+from .command import Command
+
 COMMANDS = (
     "demo",
     "collect",
@@ -53,4 +55,4 @@ def _root(
 for _name in COMMANDS:
     _python = _name + "_" * keyword.iskeyword(_name)
     _module = importlib.import_module(f".{_python}", __package__)
-    app.command(_name)(getattr(_module, _python))
+    app.command(_name, cls=Command)(getattr(_module, _python))

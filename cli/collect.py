@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..policies.errors import InputError
+from ..policies.outputs import RUN_FILE, claim_folder
 from ..policies.progress import Progress
 from .common import find_pair, open_pair
 from .config import save_config
@@ -171,6 +172,8 @@ def collect(
         raise InputError(
             "--repair: expected --resume with it; `specstop merge --repair` only moves damaged shards aside"
         )
+    if not dry_run:
+        claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
     with progress_bars(quiet or json) as progress:
         names = find_pair(target, draft, progress)
         chosen = asked.read(names[2])
@@ -234,12 +237,13 @@ def _record(
         trace = record(
             plan, out, place=place, resume=resume, overwrite=overwrite, repair=repair, stop=stop, progress=progress
         )
-        save_config(out)
+        if not (resume and (trace.folder / RUN_FILE).exists()):
+            save_config(trace.folder)
         if stop.number is not None and not trace.complete:
             raise Interrupted(
                 stop.number,
                 f"interrupted with {len(trace.finished)} of {plan.header.shards} shards finished; go on with: "
-                f"specstop collect --config {out / 'run.yaml'} --resume",
+                f"specstop collect --config {trace.folder / RUN_FILE} --resume",
             )
     return trace
 

@@ -11,9 +11,9 @@ import typer
 import yaml
 
 from ..policies.errors import InputError, close_match
-from ..policies.files import write_atomic
+from ..policies.files import MANIFEST, write_atomic
+from ..policies.outputs import RUN_FILE, list_also
 
-RUN_FILE = "run.yaml"
 _OWN = ("config", "set", "help")
 
 
@@ -69,11 +69,24 @@ def _merge(context: typer.Context, values: Mapping[str, Any], where: str) -> Non
 def save_config(folder: Path, name: str = RUN_FILE) -> None:
     """Write the resolved options of the running command beside its result."""
     context = _running.get()
-    if context is None:
-        return
+    if context is not None:
+        if (folder / MANIFEST).exists():
+            list_also(folder, name)
+        write_atomic(folder / name, _resolved(context))
+
+
+def given_config(saved: Path) -> Path | None:
+    """Return the file of `--config`; None where `saved`, which this run writes again, is that file and stays as it is."""
+    context = _running.get()
+    given: Path | None = context.params.get("config") if context is not None else None
+    if context is None or given is None or not saved.exists() or not saved.samefile(given):
+        return given
+    return None if saved.read_bytes() == _resolved(context).encode() else given
+
+
+def _resolved(context: typer.Context) -> str:
     values = {key: _plain(value) for key, value in context.params.items() if key not in _OWN and value is not None}
-    text = yaml.safe_dump({"command": context.command.name, **values}, sort_keys=False)
-    write_atomic(folder / name, text)
+    return str(yaml.safe_dump({"command": context.command.name, **values}, sort_keys=False))
 
 
 def _plain(value: Any) -> Any:

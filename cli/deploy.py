@@ -135,11 +135,11 @@ def _named(policy: str | None, to: str) -> str:
 def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     """Write the ONNX model and say how it was checked."""
     from ..policies.learned import LearnedPolicy
-    from ..policies.onnx import export_onnx
+    from ..policies.onnx import PRODUCER, export_onnx
+    from ..policies.outputs import claim_file
     from ..policies.specs import load_policy
 
-    if out.is_dir() or (out.exists() and not overwrite):
-        raise InputError(f"--out: {out} is there already; choose another name, or pass --overwrite to replace a file")
+    claim_file(out, PRODUCER.encode(), overwrite=overwrite)
     chosen = load_policy(policy)
     if not isinstance(chosen, LearnedPolicy):
         raise PolicyError(f"--policy: {policy} has no head to deploy; expected a policy folder of `specstop train`")

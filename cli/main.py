@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from ..policies.errors import InputError, SpecstopError
+from ..policies.files import disk_text
 from .interrupt import Interrupted, Signals
 from .streams import let_go, prepare, say
 
@@ -60,8 +61,10 @@ def _answer() -> tuple[int, str]:
         return INTERRUPTED, "interrupted"
     except OSError as error:
         unwritten = let_go(sys.stdout)
-        if unwritten is None:
+        if unwritten is None and error.errno is None:
             raise
+        if unwritten is None:
+            return 2, disk_text(error)
         # A reader that has seen enough, such as `head`, wants no word.
         quiet = isinstance(unwritten, BrokenPipeError)
         return 1, "" if quiet else f"standard output cannot be written to: {error.strerror}; files are complete"

@@ -9,7 +9,7 @@ import typer
 
 from ..policies.errors import InputError
 from .common import find_pair, find_prompts, flat, open_pair
-from .config import save_config
+from .config import given_config, save_config
 from .console import print_json, progress_bars, table
 from .options import (
     Config,
@@ -52,10 +52,13 @@ def profile(
     from ..collect.prompts import encode
     from ..collect.run import facts, reading_room
     from ..decode.profile import measure_profile
+    from ..policies.costs import MARK
+    from ..policies.outputs import claim_file, refuse_inputs
     from ..policies.specs import load_policy
 
-    if out.exists() and not overwrite:
-        raise InputError(f"--out: {out} exists; choose another name, or pass --overwrite to replace it")
+    claim_file(out, MARK, overwrite=overwrite)
+    saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
+    refuse_inputs(saved, [given_config(saved)])
     if repeats < 1:
         raise InputError(f"--repeats: expected 1 or more, not {repeats}")
     with progress_bars(quiet or json) as progress:
@@ -75,7 +78,7 @@ def profile(
             progress=progress,
         )
     measured.save(out)
-    save_config(out.parent, out.name + ".run.yaml")
+    save_config(saved.parent, saved.name)
     from .info import _profile
 
     described = _profile(out)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..policies.outputs import claim_folder, staged_folder
 from .config import save_config
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Policies, Quiet, Seed, Set
@@ -36,13 +37,12 @@ def transfer(
     from ..policies.costs import Profile
 
     costs = [Profile.load(path) for path in profile]
-    from ..policies.files import claim_folder, refuse_full
     from ..policies.specs import load_policy
     from ..train.report.evaluate import load_traces
     from ..train.report.transfer import transfer as run
     from ..train.report.whatif_records import write_whatif
 
-    refuse_full(out, overwrite=overwrite)
+    claim_folder(out, overwrite=overwrite)
     policies = [load_policy(spec) for spec in policy]
     names = [p.name for p in policies]
     if len(names) > len(dict.fromkeys(names)):  # folders tell policies of one name apart
@@ -59,8 +59,8 @@ def transfer(
             seed=seed,
             progress=progress,
         )
-    claim_folder(out, overwrite=overwrite)
-    write_whatif(found, out)
+    with staged_folder(out) as stage:
+        write_whatif(found, stage)
     save_config(out)
     if json:
         print_json(found.to_dict())

@@ -62,6 +62,8 @@ def damage(shard: Path, header: Header) -> str:
 
     A shard with a recorded checksum is hashed; one without is read from end to end.
     """
+    if not shard.is_file():
+        return "it is no file"
     recorded = recorded_checksum(shard)
     if recorded is not None and sha256(shard) != recorded:
         return "its SHA-256 is not the recorded one, so its bytes have changed since it was written"
@@ -85,8 +87,8 @@ def _foreign(schema: pa.Schema, shard: Path, header: Header) -> str:
 
 def find_damage(folder: Path, header: Header, among: Collection[int] | None = None) -> dict[int, str]:
     """Return what is wrong with each damaged shard (of those `among`), by its index."""
-    there = sorted(i for i in finished(folder, header) if among is None or i in among)
-    found = {i: damage(shard_path(folder, i, header.shards), header) for i in there}
+    shards = {i: shard_path(folder, i, header.shards) for i in (range(header.shards) if among is None else among)}
+    found = {i: damage(shard, header) for i, shard in shards.items() if os.path.lexists(shard)}
     return {index: what for index, what in found.items() if what}
 
 

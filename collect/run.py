@@ -73,13 +73,13 @@ def collect(
         out: folder of the trace; it must be empty, or one of the flags must say what to do with it.
         target, draft, depth, tree, temperature, max_new_tokens, seed, shards: see `plan_run`.
         resume: complete a run that was killed.
-        overwrite: delete what is there.
+        overwrite: replace an older result there, once the new one is complete.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
         collector, policy, verification, explore, mix, completions, vectors, memory: see `plan_run`.
 
     Raises:
-        InputError: an option is out of range, a prompt too long, or the folder not empty.
+        InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
     plan = plan_run(
@@ -196,7 +196,9 @@ def plan_run(
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
-    return Plan(header, tuple(map(tuple, work)), way.rows, way.begin)
+    models = (target, draft, pair.target.config.name_or_path, pair.draft.config.name_or_path)
+    read = (*models, policy.source if policy is not None else None)
+    return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read)
 
 
 def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..policies.outputs import Input, beside, put_in_place
 from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
 from .schema import Header
@@ -32,12 +33,14 @@ class Plan:
         work: the prompts of each shard.
         rows: returns the rows of a batch of prompts, as column chunks.
         begin: called before the first batch of each shard, whose rows must not depend on other shards.
+        inputs: files and folders that the run reads.
     """
 
     header: Header
     work: tuple[tuple[Work, ...], ...]
     rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
     begin: Callable[[], None] = nothing
+    inputs: tuple[Input, ...] = ()
 
     def batches(self, index: int) -> Iterator[Sequence[Work]]:
         """Yield the batches of a shard; they never cross it."""
@@ -70,17 +73,19 @@ def record(
         plan: from `plan_run`.
         out: folder of the trace.
         place: this process among others.
-        resume, overwrite: what to do with a folder that is not empty; several processes always resume.
+        resume, overwrite: what to do with a folder that is not empty; several processes always resume. One that is to be
+            overwritten stays as it is until the new trace, which grows beside it, is complete.
         repair: move damaged shards aside and collect them again; otherwise the first one is an error.
         stop: asked after each shard.
         progress: counts the prompts dealt to this process.
 
     Raises:
-        InputError: the folder is not empty.
+        InputError: the folder is not empty, or as `claim_folder`.
         TraceError: it holds another run or a damaged shard, or the disk is full.
     """
     header = plan.header
-    folder = open_for_writing(out, header, resume=resume or place.world > 1, overwrite=overwrite)
+    several = place.world > 1
+    folder = open_for_writing(out, header, resume=resume or several, overwrite=overwrite, inputs=plan.inputs)
     mine = [index for index in range(header.shards) if place.takes(index)]
     check_shards(folder, header, repair=repair, among=mine)
     have = finished(folder, header)
@@ -100,8 +105,11 @@ def record(
             done += len(batch)
             progress(task, done, total)
         write_shard(folder, header, index, chunks)
+    replaces = folder == beside(out)
     if len(finished(folder, header)) < header.shards:
-        return Trace(folder, header)
-    trace = open_trace(folder)
+        return Trace(folder if replaces else out, header)
+    open_trace(folder)
     write_index(folder, header)
-    return trace
+    if replaces:
+        put_in_place(folder, out)
+    return Trace(out, header)

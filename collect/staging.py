@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..policies.errors import TraceError
-from ..policies.files import STAGE_PREFIX
+from ..policies.files import STAGE_PREFIX, naming, sync
 
 _ABANDONED_S = 3600.0
 """After so long a stage whose writer cannot be asked after (another machine's) is nobody's."""
@@ -36,18 +36,19 @@ def staged(path: Path, *, once: bool = False) -> Iterator[Path]:
         path: of the file.
         once: leave a file that is already there as it is: whoever comes first has written it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     stage = stage_of(path)
-    try:
-        yield stage
-        _sync(stage)
-        if once:
-            _link(stage, path)
-        else:
-            os.replace(stage, path)
-        _sync(path.parent)  # the name too survives a power cut
-    finally:
-        stage.unlink(missing_ok=True)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield stage
+            sync(stage)
+            if once:
+                _link(stage, path)
+            else:
+                os.replace(stage, path)
+            sync(path.parent)  # the name too survives a power cut
+        finally:
+            stage.unlink(missing_ok=True)
 
 
 def _link(stage: Path, path: Path) -> None:
@@ -59,16 +60,6 @@ def _link(stage: Path, path: Path) -> None:
     except OSError:
         if not path.exists():
             os.replace(stage, path)
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def put(path: Path, text: str, *, once: bool = False) -> None:

@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..policies.errors import InputError, TraceError
-from ..policies.files import STAGE_PREFIX, claim_folder
+from ..policies.files import MANIFEST
+from ..policies.outputs import Input, beside, claim_folder, is_empty, write_manifest
 from ..policies.vectors import VECTORS
 from .card import CARD_FILE, data_card
 from .checksums import (
+    INDEX_FILE,
     Checked,
     check_shards,
+    checksum_path,
     damaged_text,
     find_damage,
     finished,
@@ -40,20 +44,27 @@ from .staging import full_disk_advice, put, staged, sweep
 HEADER_FILE = "header.json"
 
 
-def open_for_writing(folder: Path, header: Header, *, resume: bool = False, overwrite: bool = False) -> Path:
+def open_for_writing(
+    folder: Path, header: Header, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[Input] = ()
+) -> Path:
     """Prepare a trace folder for the run that `header` describes; processes that come together find one header.
 
+    Returns:
+        The folder to write into: beside one that is to be replaced, which stays as it is until the trace is complete.
+
     Raises:
-        InputError: the folder is not empty and neither flag is given.
+        InputError: the folder is not empty and neither flag is given, or as `claim_folder`.
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
-    for place in (folder, folder / "data", folder / "checksums"):
-        sweep(place)
-    folder = claim_folder(folder, overwrite=overwrite, resume=resume)
+    folder = claim_folder(folder, overwrite=overwrite, resume=resume, in_place=True, inputs=inputs)
+    if overwrite:
+        folder = _replacing(folder, resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
     path = folder / HEADER_FILE
     if not path.exists():
         # A hidden file may be the header that another process is about to put there.
-        if any(not p.name.startswith(STAGE_PREFIX) for p in folder.iterdir()) and not path.exists():
+        if not is_empty(folder) and not path.exists():
             raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
         with full_disk_advice(folder, "free some and run the same command again with --resume"):
             put(path, header.to_json() + "\n", once=True)
@@ -67,7 +78,28 @@ def open_for_writing(folder: Path, header: Header, *, resume: bool = False, over
         )
     with full_disk_advice(folder, "free some and run the same command again with --resume"):
         put(folder / CARD_FILE, data_card(present), once=True)
+        if not (folder / MANIFEST).exists():
+            write_manifest(folder, _names(present))
+    for shard in (shard_path(folder, 0, present.shards), checksum_path(shard_path(folder, 0, present.shards))):
+        shard.parent.mkdir(exist_ok=True)
+        sweep(shard.parent)
     return folder
+
+
+def _replacing(folder: Path, resume: bool) -> Path:
+    """Return where a run that overwrites `folder` writes: there if it is empty, or holds the run that is to be resumed."""
+    stage = beside(folder)
+    if stage.exists() and not resume:
+        shutil.rmtree(stage)  # of a run that was stopped, and now begins anew
+    return stage if stage.exists() or not (resume or is_empty(folder)) else folder
+
+
+def _names(header: Header) -> Iterator[str]:
+    """Yield the names of all files of a trace, as they are below its folder."""
+    yield from (HEADER_FILE, CARD_FILE, INDEX_FILE)
+    for index in range(header.shards):
+        shard = shard_path(Path(), index, header.shards)
+        yield from (shard.as_posix(), checksum_path(shard).as_posix())
 
 
 def read_header(folder: Path) -> Header:

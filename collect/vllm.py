@@ -15,6 +15,7 @@ import numpy as np
 
 from ..decode.topology import chain
 from ..policies.errors import InputError
+from ..policies.outputs import claim_folder, staged_folder
 from .schema import TIMES, Header, parents
 from .store import Trace, open_for_writing, open_trace, write_shard
 
@@ -32,12 +33,13 @@ def import_vllm(
             keep the order of the steps; of `summary` ones the histogram is laid out, shortest first.
         out: folder of the trace.
         target, draft: names for the header.
-        overwrite: delete what is in `out`.
+        overwrite: replace an older result in `out`.
 
     Raises:
-        InputError: the file is missing, or a line has no such record; the message gives its number.
+        InputError: the file is missing, a line has no such record (the message gives its number), or as `claim_folder`.
     """
     file = Path(path)
+    claim_folder(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
     records = []
@@ -72,9 +74,12 @@ def import_vllm(
         explore=0.0 if full == 1.0 else full,
         facts={"temperature": "unknown", "from": file.name},
     )
-    folder = open_for_writing(Path(out), header, overwrite=overwrite)
-    write_shard(folder, header, 0, [record.columns(at, depth) for at, record in enumerate(records) if record.drafted])
-    return open_trace(folder)
+    with staged_folder(out) as stage:
+        open_for_writing(stage, header)
+        write_shard(
+            stage, header, 0, [record.columns(at, depth) for at, record in enumerate(records) if record.drafted]
+        )
+    return open_trace(out)
 
 
 class _Record:

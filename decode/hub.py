@@ -21,9 +21,10 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 
 from ..policies.contract import StopPolicy
 from ..policies.errors import PolicyError
-from ..policies.files import refuse_full, staged_folder, write_atomic, write_json
+from ..policies.files import write_atomic, write_json
 from ..policies.folder import load_policy_folder, save_policy
 from ..policies.learned import LearnedPolicy
+from ..policies.outputs import claim_folder, staged_folder
 from ..policies.specs import BUILTINS, load_policy
 from ..policies.strict import MOST_DATA
 from .hf import specstop_generate
@@ -59,10 +60,10 @@ def deploy_hf(
         The figures.
 
     Raises:
-        InputError: `out` is not empty.
+        InputError: `out` is not empty, or as `claim_folder`.
         PolicyError: there is no such policy, or it is a plugin's, whose code is not carried.
     """
-    folder = refuse_full(Path(out), overwrite=overwrite)
+    folder = claim_folder(out, overwrite=overwrite, inputs=[policy])
     chosen = load_policy(policy)
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -82,6 +83,7 @@ class StopPolicy:
         reads_clock: `observe` gets measured time, so runs are not reproducible.
         first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
         max_depth: no deeper draft is made; at that depth the policy is not asked any more.
+        source: the folder that the policy was loaded from; None = none.
     """
 
     features: tuple[str, ...] = ()
@@ -92,6 +94,7 @@ class StopPolicy:
     first: int = 1
     max_depth: int = 20
     name: str = "policy"
+    source: Path | None = None
 
     def start(self, streams: int, key: Tensor) -> State:
         """Return the state of fresh sequences.

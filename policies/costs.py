@@ -26,6 +26,8 @@ from .latency.noise import Noise, judge
 from .strict import check_values
 
 PROFILE_SCHEMA = 1
+MARK = b'"kind": "profile"'
+"""Stands near the beginning of every profile."""
 MOST_DEPTH, MOST_CONTEXT = 1024, 1e9
 LEAST_CALL_S, MOST_S = 1e-9, 1e6
 """Limits of what is read from a file: a model call takes time, and nothing takes eleven days."""
@@ -135,6 +137,7 @@ class Profile:
             in a chain, where each step drafts one.
         measurements: what the costs were estimated from; none of costs that nobody measured. A price of decisions is
             estimated from those that are kept under its name, all other costs from the rest.
+        source: the file it was read from; None = none.
     """
 
     low: CostTable
@@ -147,6 +150,7 @@ class Profile:
     facts: Mapping[str, Any] = field(default_factory=dict)
     tree_outside_s: tuple[float, float, float] | None = None
     measurements: Measurements = field(default_factory=Measurements)
+    source: Path | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def measured(
@@ -358,7 +362,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain JSON values, without its measurements, which only its file has."""
         bare = dataclasses.asdict(dataclasses.replace(self, measurements=Measurements()))
-        del bare["measurements"]
+        del bare["measurements"], bare["source"]
         plain: dict[str, Any] = json.loads(json.dumps({"schema": PROFILE_SCHEMA, "kind": "profile", **bare}))
         return plain
 
@@ -368,7 +372,7 @@ class Profile:
         raw = read_json(Path(path), "--profile")
         if not isinstance(raw, dict) or raw.get("kind") != "profile" or raw.get("schema") != PROFILE_SCHEMA:
             raise InputError(f"--profile: expected a latency profile of schema {PROFILE_SCHEMA}, but {path} is none")
-        return Profile.from_dict(raw, str(path))
+        return dataclasses.replace(Profile.from_dict(raw, str(path)), source=Path(path))
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], where: str) -> Profile:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +15,26 @@ from typing import Any
 from .errors import InputError
 
 STAGE_PREFIX = ".specstop-"
+MANIFEST = ".specstop.json"
+"""Lists the files of a result folder (`outputs`)."""
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write `data` to `path` under a temporary name in the same folder, fsync, rename."""
     raw = data.encode() if isinstance(data, str) else data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=STAGE_PREFIX, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=STAGE_PREFIX, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -52,70 +55,35 @@ def read_json(path: Path, what: str) -> Any:
 
 
 @contextlib.contextmanager
-def staged_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`; on success it takes the name `path`, on failure it is removed.
-
-    An existing `path` is replaced only after the new folder is complete.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an error of the system: that of a full disk names nothing, that of a stage a name of nobody's."""
     try:
-        yield stage
-        for file in stage.rglob("*"):
-            if file.is_file():
-                _sync(file)
-        os.chmod(stage, 0o755)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
-            os.replace(path, old / "old")
-            try:
-                os.replace(stage, path)
-            except BaseException:
-                os.replace(old / "old", path)
-                raise
-            finally:
-                shutil.rmtree(old)
-        else:
-            os.replace(stage, path)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _sync(path: Path) -> None:
+def disk_text(error: OSError) -> str:
+    """Return an error of the system as one line that says what to do."""
+    where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    advice = (
+        "free some space, or write elsewhere" if full else "look whether the path is there and may be read and written"
+    )
+    return f"{where}{error.strerror}; {advice}"
+
+
+def sync(path: Path) -> None:
+    """Have the bytes of a file, or the names in a folder, outlast a power cut."""
+    if os.name != "posix" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def refuse_full(path: Path, *, overwrite: bool = False) -> Path:
-    """Return `path`, a folder to write into later; nothing is changed yet.
-
-    Raises:
-        InputError: `path` is a file, or a folder with something in it and no `overwrite`.
-    """
-    if path.is_file():
-        raise InputError(f"--out: expected a folder, but {path} is a file; choose another name")
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise InputError(f"--out: the folder {path} is not empty; choose another, or pass --overwrite to replace it")
-    return path
-
-
-def claim_folder(path: Path, *, overwrite: bool = False, resume: bool = False) -> Path:
-    """Return `path` as a folder to write into; refuse one that is not empty unless told what to do with it.
-
-    With `overwrite` an existing folder is emptied; with `resume` it is left as it is.
-
-    Raises:
-        InputError: as `refuse_full`.
-    """
-    refuse_full(path, overwrite=overwrite or resume)
-    if overwrite and not resume and path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def sha256(path: Path) -> str:

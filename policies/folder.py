@@ -22,9 +22,10 @@ from .calibration import Calibrator
 from .continuation import ContinuationPolicy, head_names
 from .errors import PolicyError
 from .features import feature
-from .files import staged_folder, write_atomic, write_json
+from .files import write_atomic, write_json
 from .heads import build_head
 from .learned import Facts, LearnedPolicy
+from .outputs import RUN_FILE, staged_folder
 from .rules import Continuation, build_rule
 from .strict import (
     MOST_DATA,
@@ -44,7 +45,7 @@ from .tree_rule import TreeRule
 
 POLICY_SCHEMA = 1
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
-TEXT_FILES = (CARD_FILE, "run.yaml")
+TEXT_FILES = (CARD_FILE, RUN_FILE)
 """For people, and the configuration of the run that made the policy: loading looks that they are text, and no further."""
 
 HUB_FILES = ("*.json", "*.safetensors", "*.ubj", "*.md")
@@ -82,8 +83,11 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
 
     Args:
         policy: what to save.
-        path: the folder; an existing one is replaced.
+        path: the folder; an older result of specstop is replaced.
         extra: further files `name.ubj`, such as a booster for retraining; loading checks them and reads nothing from them.
+
+    Raises:
+        InputError: the folder holds files that specstop did not write.
     """
     path = Path(path)
     check_side_names(extra or {})
@@ -161,7 +165,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         if raw.get("schema") != POLICY_SCHEMA:
             raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}")
         _check_keys(raw)
-        return _build(raw, safetensors.torch.load(_checked_files(path, raw)[WEIGHTS_FILE]))
+        policy = _build(raw, safetensors.torch.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
     except (
@@ -176,6 +180,8 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
     ) as error:
         reason = " ".join(str(error).split())[:200]
         raise PolicyError(f"--policy: {path}: {POLICY_FILE} lacks or mangles {reason}") from None
+    policy.source = path
+    return policy
 
 
 def _check_keys(raw: Mapping[str, Any]) -> None:

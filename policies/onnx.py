@@ -21,8 +21,10 @@ from .errors import PolicyError
 from .files import write_atomic
 from .heads import EDGES, Basis, LinearHead, MLPHead, TreesHead
 from .learned import LearnedPolicy
+from .outputs import claim_file
 
 OPSET, ML_OPSET = 17, 3
+PRODUCER = "specstop"
 ROWS, NEAR = 2000, 2e-4
 OUTPUTS = ("accept", "next", "next_first")
 
@@ -62,14 +64,16 @@ def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
 
     Args:
         policy: with a head of this package.
-        path: of the file; one that exists is replaced.
+        path: of the file; an older export is replaced.
 
     Returns:
         `path`, `bytes`, and `difference`: the largest over random rows, or None where onnxruntime is not installed.
 
     Raises:
         PolicyError: onnx is not installed, the head is of another kind, or onnxruntime answers otherwise.
+        InputError: as `claim_file`.
     """
+    claim_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
     model = build_onnx(policy)
     raw = model.SerializeToString()
     found = largest_difference(policy, raw)
@@ -107,7 +111,7 @@ def build_onnx(policy: LearnedPolicy) -> Any:
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N"]) for name in OUTPUTS]
     body = helper.make_graph(graph.nodes, "specstop", [rows], outputs, graph.constants)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", ML_OPSET)]
-    model = helper.make_model(body, producer_name="specstop", opset_imports=opsets, ir_version=8)
+    model = helper.make_model(body, producer_name=PRODUCER, opset_imports=opsets, ir_version=8)
     facts = {"name": policy.name, "features": list(policy.features), "max_depth": policy.max_depth}
     helper.set_model_props(model, {"specstop": json.dumps({**facts, "rule": policy.rule.to_dict()})})
     checker.check_model(model)

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from .calibration import Calibrator
 from .errors import InputError, PolicyError
-from .files import refuse_full
 from .folder import DEEPEST, save_policy
 from .heads import build_head
 from .heads_dynasd import HARD_FEATURES, THRESHOLD
 from .heads_specdec import MOST, STOP_THRESHOLD, unbiased
 from .learned import Facts, LearnedPolicy
+from .outputs import claim_folder
 from .rules import AnyFork, Rule, Threshold
 from .state_dicts import find_weights, read_state
 
@@ -77,7 +77,7 @@ def import_weights(
         overwrite: replace what is in `out`.
 
     Raises:
-        InputError: the file does not exist, an unknown layout, or a folder that is not empty.
+        InputError: the file does not exist, an unknown layout, a folder that is not empty, or as `claim_folder`.
         PolicyError: the file holds anything but the tensors of a known layout.
     """
     if layout != "auto" and layout not in LAYOUTS:
@@ -87,7 +87,7 @@ def import_weights(
     if depth is not None and not 1 <= depth <= DEEPEST:
         raise InputError(f"--depth: expected 1 to {DEEPEST}, not {depth}")
     path = find_weights(Path(weights).expanduser())
-    folder = refuse_full(Path(out), overwrite=overwrite)
+    folder = claim_folder(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()
     state = read_state(raw, path)
     found = find_layout(state, path.name) if layout == "auto" else layout

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PolicyError
+from .files import MANIFEST
 
 MOST_TEXT = 4 << 20
 MOST_DATA = 256 << 20
 MOST_HEADER = 1 << 20
 MOST_SIDE = 1 << 24
-IGNORED = frozenset({".cache", ".git", ".gitattributes", ".DS_Store"})
-"""What the hub, git and a file manager leave in a folder; never read."""
+IGNORED = frozenset({MANIFEST, ".cache", ".git", ".gitattributes", ".DS_Store"})
+"""What `outputs`, the hub, git and a file manager leave in a folder; never read."""
 
 _ITEM = {"F32": 4, "I64": 8, "BOOL": 1}
 _SIDE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.ubj")

@@ -202,10 +202,14 @@ def good(answer: Answer) -> None:
 def test_overwrite_and_resume_let_a_folder_be_used_again(place: Place, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for arguments in (place.collect, place.train, place.evaluate):
-        out.mkdir(exist_ok=True)
-        (out / "old.txt").write_text("old")
         good(cli(*arguments, "--out", out, "--overwrite", "--quiet"))
-        assert not (out / "old.txt").exists()
+        (out / "mine.txt").write_text("mine")
+        before = files(out)
+        answer = cli(*arguments, "--out", out, "--overwrite", "--quiet")
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+        assert f"{out / 'mine.txt'} is not among the files that specstop wrote there" in answer.err
+        assert files(out) == before
+        (out / "mine.txt").unlink()
     good(cli(*place.collect, "--out", out, "--overwrite", "--quiet"))
     first = open_trace(out).rows.to_list()
     good(cli(*place.collect, "--out", out, "--resume", "--quiet"))
@@ -215,7 +219,12 @@ def test_overwrite_and_resume_let_a_folder_be_used_again(place: Place, tmp_path:
     assert "--resume" in other.err
     assert "another seed" in other.err
     file = place.write("old.json", "old")
-    good(cli(*place.profile, "--out", file, "--overwrite", "--quiet"))
+    answer = cli(*place.profile, "--out", file, "--overwrite", "--quiet")
+    assert (answer.code, answer.err.count("\n"), file.read_text()) == (2, 1, "old")
+    assert "old.json is no such file that specstop wrote, and is kept" in answer.err
+    file.unlink()
+    for _ in range(2):
+        good(cli(*place.profile, "--out", file, "--overwrite", "--quiet"))
     assert Profile.load(file).max_depth == 2
 
 

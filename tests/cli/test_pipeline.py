@@ -144,6 +144,7 @@ def test_evaluate_answers_its_report(done: dict[str, Any], home: Path) -> None:
         "report.md",
         "report.png",
         "run.yaml",
+        ".specstop.json",
     }
 
 

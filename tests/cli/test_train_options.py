@@ -9,6 +9,7 @@ import pytest
 from commands import cli, files
 from specstop.collect.store import Trace
 from specstop.policies.costs import Profile
+from specstop.policies.files import MANIFEST
 from specstop.policies.folder import load_policy_folder
 
 
@@ -31,7 +32,7 @@ def test_the_tables_say_how_it_did(start: list[object], tmp_path: Path) -> None:
     policy = load_policy_folder(tmp_path / "p")
     assert policy.rule.kind == "survival"
     assert "## Reliability" in (tmp_path / "p" / "README.md").read_text()
-    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml"}
+    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md", "run.yaml", MANIFEST}
 
 
 def test_the_same_configuration_gives_the_same_policy(start: list[object], tmp_path: Path) -> None:

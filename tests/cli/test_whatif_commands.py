@@ -16,6 +16,7 @@ from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
 from specstop.policies.baselines import Confidence
 from specstop.policies.costs import Profile
+from specstop.policies.files import MANIFEST
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 from zoo import DEPTH
@@ -54,7 +55,7 @@ def test_transfer_answers_what_it_writes(place: Path, sides: tuple[Trace, Trace]
     raw = parsed(cli(*arguments(place, sides, tmp_path / "t"), "--json"))
     assert raw == json.loads((tmp_path / "t" / "transfer.json").read_text())
     assert (raw["rows"], raw["columns"]) == (["logistic", "fixed:2"], [t.folder.name for t in sides[::-1]])
-    assert {p.name for p in (tmp_path / "t").iterdir()} == {"transfer.json", "transfer.md", "run.yaml"}
+    assert {p.name for p in (tmp_path / "t").iterdir()} == {"transfer.json", "transfer.md", "run.yaml", MANIFEST}
     shown = cli(*arguments(place, sides, tmp_path / "t"), "--overwrite", "--quiet")
     assert shown.code == 0, shown.err
     for word in ("trained on", "T = 0.7", *raw["columns"], raw["cells"][0][0]["verdict"]):

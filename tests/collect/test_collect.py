@@ -124,7 +124,7 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     assert trace.rows.data.table.equals(undisturbed.rows.data.table)
     assert calls[0][0] > 0, "finished shards are not collected again"
     assert calls[-1] == (60, 60)
-    assert not [p for p in out.rglob("*") if p.name.startswith(".")]
+    assert not [p for p in out.rglob("*") if p.name.startswith(STAGE_PREFIX)]
 
 
 def test_every_prompt_lies_in_one_shard_whatever_its_place_in_the_file(

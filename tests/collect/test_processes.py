@@ -13,11 +13,13 @@ from conftest import make_prompts
 from specstop.collect.estimate import estimate
 from specstop.collect.processes import ALONE, Place, read_place
 from specstop.collect.prompts import Prompt
-from specstop.collect.run import plan_run
+from specstop.collect.run import collect, plan_run
 from specstop.collect.shards import Plan, record
 from specstop.collect.store import Trace, finished, merge, open_trace, shard_path
 from specstop.decode.pair import Pair
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.files import MANIFEST
+from specstop.policies.outputs import beside
 
 SHARDS = 7
 OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}
@@ -36,6 +38,10 @@ def plan(pair: Pair, many: list[Prompt]) -> Plan:
 @pytest.fixture(scope="module")
 def alone(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return record(plan, tmp_path_factory.mktemp("alone"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def same_rows(first: Trace, second: Trace) -> bool:
@@ -68,7 +74,7 @@ def test_processes_that_run_side_by_side_disturb_nobody(plan: Plan, alone: Trace
     assert trace.complete
     assert same_rows(trace, alone)
     assert len(collected) == len(set(collected)) == 30, "no shard is collected twice"
-    assert [p.name for p in tmp_path.rglob(".*")] == []
+    assert [p.name for p in tmp_path.rglob(".*")] == [MANIFEST]
 
 
 def test_each_shard_is_dealt_to_one_process() -> None:
@@ -136,8 +142,82 @@ def test_an_interruption_within_a_shard_leaves_nothing_of_it(plan: Plan, alone: 
     with pytest.raises(KeyboardInterrupt):
         record(Plan(plan.header, plan.work, interrupted), tmp_path)
     assert finished(tmp_path, plan.header) == {0}
-    assert [p.name for p in tmp_path.rglob(".*")] == []
+    assert [p.name for p in tmp_path.rglob(".*")] == [MANIFEST]
     assert same_rows(record(plan, tmp_path, resume=True), alone)
+
+
+def test_a_trace_that_is_overwritten_stays_until_the_new_one_is_complete(
+    plan: Plan, alone: Trace, pair: Pair, many: list[Prompt], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(alone.folder, out)
+    before = files(out)
+    other = plan_run(pair, many, **{**OPTIONS, "seed": 2})
+    answers = iter([False, False, True])
+    stopped = record(other, out, overwrite=True, stop=lambda: next(answers))
+    assert (stopped.folder, stopped.finished) == (beside(out), {0, 1})
+    assert files(out) == before
+
+    def fail(batch: Any) -> Any:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        record(Plan(other.header, other.work, fail), out, overwrite=True, resume=True)
+    assert (files(out), finished(beside(out), other.header)) == (before, {0, 1})
+    asked: list[tuple[int, int]] = []
+    trace = record(other, out, overwrite=True, resume=True, progress=lambda task, *done: asked.append(done))
+    assert asked[0][0] == len(other.work[0]) + len(other.work[1]), "finished shards are not collected again"
+    assert (trace.folder, trace.header.seed) == (out, 2)
+    assert same_rows(open_trace(out), record(other, tmp_path / "other"))
+    assert not beside(out).exists()
+
+
+def test_a_stopped_replacement_begins_anew_unless_it_is_resumed(plan: Plan, alone: Trace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(alone.folder, out)
+    answers = iter([False, True])
+    record(plan, out, overwrite=True, stop=lambda: next(answers))
+    (beside(out) / "data" / "notes").write_text("left")
+    trace = record(plan, out, overwrite=True)
+    assert same_rows(trace, alone)
+    assert set(files(out)) == set(files(alone.folder))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_replacement_among_foreign_files_is_refused_before_any_work(plan: Plan, alone: Trace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(alone.folder, out)
+    (out / "data" / "train-mine.parquet").write_text("mine")
+    before = files(out)
+    with pytest.raises(InputError, match=r"train-mine\.parquet is not among the files that specstop wrote"):
+        record(Plan(plan.header, plan.work, lambda batch: pytest.fail("work")), out, overwrite=True)
+    assert files(out) == before
+    assert not beside(out).exists()
+
+
+def test_a_trace_is_never_collected_into_its_models(pair: Pair, pair_folder: Path, many: list[Prompt]) -> None:
+    before = files(pair_folder)
+    for out in (pair_folder, pair_folder / "target", pair_folder / "draft" / "trace"):
+        for how in ({"overwrite": True}, {"resume": True}):
+            with pytest.raises(InputError, match="which the command reads"):
+                collect(pair, many, out, **OPTIONS, **how)
+    assert files(pair_folder) == before
+
+
+def test_a_shard_whose_name_a_folder_has_is_found_before_any_work(plan: Plan, alone: Trace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(alone.folder, out)
+    path = shard_path(out, 3, SHARDS)
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+    working = Plan(plan.header, plan.work, lambda batch: pytest.fail("work"))
+    for attempt in (lambda: record(working, out, resume=True), lambda: open_trace(out), lambda: merge(out)):
+        with pytest.raises(
+            TraceError, match=r"00003-of-00007\.parquet cannot be read: it is no file; `specstop merge --rep"
+        ):
+            attempt()
+    assert same_rows(record(plan, out, resume=True, repair=True), alone)
+    assert (out / "quarantine" / f"{path.name}.0" / "inside").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_without_trust_nothing_runs_and_without_a_draft_it_is_said(pair: Pair, t
 
 def test_the_folder_is_whole_and_names_what_it_needs(policy_folder: Path, tmp_path: Path) -> None:
     figures = deploy_hf(policy_folder, tmp_path / "out")
-    names = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file())
+    names = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("[!.]*") if p.is_file())
     assert names == [
         "README.md", "custom_generate/carried.py", "custom_generate/generate.py", "custom_generate/requirements.txt",
         "figures.json", "policy/README.md", "policy/policy.json", "policy/weights.safetensors",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
 
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.files import claim_folder, read_json, sha256, staged_folder, write_atomic, write_json
+from specstop.policies.files import disk_text, naming, read_json, sha256, write_atomic, write_json
 
 
 def names(folder: Path) -> list[str]:
@@ -39,6 +40,20 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(
     assert (tmp_path / "a").read_text() == "old"
 
 
+def test_an_error_of_the_system_names_the_file_that_was_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomic(tmp_path / "a", "new")
+    assert caught.value.filename == str(tmp_path / "a")
+    assert disk_text(caught.value) == f"{tmp_path / 'a'}: No space left on device; free some space, or write elsewhere"
+    with pytest.raises(PermissionError, match="'/there'"), naming(Path("/there")):
+        raise OSError(errno.EACCES, "Permission denied", "/there/.specstop-x1y2")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": [1, 0.1 + 0.2]})
     assert read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
@@ -56,76 +71,6 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"--it: .*{path.name}.*{message}"):
             read_json(path, "--it")
-
-
-def test_a_staged_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    with staged_folder(out) as stage:
-        (stage / "x").write_text("1")
-        (stage / "sub").mkdir()
-        (stage / "sub" / "y").write_text("2")
-        assert not out.exists()
-    assert (out / "sub" / "y").read_text() == "2"
-    assert names(out.parent) == ["out"]
-
-
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_staged_folder_that_fails_leaves_what_was_there(
-    tmp_path: Path, old: bool, error: type[BaseException]
-) -> None:
-    out = tmp_path / "out"
-    if old:
-        out.mkdir()
-        (out / "x").write_text("old")
-    with pytest.raises(error), staged_folder(out) as stage:
-        (stage / "x").write_text("new")
-        raise error
-    assert names(tmp_path) == (["out"] if old else [])
-    assert not old or (out / "x").read_text() == "old"
-
-
-def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "x").write_text("old")
-    replace = os.replace
-
-    def fail(source: Path, to: Path) -> None:
-        if Path(to) == out and not (Path(source) / "x").read_text() == "old":
-            raise OSError("busy")
-        replace(source, to)
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="busy"), staged_folder(out) as stage:
-        (stage / "x").write_text("new")
-    assert names(tmp_path) == ["out"]
-    assert (out / "x").read_text() == "old"
-
-
-def test_a_new_folder_is_made_and_an_empty_one_taken(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert claim_folder(tmp_path / "a" / "b").is_dir()
-
-
-def test_a_folder_in_use_is_kept_emptied_or_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("1")
-    with pytest.raises(InputError, match=r"--out: the folder .* is not empty; choose another, or pass --overwrite"):
-        claim_folder(tmp_path)
-    claim_folder(tmp_path, resume=True)
-    assert names(tmp_path) == ["x"]
-    claim_folder(tmp_path, overwrite=True)
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": True}])
-def test_a_file_is_never_taken_for_a_folder(tmp_path: Path, flags: dict[str, bool]) -> None:
-    (tmp_path / "x").write_text("1")
-    with pytest.raises(InputError, match=r"--out: expected a folder, but .*x is a file"):
-        claim_folder(tmp_path / "x", **flags)
-    assert (tmp_path / "x").read_text() == "1"
 
 
 def test_sha256_is_that_of_the_bytes(tmp_path: Path) -> None:

@@ -287,8 +287,28 @@ def test_missing_files_and_full_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "p" / "mine").write_text("keep")
     with pytest.raises(InputError, match=r"not empty.*--overwrite"):
         import_weights(path, tmp_path / "p")
-    import_weights(path, tmp_path / "p", overwrite=True)
-    assert not (tmp_path / "p" / "mine").exists()
+    with pytest.raises(InputError, match="mine is not among the files that specstop wrote there"):
+        import_weights(path, tmp_path / "p", overwrite=True)
+    assert [p.name for p in (tmp_path / "p").iterdir()] == ["mine"]
+    (tmp_path / "p" / "mine").unlink()
+    import_weights(path, tmp_path / "p")
+    import_weights(path, tmp_path / "p", overwrite=True, name="again")
+    assert load_policy_folder(tmp_path / "p").name == "again"
+
+
+def test_weights_are_never_replaced_by_the_policy_made_of_them(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    path = saved(DecisionModel(11, 4, 1), tmp_path / "hub" / "pytorch_model.bin")
+    before = path.read_bytes()
+    for given, out, message in (
+        (path, path.parent, "which the command reads"),
+        (path, path, "is a file"),
+        (path.parent, path.parent, "which the command reads"),
+        (path.parent, path.parent / "new", "which the command reads"),
+    ):
+        with pytest.raises(InputError, match=message):
+            import_weights(given, out, overwrite=True)
+    assert ([p.name for p in path.parent.iterdir()], path.read_bytes()) == ([path.name], before)
 
 
 def test_an_imported_policy_decides_by_forks(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.files import MANIFEST
+from specstop.policies.folder import load_policy_folder
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Threshold
 from specstop.train.demo.live import compare_live
@@ -181,7 +185,7 @@ def test_the_report_on_disk(report: Report, written: Path) -> None:
     picture = (written / "report.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 10_000
-    assert sorted(p.name for p in written.iterdir()) == sorted(FILES)
+    assert sorted(p.name for p in written.iterdir()) == sorted([*FILES, MANIFEST])
 
 
 def test_the_picture_shows_something(written: Path, report: Report) -> None:
@@ -199,8 +203,31 @@ def test_a_folder_in_use_is_refused_or_replaced(
     (tmp_path / "x").write_text("")
     with pytest.raises(InputError, match="not empty"):
         evaluate(sides[1], full_profile, out=tmp_path)
-    write_report(report, tmp_path, overwrite=True)
-    assert not (tmp_path / "x").exists()
+    with pytest.raises(InputError, match="x is not among the files that specstop wrote there"):
+        write_report(report, tmp_path, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+    for _ in range(2):
+        write_report(report, tmp_path / "out", overwrite=True)
+    with pytest.raises(InputError, match="not empty"):
+        write_report(report, tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {*FILES, MANIFEST}
+
+
+def test_a_report_never_replaces_what_it_is_made_from(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    fit, held = (copy.copy(trace) for trace in sides)
+    for trace, name in ((fit, "fit"), (held, "held")):
+        trace.folder = shutil.copytree(trace.folder, tmp_path / name)
+    train(sides[0], full_profile, out=tmp_path / "deep" / "policy")
+    learned = load_policy_folder(tmp_path / "deep" / "policy")
+    full_profile.save(tmp_path / "costs" / "p.json")
+    costs = Profile.load(tmp_path / "costs" / "p.json")
+    before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
+    for out in ("", "fit", "held", "held/new", "deep", "deep/policy", "costs"):
+        with pytest.raises(InputError, match="which the command reads"):
+            evaluate(held, costs, [learned], train_traces=fit, out=tmp_path / out, overwrite=True)
+    assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.files import STAGE_PREFIX
 from specstop.train.fit.run import train
 from specstop.train.serve.deploy_llama import Share, deploy_llama, shares, walk_shares
 from specstop.train.serve.deploy_sglang import deploy_sglang, rules_around
@@ -198,7 +199,7 @@ def test_the_pages_say_what_is_lost(written: dict[str, tuple[Path, dict[str, Any
         assert json.loads((folder / "figures.json").read_text()) == figures
         assert f"{figures['alone']['policy_to_this']['value']:.3f}" in page
         assert "`confidence:0.3`" in page and "temperature 0.7" in page
-        assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == []
+        assert sorted(p.name for p in folder.iterdir() if p.name.startswith(STAGE_PREFIX)) == []
 
 
 def test_without_a_policy_the_page_says_so(sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from specstop.decode.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, TraceError
+from specstop.policies.files import MANIFEST
 from specstop.policies.folder import load_policy_folder
 from specstop.train.fit.run import FEATURES, train
+from specstop.train.heads.fitting import FitOptions
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 from zoo import DEPTH
@@ -53,7 +57,7 @@ def test_a_trained_folder_replays_as_the_returned_policy(
     assert (facts.rho > 0) == (rule == "derived")
     assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
     extra = {"accept.ubj", "next.ubj"} if head == "xgboost" else set()
-    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md"} | extra
+    assert set(files(tmp_path / "p")) == {"policy.json", "weights.safetensors", "README.md", MANIFEST} | extra
 
 
 @pytest.mark.parametrize("head", PLAIN)
@@ -137,10 +141,30 @@ def test_a_folder_in_use_is_refused_or_replaced(
     (out / "mine.txt").write_text("keep")
     with pytest.raises(InputError, match=r"not empty.*--overwrite"):
         train(sides[0], full_profile, out=out)
+    with pytest.raises(InputError, match=r"mine\.txt is not among the files that specstop wrote there"):
+        train(sides[0], full_profile, out=out, overwrite=True)
     assert (out / "mine.txt").read_text() == "keep"
+    (out / "mine.txt").unlink()
     train(sides[0], full_profile, out=out, overwrite=True)
-    assert not (out / "mine.txt").exists()
-    assert load_policy_folder(out).max_depth == DEPTH
+    train(sides[0], full_profile, out=out, overwrite=True, name="again")
+    again = load_policy_folder(out)
+    assert (again.name, again.max_depth, again.source) == ("again", DEPTH, out)
+
+
+def test_a_policy_never_replaces_what_it_is_made_from(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    trace = copy.copy(sides[0])
+    trace.folder = shutil.copytree(sides[0].folder, place / "traces")
+    full_profile.save(place / "profiles" / "p.json")
+    costs = Profile.load(place / "profiles" / "p.json")
+    before = files(place)
+    for out in (place, place / "traces", place / "traces" / "data" / "new", place / "profiles", tmp_path / "work"):
+        with pytest.raises(InputError, match="which the command reads"):
+            train(trace, costs, out=out, overwrite=True, fit=FitOptions(checkpoints=tmp_path / "work" / "deep"))
+        (tmp_path / "work" / "deep").mkdir(parents=True, exist_ok=True)
+    assert files(place) == before
 
 
 def test_a_failed_run_keeps_the_policy_it_was_to_replace(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...collect.prompts import encode, read_prompts
 from ...collect.run import collect, facts, reading_room
+from ...collect.store import Trace
 from ...decode.alternate import run_alternating
 from ...decode.loop import Speculator
 from ...decode.pair import Pair, load_pair
@@ -15,8 +16,8 @@ from ...decode.settings import Settings
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
-from ...policies.files import claim_folder
 from ...policies.folder import load_policy_folder
+from ...policies.outputs import claim_folder, refuse_inputs, staged_folder
 from ...policies.progress import Progress, silent
 from ..fit.run import settle, train
 from ..fit.tune import best_of, fixed_grid
@@ -93,19 +94,33 @@ def run_offline(
     progress: Progress = silent,
 ) -> Offline:
     """Collect, profile, train and evaluate on a pair with its own prompts; arguments as of `demo`."""
-    sizes = sizes or Sizes()
-    folder = claim_folder(Path(out), overwrite=overwrite)
+    folder, where = _claimed(out, pair, overwrite, progress)
+    with staged_folder(folder) as stage:
+        return _offline(stage, folder, where, temperature, sizes or Sizes(), seed, progress)
+
+
+def _claimed(out: str | Path, pair: str | Path | None, overwrite: bool, progress: Progress) -> tuple[Path, Path]:
+    """Return the folder of the results and that of the pair, once the one may be written for the other."""
+    folder = claim_folder(out, overwrite=overwrite, inputs=[pair])
     where = Path(pair) if pair is not None else demo_pair(progress=progress)
+    refuse_inputs(folder, [where])
+    return folder, where
+
+
+def _offline(
+    stage: Path, folder: Path, where: Path, temperature: float, sizes: Sizes, seed: int, progress: Progress
+) -> Offline:
+    """Do what `run_offline` does in `stage`, which is called `folder` once it is complete."""
     target, draft = str(where / "target"), str(where / "draft")
     models = load_pair(target, draft)
     prompts, ids, traces = {}, {}, {}
     for side, count in (("train", sizes.train), ("test", sizes.test)):
         prompts[side] = read_prompts(where / f"prompts-{side}.jsonl", count)
         ids[side] = encode(prompts[side], models.tokenizer, reading_room(models, sizes.tokens))
-        traces[side] = collect(
+        made = collect(
             models,
             prompts[side],
-            folder / f"traces-{side}",
+            stage / f"traces-{side}",
             target=target,
             draft=draft,
             depth=sizes.depth,
@@ -114,6 +129,7 @@ def run_offline(
             seed=seed,
             progress=_named(progress, side),
         )
+        traces[side] = Trace(folder / f"traces-{side}", made.header, made.rows)  # by the name that it will have
     profile = measure_profile(
         models,
         ids["train"][:PROFILE_PROMPTS],
@@ -127,19 +143,19 @@ def run_offline(
     )
     learned: list[StopPolicy] = []
     for kind in DEMO_HEADS:
-        path = folder / "policies" / kind
+        path = stage / "policies" / kind
         train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
         learned.append(load_policy_folder(path))
     settings = Settings(temperature, sizes.tokens, sizes.depth)
     profile = profile.with_measured_decisions(loop_decisions(models, learned, ids["train"], settings))
-    profile.save(folder / "profile.json")
-    learned = [settle(folder / "policies" / kind, traces["train"], profile) for kind in DEMO_HEADS]
+    profile.save(stage / "profile.json")
+    learned = [settle(stage / "policies" / kind, traces["train"], profile) for kind in DEMO_HEADS]
     report = evaluate(
         traces["test"],
         profile,
         learned,
         train_traces=traces["train"],
-        out=folder / "report",
+        out=stage / "report",
         seed=seed,
         progress=progress,
     )
@@ -177,13 +193,21 @@ def demo(
         temperature: 0 = greedy.
         sizes: how much of everything.
         seed: of noise, splits and fits.
-        overwrite: replace what is in `out`.
+        overwrite: replace an older result in `out`, once the new one is complete.
         progress: see `Progress`.
+
+    Raises:
+        InputError: as `claim_folder`.
     """
     sizes = sizes or Sizes()
-    offline = run_offline(
-        out, pair=pair, temperature=temperature, sizes=sizes, seed=seed, overwrite=overwrite, progress=progress
-    )
+    folder, where = _claimed(out, pair, overwrite, progress)
+    with staged_folder(folder) as stage:
+        offline = _offline(stage, folder, where, temperature, sizes, seed, progress)
+        return Demo(folder, offline.report, _live(offline, temperature, sizes, seed, progress))
+
+
+def _live(offline: Offline, temperature: float, sizes: Sizes, seed: int, progress: Progress) -> list[LiveLine]:
+    """Decode test prompts live with every policy, and compare with what the replay said."""
     policies: list[StopPolicy] = [FixedLength(0), offline.best_fixed, *offline.learned]
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
@@ -191,8 +215,7 @@ def demo(
     gauge = offline.gauge()
     runs = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
     generations = run_alternating(runs, prompts, gauge=gauge, gauge_every=1, seed=seed, progress=progress)
-    live = compare_live(generations, policies, arrays, gauge.profile().with_decisions(offline.profile.decision_s))
-    return Demo(offline.folder, offline.report, live)
+    return compare_live(generations, policies, arrays, gauge.profile().with_decisions(offline.profile.decision_s))
 
 
 def _named(progress: Progress, side: str) -> Progress:

@@ -26,7 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from ...collect.prompt_tokens import Prompt
 from ...policies.errors import InputError
-from ...policies.files import read_json, sha256, staged_folder, write_atomic, write_json
+from ...policies.files import read_json, sha256, write_atomic, write_json
+from ...policies.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
 from .pair_fit import fit_pair
 from .pair_recipe import RECIPES, ModelShape, PairRecipe
@@ -63,8 +64,9 @@ def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, prog
         `out`, with `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
 
     Raises:
-        InputError: Too few documents, or too little text for one window or one prompt.
+        InputError: Too few documents, too little text for one window or one prompt, or as `claim_folder`.
     """
+    claim_folder(out, overwrite=True)
     started = time.perf_counter()
     split = split_documents(documents, recipe.held_out, recipe.seed, recipe.text_bytes)
     tokenizer = train_tokenizer((document.text for document in split.learn), recipe.vocabulary)

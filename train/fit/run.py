@@ -17,7 +17,6 @@ from ...decode.profile import add_decisions
 from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
-from ...policies.files import refuse_full
 from ...policies.folder import load_policy_folder, save_policy
 from ...policies.heads import Head
 from ...policies.history import HISTORY_FEATURES
@@ -46,7 +45,7 @@ from .continuation_fit import MARGINS, fit_continuation
 from .rates import left_out_rates
 from .refit import MOST_ROUNDS
 from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
-from .trained import Trained
+from .trained import Trained, claimed
 from .tune import PRICED, best_of, fixed_grid, solve_rate
 
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
@@ -156,7 +155,7 @@ def train(
         fit or FitOptions(), read_vectors(head, several, vectors),
     )  # fmt: skip
     check_plan(plan)
-    folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
+    folder = None if out is None else claimed(out, [*several, mixed], profile, fit, overwrite=overwrite)
     arrays = joined_arrays(several, names, plan.vectors, SOFT_COLUMNS if wanted.soft else ())
     sources = [str(trace.folder) for trace in (*several, mixed) if trace is not None]
     return train_arrays(

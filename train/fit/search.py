@@ -23,7 +23,6 @@ from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, SpecstopError
-from ...policies.files import refuse_full
 from ...policies.progress import Progress, silent
 from ...policies.specs import load_policy
 from ..heads.fitting import HEAD_KINDS, FitOptions
@@ -35,7 +34,7 @@ from ..traces.replay import replay
 from ..traces.several import joined_arrays, temperatures
 from .ruling import check_rule
 from .run import FEATURES, Plan, check_plan, default_features, train_arrays
-from .trained import Trained
+from .trained import Trained, claimed
 from .tune import fixed_grid
 
 SPACES: dict[str, dict[str, Any]] = {
@@ -172,7 +171,7 @@ def train_best(
     several = [traces] if isinstance(traces, Trace) else list(traces)
     for head in options.heads:
         check_plan(Plan(head, features=tuple(features or FEATURES)))
-    folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
+    folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
     names = tuple(features) if features else default_features(several)
     plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
     asked = [form(head) for head in options.heads]

@@ -1,12 +1,17 @@
-"""What training leaves."""
+"""What training leaves, and the folder that it is to go to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...collect.store import Trace
+from ...policies.costs import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.outputs import claim_folder
+from ..heads.fitting import FitOptions
 
 
 @dataclass(frozen=True)
@@ -23,3 +28,12 @@ class Trained:
     policy: LearnedPolicy
     path: Path | None
     metrics: dict[str, Any]
+
+
+def claimed(
+    out: str | Path, traces: Iterable[Trace | None], profile: Profile, fit: FitOptions | None, *, overwrite: bool
+) -> Path:
+    """Return the policy folder to write, asked for before any work is done; see `claim_folder`."""
+    read = [trace.folder for trace in traces if trace is not None]
+    work = fit.checkpoints if fit is not None else None
+    return claim_folder(out, overwrite=overwrite, inputs=[*read, profile.source, work])

@@ -18,7 +18,6 @@ from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import TOKEN_FEATURES, feature
-from ...policies.files import refuse_full
 from ...policies.folder import save_policy
 from ...policies.heads import Head
 from ...policies.learned import Facts
@@ -32,7 +31,7 @@ from ..heads.rows import Visits, visits
 from ..traces.data import TraceArrays, trace_arrays
 from ..traces.replay import replay
 from ..traces.static_tree import best_static_tree
-from .trained import Trained
+from .trained import Trained, claimed
 from .tree_calibrate import fit_paths, fit_shares
 from .tree_rows import TreeRows, rank_acceptance, tree_rows
 from .tree_scores import tree_scores
@@ -102,7 +101,7 @@ def train_tree(
     names = tuple(features) if features else tree_features(head)
     for wanted in names:
         feature(wanted)
-    folder = refuse_full(Path(out), overwrite=overwrite) if out is not None else None
+    folder = None if out is None else claimed(out, [traces], profile, fit, overwrite=overwrite)
     needed = dict.fromkeys((*names, "noisy_score", "noisy_margin"))
     arrays = trace_arrays(traces, [n for n in needed if n in (*names, *traces.header.features)])
     plan = TreePlan(head, names, name or "tree", seed, passes, fit or FitOptions())

@@ -14,8 +14,8 @@ from ...policies.baselines import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, SpecstopWarning, TraceError
-from ...policies.files import refuse_full
 from ...policies.learned import LearnedPolicy
+from ...policies.outputs import claim_folder
 from ...policies.progress import Progress, silent
 from ..fit.tune import PRICED, solve_rate, tune_confidence
 from ..traces.bounds import clairvoyant_plan
@@ -90,10 +90,12 @@ def evaluate(
     Raises:
         TraceError: a policy does not fit the trace, both traces share prompts, or an informed estimate is asked of traces
             that are not dense chains.
-        InputError: `out` is not empty.
+        InputError: `out` is not empty, or as `claim_folder`.
     """
     if out is not None:
-        refuse_full(Path(out), overwrite=overwrite)
+        read = [trace.folder for trace in (traces, train_traces) if trace is not None]
+        sources = [profile.source, *(policy.source for policy in policies)]
+        claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
     for policy in policies:
         check_fit(policy, traces)
     live = traces.header.collector == "live"

@@ -7,7 +7,8 @@ import io
 import json
 from pathlib import Path
 
-from ...policies.files import claim_folder, write_atomic, write_json
+from ...policies.files import write_atomic, write_json
+from ...policies.outputs import claim_folder, staged_folder
 from .cells import Data, Table
 from .page import facts_text, to_html
 from .plot import save_speed_plot
@@ -18,14 +19,14 @@ FILES = ("report.html", "report.json", "report.md", "report.csv", "report.png")
 
 
 def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
-    """Write `FILES` into `out`."""
-    claim_folder(out, overwrite=overwrite)
+    """Write `FILES` into the folder `out`, all or none."""
     data = plain(report)
-    write_json(out / "report.json", data)
-    write_atomic(out / "report.html", to_html(data))
-    write_atomic(out / "report.md", to_markdown(report))
-    write_atomic(out / "report.csv", to_csv(report))
-    save_speed_plot(report, out / "report.png")
+    with staged_folder(claim_folder(out, overwrite=overwrite)) as stage:
+        write_json(stage / "report.json", data)
+        write_atomic(stage / "report.html", to_html(data))
+        write_atomic(stage / "report.md", to_markdown(report))
+        write_atomic(stage / "report.csv", to_csv(report))
+        save_speed_plot(report, stage / "report.png")
 
 
 def plain(report: Report) -> Data:

@@ -105,7 +105,7 @@ def deploy_llama(
         InputError: `out` is not empty.
         TraceError: the traces are not dense ones of chains, or lack `top1`.
     """
-    folder = claimed(out, overwrite=overwrite)
+    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
     if "top1" not in traces.header.features:
         raise TraceError("--traces: expected the feature top1 (and top2 to top10); collect them again with it")
     export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)

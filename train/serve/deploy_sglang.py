@@ -73,7 +73,7 @@ def deploy_sglang(
         InputError: `out` is not empty, or `max_batch` is below 1.
         TraceError: the traces are not dense ones of chains.
     """
-    folder = claimed(out, overwrite=overwrite)
+    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
     sizes = [size for size in find_sizes(max_batch) if size & (size - 1) == 0]
     export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
     lengths = choose_lengths(export, sizes)

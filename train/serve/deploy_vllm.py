@@ -64,7 +64,8 @@ def deploy_vllm(
         InputError: `out` is not empty, or `max_batch` is below 1.
         TraceError: the traces are not dense ones of chains.
     """
-    folder, sizes = claimed(out, overwrite=overwrite), find_sizes(max_batch)
+    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
+    sizes = find_sizes(max_batch)
     export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
     ranges = choose_ranges(export, sizes)
     config = speculative_config(ranges, traces.header.draft)

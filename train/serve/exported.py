@@ -16,8 +16,9 @@ from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError
-from ...policies.files import refuse_full, staged_folder, write_atomic, write_json
+from ...policies.files import write_atomic, write_json
 from ...policies.learned import LearnedPolicy
+from ...policies.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
 from ...policies.specs import load_policy
 from ..fit.tune import solve_rate
@@ -191,7 +192,8 @@ def deploy_hf_replayed(
         InputError, PolicyError: see `deploy_hf`.
         TraceError: the traces cannot be replayed.
     """
-    folder, chosen = claimed(out, overwrite=overwrite), load_policy(policy)
+    chosen = load_policy(policy)
+    folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
     export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
     assert export.policy is not None
     rounds = export.played(export.policy)
@@ -200,9 +202,19 @@ def deploy_hf_replayed(
     return deploy_hf(policy, folder, gains=gains, overwrite=overwrite)
 
 
-def claimed(out: str | Path, *, overwrite: bool) -> Path:
-    """Return `out` as a folder that may be written; asked before any work is done."""
-    return refuse_full(Path(out), overwrite=overwrite)
+def claimed(
+    out: str | Path,
+    traces: Trace,
+    profile: Profile,
+    policy: StopPolicy | None,
+    held_out: Trace | None,
+    *,
+    overwrite: bool,
+) -> Path:
+    """Return `out` as a folder that may be written, asked before any work is done; see `claim_folder`."""
+    read = [trace.folder for trace in (traces, held_out) if trace is not None]
+    sources = [profile.source, policy.source if policy is not None else None]
+    return claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
 
 
 def write_export(
