@@ -8,7 +8,8 @@ Traces and a profile of the embedded pair (or `--pair`) are exported under profi
 builds from it, and the fields of `SpeculativeConfig`, extra ones forbidden as there. SGLang: the whole module
 `adaptive_spec_params`, with stand-ins for what it imports, its loader on our file, its routing by batch size, and its
 controller step by step beside ours. Wheels are downloaded without dependencies into a cache folder, and two or three of
-their Python files are read; the engines are not installed. llama.cpp publishes no parser that runs here: its names are in
+their Python files are read; the engines are not installed. `--quick` downloads nothing: a parser whose wheel is not there is
+not asked. llama.cpp publishes no parser that runs here: its names are in
 `train/deploy_llama.py` with their source. The last line is one JSON object; with `--check` the exit code is 1 where a bar
 falls short.
 """
@@ -55,8 +56,13 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--wheels", type=Path, help="folder with the wheels; default: downloaded into the cache folder")
     options = parser.parse_args()
-    vllm_files = read_wheel("vllm", vllm.VERSION, (VLLM_PARSER, VLLM_CONFIG), options.wheels)
-    sglang_files = read_wheel("sglang", sglang.VERSION, (SGLANG_ADAPTIVE,), options.wheels)
+    vllm_files, sglang_files = (
+        read_wheel(name, version, files, options.wheels, download=not options.quick)
+        for name, version, files in (
+            ("vllm", vllm.VERSION, (VLLM_PARSER, VLLM_CONFIG)),
+            ("sglang", sglang.VERSION, (SGLANG_ADAPTIVE,)),
+        )
+    )
     bars = Bars()
     figures = bars.figures["figures"] = {"vllm": vllm.VERSION, "sglang": sglang.VERSION}
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,16 +75,20 @@ def main() -> int:
             folder = Path(scratch) / name.replace(" ", "-")
             vllm.deploy_vllm(traces, profile, folder / "vllm")
             sglang.deploy_sglang(traces, profile, folder / "sglang")
-            tables[name] = run(
-                "vLLM", name, bars.missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)
-            )
-            rules[name] = run(
-                "SGLang",
-                name,
-                bars.missed,
-                lambda at=folder: check_sglang(sglang_files[SGLANG_ADAPTIVE], at / "sglang"),
-            )
-    same = run("SGLang", "controller", bars.missed, lambda: check_controller(sglang_files[SGLANG_ADAPTIVE]))
+            if vllm_files:
+                tables[name] = run(
+                    "vLLM", name, bars.missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)
+                )
+            if sglang_files:
+                rules[name] = run(
+                    "SGLang",
+                    name,
+                    bars.missed,
+                    lambda at=folder: check_sglang(sglang_files[SGLANG_ADAPTIVE], at / "sglang"),
+                )
+    same = 0
+    if sglang_files:
+        same = run("SGLang", "controller", bars.missed, lambda: check_controller(sglang_files[SGLANG_ADAPTIVE]))
     figures["controller steps equal"] = same
     different = len({json.dumps(table) for table in tables.values()})
     if different < min(3, len(tables)):
@@ -101,13 +111,18 @@ def run(engine: str, name: str, missed: list[str], check: Callable[[], Any]) -> 
         return None
 
 
-def read_wheel(name: str, version: str, files: tuple[str, ...], folder: Path | None) -> dict[str, str]:
-    """Return the text of some files of a wheel, downloaded where it is not there."""
+def read_wheel(
+    name: str, version: str, files: tuple[str, ...], folder: Path | None, download: bool
+) -> dict[str, str] | None:
+    """Return the text of some files of a wheel; where it is not there it is downloaded, or there are none."""
     where = folder or Path(platformdirs.user_cache_dir("specstop")) / "wheels"
     where.mkdir(parents=True, exist_ok=True)
     kept = where / f"{name}-{version}-read"
     if not all((kept / file).is_file() for file in files):
         wheels = sorted(where.glob(f"{name}-{version}-*.whl"))
+        if not wheels and not download:
+            print(f"no wheel of {name} {version} in {where}, and --quick downloads none: its parser is not asked")
+            return None
         if not wheels:
             print(f"downloading {name} {version}", flush=True)
             command = [

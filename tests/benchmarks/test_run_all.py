@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,11 @@ def test_every_script_with_a_main_is_found_and_nothing_else(runner: ModuleType, 
     assert {"ab", "decision", "make_pair", "slice"} <= found
     assert not found & {"bars", "pairs", "run_all"}
     assert found >= {path.stem for path in BENCHMARKS.glob("*.py") if "def main()" in path.read_text()} - {"run_all"}
+
+
+def test_the_page_has_a_row_for_every_script(runner: ModuleType) -> None:
+    rows = re.findall(r"^\| `(\w+)\.py` \|", (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted([*(path.stem for path in runner.scripts()), "run_all"])
 
 
 def test_those_that_fall_over_are_named_with_the_end_of_their_output(
