@@ -126,7 +126,7 @@ def draw_rows(names: Sequence[str], count: int, missing: float) -> np.ndarray[An
 def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int) -> float:
     """Return the median microseconds of one decision at depth 1, as the loop asks for it."""
     generator = torch.Generator().manual_seed(0)
-    decider, tree, history = Decider(policy, torch.device("cpu")), chain(2), HistoryOne()
+    decider, tree, history = Decider(policy), chain(2), HistoryOne()
     history.add(2, 3)
     logits = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
     scratch = torch.ones(512 * megabytes, 512) if megabytes else None

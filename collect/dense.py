@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ..decode.pair import Pair
 from ..decode.plain import plain_texts
-from ..policies.features import ANCHOR_FEATURES, Rows, compute
+from ..decode.summaries import summarise
+from ..policies.features import ANCHOR_FEATURES, Columns, Drawn
+from ..policies.features.summary import Array
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .abreast import abreast
 from .unroll import Anchors, Unroller
@@ -86,9 +88,7 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
     sequence, name, group, prompt, key = written.prompt
     text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
     trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key, written.noise), target_rows)
-    own = torch.tensor(text, device=target_rows.device)[anchor - 1]
-    before = torch.tensor([prompt[-1], *text], device=target_rows.device)[anchor - 1]
-    anchor_rows = Rows(target_rows[anchor - 1], tokens=own, above=before)
+    anchors = anchor_columns(target_rows[anchor - 1], text, [prompt[-1], *text], [at - 1 for at in anchor.tolist()])
     ended, count = text[-1] in unroller.pair.eos, len(anchor)
     columns: dict[str, Any] = {
         "prompt_id": [name] * count,
@@ -106,10 +106,23 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
         "accepted_length": trees.accepted.sum(1),
         "cut": (anchor + unroller.depth > len(text)) & ended,
     }
-    columns.update(zip(ANCHOR_FEATURES, compute(ANCHOR_FEATURES, anchor_rows).unbind(1), strict=True))
+    columns.update(zip(ANCHOR_FEATURES, anchors.T, strict=True))
     columns.update(zip(unroller.features, trees.features.unbind(2), strict=True))
     if trees.hidden is not None:
         columns[DRAFT_HIDDEN] = trees.hidden
     if written.target_states is not None:
         columns[TARGET_HIDDEN] = written.target_states[anchor - 1]
     return {key_: v.cpu().numpy() if isinstance(v, Tensor) else v for key_, v in columns.items()}
+
+
+def anchor_columns(rows: Tensor, text: Sequence[int], before: Sequence[int], at: Sequence[int]) -> Array:
+    """Return [n, F] float32, the ANCHOR features of n anchors.
+
+    Args:
+        rows: [n, V] the target's rows that they were drawn from.
+        text, before: by place, the anchor token and the one before it.
+        at: [n] places of the anchors.
+    """
+    columns = Columns(ANCHOR_FEATURES)
+    drawn = Drawn.of([(row, text[place], before[place], 0, 1, 0) for row, place in enumerate(at)])
+    return columns(summarise(columns.plan, rows, drawn, 0.0), drawn, 0.0)

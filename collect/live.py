@@ -7,24 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..decode.candidates import Candidates
-from ..decode.decide import Logits
+from ..decode.decide import Logits, drawn_tokens
 from ..decode.drafters import Drafter
-from ..decode.finite import broken
+from ..decode.finite import check_rows
 from ..decode.hidden import vector_widths
 from ..decode.loop import Speculator
 from ..decode.modes import find_mode, resolve_mode
 from ..decode.observer import Seen
 from ..decode.pair import Pair
 from ..decode.settings import Settings
+from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
-from ..policies.features import ANCHOR_FEATURES, Rows, compute
+from ..policies.features import ANCHOR_FEATURES, Columns, Need
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors, stored
+from .dense import anchor_columns
 from .explore import Exploring, exploring
 from .schema import TIMES
 from .unroll import node_features
@@ -54,6 +55,7 @@ class Recorder:
         widths: Mapping[str, int] | None = None,
     ) -> None:
         self.tree, self.features, self.temperature = tree, tuple(features), temperature
+        self._columns = Columns(features)
         self._widths = dict(widths or {})
         self.match, self._first = match, 0 if deferred else 1
         self.rows: list[Row] = []
@@ -83,12 +85,9 @@ class Recorder:
             row[TARGET_HIDDEN] = stored(seen.anchor_hidden[0]).cpu().numpy()
         self._label(row, seen, node, drawn)
         self._measure(row, seen, node, levels)
-        own, before = (
-            torch.tensor([token], device=seen.anchor_row.device)
-            for token in (found.tokens[0], seen.text.tokens[record.context - (1 if self._first == 0 else 2)])
-        )
-        anchor = compute(ANCHOR_FEATURES, Rows(seen.anchor_row, tokens=own, above=before))[0].tolist()
-        row |= dict(zip(ANCHOR_FEATURES, anchor, strict=True))
+        before = seen.text.tokens[record.context - (1 if self._first == 0 else 2)]
+        anchor = anchor_columns(seen.anchor_row, found.tokens[:1], [before], [0])[0]
+        row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
         row["accepted_length"] = int(row["accepted"].sum())
         self.rows.append(row)
@@ -115,27 +114,21 @@ class Recorder:
     def _measure(self, row: Row, seen: Seen, node: Sequence[int], levels: Sequence[tuple[list[int], Logits]]) -> None:
         """Fill in features and probabilities of the drawn nodes."""
         found, behind = seen.found, {place: at for at, place in enumerate(seen.sent)}
-        logprob: dict[int, Tensor] = {}
-        is_chain = self.tree.is_chain
+        path: dict[int, float] = {}
         for places, logits in levels:
-            owner = torch.tensor(logits.owner, device=logits.raw.device)
-            raw, sampled, scores = (v if v is None else v[owner] for v in (logits.raw, logits.sampled, logits.scores))
-            assert raw is not None
-            siblings = [found.children[found.parent[place]] for place in places]
-            rank = torch.tensor([below.index(p) for p, below in zip(places, siblings, strict=True)], device=raw.device)
-            width = torch.tensor([len(below) for below in siblings], device=raw.device)
-            tokens = torch.tensor([found.tokens[place] for place in places], device=raw.device)
-            above = torch.stack([logprob.get(found.parent[place], raw.new_zeros(())) for place in places])
-            shape = (None, None) if is_chain else (rank, width)
-            depth = found.depth[places[0]]
-            rows = Rows(raw, self.temperature, scores, tokens, above, depth, sampled, *shape)
-            if bool(rows.path_logprob.isnan().any()):
-                raise broken("draft")
-            logprob |= dict(zip(places, rows.path_logprob.unbind(0), strict=True))
+            check_rows(logits.raw, "draft")
+            drawn = drawn_tokens(found, places, logits.owner)
+            drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])
+            summary = summarise(
+                self._columns.plan | (Need.PATH | Need.SAMPLED), logits.raw, drawn, self.temperature, logits.sampled,
+                logits.scores, logits.best,
+            )  # fmt: skip
+            path |= dict(zip(places, summary.path.tolist(), strict=True))
             at = [node[place] for place in places]
-            for name, values in zip(self.features, compute(self.features, rows).unbind(1), strict=True):
-                row[name][at] = values.cpu().numpy()
-            row["draft_prob"][at] = rows.drawn_prob.float().cpu().numpy()
+            for name, values in zip(self.features, self._columns(summary, drawn, self.temperature).T, strict=True):
+                row[name][at] = values
+            row["draft_prob"][at] = np.exp(summary.numbers[:, 1])
+            owner = torch.tensor(logits.owner, device=logits.raw.device)
             if DRAFT_HIDDEN in self._widths:
                 assert logits.states is not None
                 row[DRAFT_HIDDEN][at] = stored(logits.states[owner]).cpu().numpy()
@@ -143,10 +136,12 @@ class Recorder:
             if not known:
                 continue
             p = torch.softmax(seen.sampled[[behind[found.parent[places[i]]] for i in known]], -1)
-            q = torch.softmax((raw / (self.temperature or 1.0) if sampled is None else sampled)[known], -1)
+            weights = logits.raw / (self.temperature or 1.0) if logits.sampled is None else logits.sampled
+            q = torch.softmax(weights[owner[known]], -1)
             here = [at[i] for i in known]
             usable = row["labelled"][here] | (not self.match)
-            chance = p.gather(-1, tokens[known][:, None])[:, 0].float().cpu().numpy()
+            tokens = torch.from_numpy(drawn.ids[known, 1]).to(p.device)
+            chance = p.gather(-1, tokens[:, None])[:, 0].float().cpu().numpy()
             row["target_prob"][here] = chance * usable
             row["overlap"][here] = torch.minimum(p, q).sum(-1).float().cpu().numpy() * usable
 

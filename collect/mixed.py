@@ -18,7 +18,8 @@ from ..decode.noise import gumbel, match_scores
 from ..decode.noise import mix as scramble
 from ..decode.pair import Pair
 from ..decode.plain import plain_texts
-from ..policies.features import CHAIN_FEATURES, Rows, compute
+from ..decode.summaries import summarise
+from ..policies.features import CHAIN_FEATURES, Columns, Drawn
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, stored
 from .dense import Written, text_columns
 from .unroll import Unroller
@@ -81,10 +82,13 @@ def _mixed(
     logits = model.read(ids, rows=len(text) - 1)[0]
     check_rows(logits, "draft")
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
-    scores, alone = match_scores(logits, temperature, noise), torch.ones_like(own)
-    # The sample is seldom the best of these rows, so its own score must be looked up: as of an only child.
-    rows = Rows(logits, temperature, scores, own, torch.zeros_like(logits[:, 0]), 1, None, 0 * alone, alone)
-    features = compute(CHAIN_FEATURES, rows).cpu().numpy()
+    scores = match_scores(logits, temperature, noise)
+    # The sample is seldom the best of these rows, so its own score must be looked up.
+    best = torch.stack([scores.gather(-1, own[:, None])[:, 0], scores.topk(2, -1).values[:, 1]], -1)
+    columns_of = Columns(CHAIN_FEATURES)
+    drawn = Drawn.of([(row, token, -1, 0, 1, 1) for row, token in enumerate(own.tolist())])
+    summary = summarise(columns_of.plan, logits, drawn, temperature, best=best)
+    features = columns_of(summary, drawn, temperature)
     made: dict[str, Any] = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
     if model.states is not None:
         made[DRAFT_HIDDEN] = stored(model.states[0, -len(own) :]).cpu().numpy()

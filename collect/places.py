@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,14 @@ from ..decode.cache import CachedModel, backend_mask
 from ..decode.finite import broken
 from ..decode.noise import gumbel
 from ..decode.pair import Pair
+from ..decode.summaries import summarise
 from ..decode.topology import Topology
-from ..policies.features import compute
+from ..policies.features import CHAIN_FEATURES, FEATURES, TREE_FEATURES, Columns, Drawn, Kind, Need, Summary
 from ..policies.vectors import stored
-from .wide import PRE_FEATURES, TreeNodes, WideRows
+
+PRE_FEATURES = tuple(name for name in TREE_FEATURES if FEATURES[name].kind is Kind.PRE)
+assert TREE_FEATURES[: len(PRE_FEATURES)] == CHAIN_FEATURES[: len(PRE_FEATURES)] == PRE_FEATURES
+"""Names of what belongs to a row, whatever is drawn from it; they come first at every node."""
 
 BYTES_PER_SCORE = 48
 """Peak bytes per row and token of vocabulary while features are computed (logits, noise, scores, softmax)."""
@@ -116,15 +121,17 @@ class Places:
         for row, below in enumerate(self.shape.children):
             self.child[row, : len(below)] = torch.tensor(below, device=device, dtype=torch.int64)
         size, most = (self.count, len(self.fed)), min(self.width + 1, self.pair.vocabulary)
+        self.most, self.pre_columns = most, Columns(PRE_FEATURES)
+        self.post_columns = Columns(self.names[len(PRE_FEATURES) :])
         self.token = torch.zeros(*size, self.width, dtype=torch.int64, device=device)
-        self.pre = torch.zeros(*size, len(PRE_FEATURES), device=device)
-        self.top = torch.zeros(*size, most, dtype=dtype, device=device)
-        self.prob, self.logprob = (torch.zeros(*size, self.width, dtype=dtype, device=device) for _ in range(2))
+        self.pre = np.zeros((*size, len(PRE_FEATURES)), dtype=np.float32)
+        self.best = np.full((*size, max(most, 2)), -np.inf, dtype=np.float32)  # noisy scores in falling order
+        self.numbers = np.zeros((*size, self.width, 2))  # log-probability at temperature 1, and in what is sampled from
         self.hidden = torch.zeros(*size, job.hidden, dtype=torch.float16, device=device) if job.hidden else None
         self.key, self.noise = anchors.key, None
         places = self.count + self.shape.deepest
         if self.temperature > 0 and places * self.pair.vocabulary * BYTES_PER_SCORE <= job.memory_bytes:
-            none = self.prob.new_empty(0, self.pair.vocabulary)
+            none = torch.empty(0, self.pair.vocabulary, dtype=dtype, device=device)
             known = none if anchors.noise is None else anchors.noise[first:][:places]
             self.noise = torch.cat([known, self._noise_at(torch.arange(len(known), places, device=device))])
 
@@ -148,8 +155,9 @@ class Places:
             target_rows: [L, V], the target's row that each generated token was drawn from.
             most_rows: that are looked at together, so that a long text takes no more memory than a short one.
         """
-        self.overlap = self.prob.new_zeros(self.count)
-        self.target_prob = torch.zeros_like(self.prob[:, 0])
+        device, dtype = self.pair.device, self.pair.logits_dtype
+        self.overlap = torch.zeros(self.count, dtype=dtype, device=device)
+        self.target_prob = torch.zeros(self.count, self.width, dtype=dtype, device=device)
         begin = 0
         for start in range(0, self.count, most_rows):
             place = torch.arange(start, min(start + most_rows, self.count), device=self.pair.device)
@@ -206,23 +214,30 @@ class Places:
 
     def _record(self, logits: Tensor, states: Tensor | None, place: Tensor, row: Tensor, depth: int) -> None:
         """Note what is proposed below (place, row), tokens of depth `depth` behind the place, and the last of the states."""
-        rows = WideRows(logits, self.temperature)
-        sampled, most = None, self.top.shape[-1]
-        if self.temperature == 0 and most <= rows.ranked[0].shape[-1]:
-            best, tokens = (side[:, :most] for side in rows.ranked)
-        elif self.temperature == 0:
-            best, tokens = logits.topk(most, -1)
-        else:
-            sampled = torch.log_softmax(logits / self.temperature, -1)
-            best, tokens = (sampled + self._noise_behind(place + depth - 1)).topk(most, -1)
-        rows.tokens = tokens[:, : self.width]
+        best, tokens = self._scores(logits, place + depth - 1).topk(self.most, -1)
+        tokens = tokens[:, : self.width]
+        ids = np.zeros((tokens.numel(), 6), dtype=np.int64)
+        ids[:, 0], ids[:, 1] = np.repeat(np.arange(len(tokens)), tokens.shape[1]), tokens.cpu().numpy().ravel()
+        plan = self.pre_columns.plan | (Need.PROBABILITY | Need.SAMPLED | Need.NOISE)
+        summary = summarise(plan, logits, Drawn(ids), self.temperature, best=best)
+        if not np.isfinite(summary.best[:, 0]).all():  # topk takes NaN for the largest
+            raise broken("draft")
         spot = (place, self.at[row])
-        self.token[spot], self.top[spot], self.pre[spot] = rows.tokens, best, compute(PRE_FEATURES, rows)
+        at = (place.cpu().numpy(), self.at[row].cpu().numpy())
+        self.token[spot] = tokens
+        self.best[at[0], at[1], : self.most] = summary.best
+        each = Drawn(np.ascontiguousarray(ids[:: tokens.shape[1]]))
+        self.pre[at] = self.pre_columns(summary, each, self.temperature)
+        self.numbers[at] = summary.numbers[:, :2].reshape(*tokens.shape, 2)
         if self.hidden is not None:
             assert states is not None
             self.hidden[spot] = stored(states[0, -len(logits) :])
-        self.logprob[spot] = rows.drawn_logprob
-        self.prob[spot] = rows.of_drawn(sampled).exp() if sampled is not None else rows.drawn_logprob.exp()
+
+    def _scores(self, logits: Tensor, place: Tensor) -> Tensor:
+        """Return [R, V], what the draft takes the largest of at these places."""
+        if self.temperature == 0:
+            return logits
+        return torch.log_softmax(logits / self.temperature, -1) + self._noise_behind(place)
 
     def gather(self, start: Tensor, tree: Topology) -> Unrolled:
         """Return the trees of the anchors at the places `start` [n]: each follows the text as far as it can."""
@@ -241,21 +256,28 @@ class Places:
         place, row, rank = place[:, 1:], row[:, 1:], rank[1:]
         fed, own = self.at[row], self.own[place]
         token, known = self.token[place, fed, rank], (row == 0) & (own >= 0)
-        logprob = torch.cat([self.prob.new_zeros(len(start), 1), self.logprob[place, fed, rank]], 1)
-        for level in map(torch.tensor, tree.levels[2:]):
-            logprob[:, level] += logprob[:, parent[level]]
-        prob, top = self.prob[place, fed, rank], self.top[place, fed]
-        width = torch.tensor([len(tree.children[up]) for up in tree.parent[1:]], device=start.device)
-        other = (rank == 0).long()  # the best one but the node itself
-        at = torch.stack([rank, other, width.clamp_max(top.shape[-1] - 1)], 1)
-        depth = torch.tensor(tree.depth[1:], device=start.device)
-        post = TreeNodes(prob, logprob[:, 1:], top.gather(-1, at.expand(len(start), -1, -1)), depth, rank)
-        features = torch.cat([self.pre[place, fed], post.features(self.names[len(PRE_FEATURES) :])], -1)
-        if not bool(features.isfinite().all()):
-            raise broken("draft")
+        features, prob = self._features(place, row, rank, tree)
         p, overlap = self.target_prob[place, rank] * known, self.overlap[place] * known
         hidden = None if self.hidden is None else self.hidden[place, fed]
         return Unrolled(token, features, prob, p, overlap, known, known & (token == own), hidden)
+
+    def _features(self, place: Tensor, row: Tensor, rank: Tensor, tree: Topology) -> tuple[Tensor, Tensor]:
+        """Return [n, N, F] features and [n, N] probabilities of the nodes of n trees, each drawn after (place, row)."""
+        at, fed, rank_at = place.cpu().numpy(), self.at[row].cpu().numpy(), rank.cpu().numpy()
+        numbers = self.numbers[at, fed, rank_at]  # [n, N, 2]
+        path = np.concatenate([np.zeros((len(at), 1)), numbers[..., 0]], 1)
+        for level in tree.levels[2:]:
+            path[:, level] += path[:, [tree.parent[node] for node in level]]
+        ids = np.zeros((*at.shape, 6), dtype=np.int64)
+        ids[..., 0], ids[..., 3] = at * len(self.fed) + fed, rank_at
+        ids[..., 4] = [len(tree.children[up]) for up in tree.parent[1:]]
+        ids[..., 5] = tree.depth[1:]
+        three = np.concatenate([numbers, path[:, 1:, None]], -1).reshape(-1, 3)
+        best = self.best.reshape(-1, self.best.shape[-1])
+        nothing = np.zeros((1, 10), dtype=np.float32), np.zeros((1, 2))
+        post = self.post_columns(Summary(*nothing, best, three), Drawn(ids.reshape(-1, 6)), self.temperature)
+        features = np.concatenate([self.pre[at, fed], post.reshape(*at.shape, -1)], -1)
+        return torch.from_numpy(features), torch.from_numpy(np.exp(numbers[..., 1])).to(self.own.device)
 
 
 def _chunks(rows: Tensor, most: int) -> Sequence[Tensor]:

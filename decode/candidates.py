@@ -101,11 +101,10 @@ class Candidates:
             drawn[self.rows[place]] = True
         return topology.node_parents, topology.node_depths, drawn[topology.roots :]
 
-    def tree(self, device: torch.device, hide_tokens: bool = False) -> DraftTree:
+    def tree(self, hide_tokens: bool = False) -> DraftTree:
         """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.
 
         Args:
-            device: of the tensors.
             hide_tokens: show -1 in the place of every token.
         """
         topology, first = self.topology, self.topology.roots
@@ -117,6 +116,6 @@ class Candidates:
         parent = [max(above - first, -1) for above in topology.parent]
 
         def nodes(values: list[int] | list[bool]) -> Tensor:
-            return torch.tensor(values[first:], device=device)[None]
+            return torch.tensor(values[first:])[None]
 
         return DraftTree(nodes(tokens), nodes(parent), nodes(topology.depth), nodes(drawn))

@@ -21,7 +21,6 @@ class Guard:
 
     Args:
         policy: the user's.
-        device: of the logits.
         chain: whether no round has more than one branch.
         fallback: length that is drafted after a failure.
         mode: of the live guard: off, warn, or fallback (`guard`).
@@ -36,15 +35,14 @@ class Guard:
     def __init__(
         self,
         policy: StopPolicy,
-        device: torch.device,
         chain: bool,
         fallback: int,
         mode: str = "off",
         widths: Mapping[str, int] | None = None,
     ) -> None:
-        self.policy, self._device, self._chain, self._fallback = policy, device, chain, fallback
+        self.policy, self._chain, self._fallback = policy, chain, fallback
         self._watch, self._mode = make_watch(policy, mode, chain), mode
-        self.decider = Decider(policy, device, chain, widths)
+        self.decider = Decider(policy, chain, widths)
         self.carried: State = None
         self._warned = False
         self._given = policy, self.decider
@@ -60,7 +58,7 @@ class Guard:
         text.policy_state = self.carried
         if self.carried is None:
             try:
-                text.policy_state = self.policy.start(1, torch.tensor([key], device=self._device))
+                text.policy_state = self.policy.start(1, torch.tensor([key]))
             except Exception as error:  # a plugin may raise anything; the text must not suffer
                 self._fail(text, error)
 
@@ -95,7 +93,7 @@ class Guard:
             if self.decider.select_few is not None:
                 chosen = self.decider.select_few(*found.nodes(), text.policy_state)
                 return [True] * found.topology.roots + chosen
-            mask = checked_select(self.policy, found.tree(self._device, hide_tokens), text.policy_state)
+            mask = checked_select(self.policy, found.tree(hide_tokens), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
             return None
@@ -147,5 +145,5 @@ class Guard:
     def _replace(self, text: Text, policy: StopPolicy) -> None:
         """Put another policy in charge."""
         self.policy = policy
-        self.decider = Decider(policy, self._device, self._chain)
+        self.decider = Decider(policy, self._chain)
         text.policy_state = self.carried = None

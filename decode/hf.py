@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
@@ -24,7 +25,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError
-from ..policies.features import RUN_FEATURES, Layout, Rows, compute
+from ..policies.features import RUN_FEATURES, Columns, Drawn, Layout
+from ..policies.features.summary import Array
 from ..policies.history import HistoryOne
 from ..policies.specs import load_policy
 from .decide import draft_step
@@ -35,6 +37,7 @@ from .noise import stream_key
 from .pair import join
 from .sampling import Shaping
 from .settings import Settings
+from .summaries import summarise
 
 
 @torch.inference_mode()
@@ -172,6 +175,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = load_policy(policy) if isinstance(policy, str) else policy
         self._layout = Layout(self.policy.features)
+        self._columns = Columns((*self._layout.anchor, *self._layout.node))
         unknown = [*self.policy.vectors, *(name for name in self._layout.anchor if name not in RUN_FEATURES)]
         if temperature > 0:
             unknown += [name for name in self._layout.node if name.startswith("noisy_")]
@@ -211,20 +215,20 @@ class PolicyStoppingCriteria(StoppingCriteria):
         text = input_ids[0].tolist()
         known = len(self._text)
         if not self._text or len(text) <= known or text[:known] != self._text:
-            key = torch.zeros(1, dtype=torch.int64, device=input_ids.device)
+            key = torch.zeros(1, dtype=torch.int64)
             self._state, self._history = self.policy.start(1, key), HistoryOne()
         else:
             accepted = min(len(text) - known - 1, self._drafted)
             self._history.add(accepted, self._drafted)
             if type(self.policy).observe is not StopPolicy.observe:
-                self._state = self.policy.observe(self._outcome(accepted, input_ids.device), self._state)
+                self._state = self.policy.observe(self._outcome(accepted), self._state)
         self._text, self._drafted = text, 0
-        self._above: Rows | None = None
+        self._path: Array | None = None
 
-    def _outcome(self, accepted: int, device: torch.device) -> RoundOutcome:
-        one = torch.ones(1, dtype=torch.int64, device=device)
+    def _outcome(self, accepted: int) -> RoundOutcome:
+        one = torch.ones(1, dtype=torch.int64)
         drafted = one * self._drafted
-        return RoundOutcome(one > 0, drafted, drafted, one * accepted, one < 0, torch.zeros(1, device=device))
+        return RoundOutcome(one > 0, drafted, drafted, one * accepted, one < 0, torch.zeros(1))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return [1] bool: stop behind the token just drawn."""
@@ -233,12 +237,15 @@ class PolicyStoppingCriteria(StoppingCriteria):
         if self._drafted < self.policy.first or self._drafted >= self.policy.max_depth:
             return torch.tensor([self._drafted >= self.policy.max_depth], device=device)
         logits = scores[-1].float() * (self._temperature or 1.0)
-        above = logits.new_zeros(1) if self._above is None else self._above.path_logprob
         greedy = logits if self._temperature == 0.0 else None
-        row = Rows(logits, self._temperature, greedy, input_ids[:, -1], above, self._drafted, above=input_ids[:, -2])
-        self._above = row
-        past = torch.tensor([self._history.values(self._layout.history)], device=device)
-        columns = self._layout.base(compute(self._layout.anchor, row), past)
-        step: DraftStep = draft_step(self._drafted, self._layout.step(columns, compute(self._layout.node, row)))
+        before, own = input_ids[0, -2:].tolist()
+        drawn = Drawn.of([(0, own, before, 0, 1, self._drafted)], self._path)
+        summary = summarise(self._columns.plan, logits, drawn, self._temperature, None, greedy)
+        self._path = summary.path
+        columns = self._columns(summary, drawn, self._temperature)
+        known = len(self._layout.anchor)
+        past = np.array([self._history.values(self._layout.history)], dtype=np.float32)
+        features = self._layout.step(self._layout.base(columns[:, :known], past), columns[:, known:])
+        step: DraftStep = draft_step(self._drafted, torch.from_numpy(features))
         keep, self._state = checked_keep(self.policy, step, self._state)
-        return ~keep[:, 0]
+        return ~keep[:, 0].to(device)

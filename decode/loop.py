@@ -77,7 +77,7 @@ class Speculator:
         check_sizes(policy, widths)
         states = self._drafter if DRAFT_HIDDEN in widths and isinstance(self._drafter, KeepsStates) else None
         self._keeps_target = TARGET_HIDDEN in widths or self._drafter.reads_hidden
-        self._guard = Guard(policy, pair.device, chain, self.settings.fallback, self.settings.guard, widths)
+        self._guard = Guard(policy, chain, self.settings.fallback, self.settings.guard, widths)
         self._eos = () if self.settings.ignore_eos else pair.eos
         self._observer = observer
         on_level = observer.level if observer else None
@@ -312,14 +312,14 @@ class Speculator:
         cut: bool,
         elapsed: float,
     ) -> RoundOutcome:
-        one = torch.ones(1, dtype=torch.int64, device=self.pair.device)
+        one = torch.ones(1, dtype=torch.int64)
         drafted, sent = one * found.drafted, one * verified
         if self.policy.reads_clock or self.profile is None:
             seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
         else:
             price = self.profile.decision(self.policy.cost_name)
-            fed = None if found.topology.is_chain else torch.tensor([found.fed()], device=one.device)
+            fed = None if found.topology.is_chain else torch.tensor([found.fed()])
             seconds = self.profile.round_seconds(
                 one * context, drafted, sent, one * backlog, one * found.decisions, price, fed
             )
-        return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds.to(one.device))
+        return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds)

@@ -263,8 +263,8 @@ def measure_decision(
     sizes = {**dict.fromkeys(policy.vectors, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
     hidden = {name: torch.randn(1, sizes[name], generator=generator).to(device) for name in policy.vectors}
     asked = max(1, policy.first)
-    decide, tree = Decider(policy, torch.device(device), widths=sizes), chain(asked + 1)
-    state = policy.start(1, torch.zeros(1, dtype=torch.int64, device=device))
+    decide, tree = Decider(policy, widths=sizes), chain(asked + 1)
+    state = policy.start(1, torch.zeros(1, dtype=torch.int64))
     watch = Stopwatch(scratch.device)
     seconds = []
     for _ in range(REPETITIONS * EACH):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_model
+from reference_features import Rows, compute
 from specstop.collect.abreast import abreast
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.collect.prompts import Prompt
@@ -20,7 +21,7 @@ from specstop.decode.noise import gumbel, stream_key
 from specstop.decode.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES, Rows, compute
+from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from zoo import DEPTH

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW
+from reference_features import Rows, compute
 from specstop.collect.dense import dense_rows
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -18,7 +19,7 @@ from specstop.decode.noise import gumbel, stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.topology import Topology, parse_tree
-from specstop.policies.features import TREE_FEATURES, Rows, compute
+from specstop.policies.features import TREE_FEATURES
 
 FLOAT32 = 2e-6
 ODD = "parents:-1,-1,0,1,1,1,2,5,7"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS
+from reference_features import Rows, compute
 from specstop.collect.given import own_anchors
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -17,7 +18,7 @@ from specstop.decode.plain import plain_texts
 from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.features import CHAIN_FEATURES, Rows, compute
+from specstop.policies.features import CHAIN_FEATURES
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 

@@ -6,8 +6,6 @@ import torch
 from specstop.decode.candidates import Candidates
 from specstop.decode.topology import from_widths, parse_tree
 
-CPU = torch.device("cpu")
-
 
 def drawn() -> Candidates:
     """A tree 2,2 of which the second branch has one child only, drawn in another order than its rows."""
@@ -42,12 +40,12 @@ def test_what_stands_below_a_dropped_node_is_not_sent() -> None:
 def test_a_policy_sees_the_nodes_in_the_order_of_the_tree() -> None:
     found = drawn()
     found.dropped[2] = True
-    tree = found.tree(CPU)
+    tree = found.tree()
     assert tree.tokens.tolist() == [[11, -1, 21, 22, -1, -1]]
     assert tree.drawn.tolist() == [[True, False, True, True, False, False]]
     assert tree.parent.tolist() == [[-1, -1, 0, 0, 1, 1]]
     assert tree.depth.tolist() == [[1, 1, 2, 2, 2, 2]]
-    hidden = found.tree(CPU, hide_tokens=True)
+    hidden = found.tree(hide_tokens=True)
     assert hidden.tokens.tolist() == [[-1] * 6]
     assert torch.equal(hidden.drawn, tree.drawn)
 
@@ -57,7 +55,7 @@ def test_alternatives_to_the_anchor_are_no_nodes() -> None:
     place = found.add(1, 4, 31)
     assert (found.roots, found.drafted) == (2, 1)
     assert found.path(place) == [1, place]
-    tree = found.tree(CPU)
+    tree = found.tree()
     assert tree.tokens.tolist() == [[-1, -1, 31, -1]]
     assert tree.parent.tolist() == [[-1, -1, -1, -1]]
     assert tree.depth.tolist() == [[1, 1, 1, 1]]

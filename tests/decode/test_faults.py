@@ -111,7 +111,7 @@ class SelectsEven(StopPolicy):
 def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
     monkeypatch.setitem(DECIDERS, "selects-even", SelectsEven)
     shipped = Candidates.tree
-    shown = (Candidates, "tree", lambda found, device, hide_tokens=False: shipped(found, device))
+    shown = (Candidates, "tree", lambda found, hide_tokens=False: shipped(found))
     assert is_seen(replace(TREE, decider="selects-even"), monkeypatch, shown)
 
 

@@ -1,4 +1,4 @@
-"""The short cut for one row: features, heads, calibration and policies as their tensor forms have them."""
+"""The short cut for one row: heads, calibration and policies as their tensor forms have them."""
 
 from __future__ import annotations
 
@@ -10,55 +10,11 @@ import pytest
 import torch
 from specstop.policies.baselines import Confidence
 from specstop.policies.contract import DraftStep
-from specstop.policies.features import FEATURES, Kind, Layout, Rows, compute
 from specstop.policies.heads import build_head
 from specstop.policies.history import HISTORY_FEATURES, History, HistoryOne
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.single import Row, compute_row
 from test_heads import MAPS, NAMES, TENSORS, features
-
-NODE = tuple(name for name, f in FEATURES.items() if f.kind in (Kind.PRE, Kind.POST))
-NEAR = {torch.float32: 2e-5, torch.float64: 1e-6}  # sums in another order; features are float32 in either case
-FAR = 2e-4  # float32 logits near 500 have steps of 3e-5, and the entropy of one row subtracts two of that size
-
-
-def logits(kind: str, width: int, dtype: torch.dtype) -> torch.Tensor:
-    values = 3 * torch.randn(1, width, generator=torch.Generator().manual_seed(width), dtype=dtype)
-    if kind == "masked":
-        values[0, ::2] = -float("inf")
-    if kind == "tied":
-        values[0, :] = 1.5
-    if kind == "certain":
-        values[0, 1] = 300.0
-    if kind == "shifted":
-        values += 500.0
-    return values
-
-
-@pytest.mark.parametrize("dtype", list(NEAR), ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("width", [4, 48, 1000])
-@pytest.mark.parametrize("kind", ["plain", "masked", "tied", "certain", "shifted"])
-def test_features_of_one_row_are_those_of_rows(kind: str, width: int, temperature: float, dtype: torch.dtype) -> None:
-    raw = logits(kind, width, dtype)
-    scores = raw + torch.rand(1, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    token = int(scores.argmax())
-    rows = Rows(raw, temperature, scores, torch.tensor([token]), raw.new_tensor([-1.25]), 3)
-    one = Row(raw, temperature, scores, token, -1.25, 3)
-    found = compute_row(NODE, one)
-    near = FAR if kind == "shifted" and dtype == torch.float32 else NEAR[dtype]
-    np.testing.assert_allclose(found, compute(NODE, rows)[0].numpy(), rtol=near, atol=near)
-
-
-def test_one_row_is_laid_out_as_many_are() -> None:
-    for names in (NAMES, ("top1", "mean_full", "anchor_top1"), ("anchor_prob",), ("depth",), ()):
-        layout = Layout(names)
-        base = torch.rand(1, len(layout.anchor) + len(layout.history))
-        nodes = torch.rand(1, len(layout.node))
-        for part in (None, nodes):
-            one = layout.step_one(base[0].tolist(), None if part is None else part[0].tolist())
-            assert one == layout.step(base, part)[0].tolist()
 
 
 def test_the_history_of_one_stream_is_that_of_many() -> None:

@@ -173,8 +173,8 @@ def _draft(walk: Walk, trace: _Recorded, row: Tensor, overruled: Tensor) -> tupl
     policy, drawn = walk.policy, trace.drawn[row]
     depth = min(walk.arrays.depth, policy.max_depth)
     bound = torch.minimum(walk.allowed().clamp(max=depth), trace.first_end[row])
-    base = walk.layout.base(walk.anchor_columns[row], walk.history.values(walk.layout.history))
-    nodes = walk.node_columns[row]
+    base = walk.base(row)
+    nodes = walk.node_columns[row.numpy()]
     drafting, parent = walk.active, torch.zeros(len(row), 1, dtype=torch.int64)
     drafted, dropped, decisions = (torch.zeros_like(row) for _ in range(3))
     unseen = torch.zeros_like(drafting)
@@ -184,7 +184,8 @@ def _draft(walk: Walk, trace: _Recorded, row: Tensor, overruled: Tensor) -> tupl
         if not bool(asked.any()):
             break
         if j >= policy.first:
-            features = walk.layout.step(base, nodes[:, j - 1] if j else None) * asked[:, None]
+            seen = walk.layout.step(base, nodes[:, j - 1]) if j else base
+            features = torch.from_numpy(seen * asked.numpy()[:, None])
             step = DraftStep(j, asked[:, None], parent, features[:, None])
             keep, walk.state = checked_keep(policy, step, walk.state)
             decisions += drafting

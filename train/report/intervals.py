@@ -4,7 +4,7 @@ Prompts are what is drawn anew: rounds of one prompt resemble each other. Sums o
 
 Resamples of P prompts vary by (P - 1) / P of the sample's variance, and normal quantiles are too narrow for a variance that
 is itself estimated. The plain percentile interval of 20 prompts therefore misses too often (up to 8% in the place of 5, in
-worlds of `benchmarks/coverage.py`). Percentiles that correspond to Student's t, Phi(+-sqrt(P / (P - 1)) t_{P-1}), mend that:
+worlds of `benchmarks/intervals.py`). Percentiles that correspond to Student's t, Phi(+-sqrt(P / (P - 1)) t_{P-1}), mend that:
 the expanded percentile interval (T. Hesterberg, The American Statistician 69, 2015). What holds in every replicate, such as
 that no fixed length is above the best one, holds for percentiles and not for studentised intervals.
 """

@@ -284,6 +284,7 @@ def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, histor
     layout = Layout(names)
     anchor, node = arrays.tensors(names)
     columns = [HISTORY_FEATURES.index(name) for name in layout.history]
-    base = layout.base(anchor[row], history[:, columns])
-    steps = [layout.step(base), *(layout.step(base, node[row, j]) for j in range(node.shape[1]))]
-    return torch.stack(steps, 1)
+    base = layout.base(anchor[row].numpy(), history[:, columns].numpy())
+    seen = np.repeat(base[:, None], node.shape[1] + 1, 1)
+    seen[:, 1:, layout.node_at] = node[row].numpy()
+    return torch.from_numpy(seen)

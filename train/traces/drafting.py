@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...decode.topology import Topology
 from ...policies.contract import DraftStep, DraftTree, StopPolicy, checked_keep, checked_select
 from ...policies.errors import TraceError
-from .walk import Drafted, Walk
+from .walk import Array, Drafted, Walk
 
 
 def draft_chains(walk: Walk, row: Tensor) -> Drafted:
@@ -27,16 +28,16 @@ def draft_chains(walk: Walk, row: Tensor) -> Drafted:
     bound = torch.minimum(allowed, end)
     drafting = walk.active
     drafted, dropped, decisions = (torch.zeros_like(row) for _ in range(3))
-    base = walk.layout.base(walk.anchor_columns[row], walk.history.values(walk.layout.history))
+    base = walk.base(row)
     parent = torch.zeros(len(row), 1, dtype=torch.int64)
-    nodes = walk.node_columns[row] if depth else None  # [R, K, F]
+    nodes = walk.node_columns[row.numpy()] if depth else None  # [R, K, F]
     for j in range(depth):
         drafting = drafting & (bound > j)
         if not bool(drafting.any()):
             break
         if j >= policy.first:
-            features = walk.layout.step(base, nodes[:, j - 1] if j and nodes is not None else None)
-            features = features * drafting[:, None]
+            seen = walk.layout.step(base, nodes[:, j - 1]) if j and nodes is not None else base
+            features = torch.from_numpy(seen * drafting.numpy()[:, None])
             alive = drafting[:, None]
             vectors = walk.vectors(row, torch.tensor([j - 1]) if j else None, alive)
             step = DraftStep(j, alive, parent, features[:, None], vectors)
@@ -102,8 +103,8 @@ def draft_trees(walk: Walk, shape: TreeShape, row: Tensor) -> Drafted:
     fed = torch.zeros(streams, max(deepest, 1), dtype=torch.int64)
     decisions = torch.zeros_like(row)
     capped = torch.zeros(streams, dtype=torch.bool)
-    base = walk.layout.base(walk.anchor_columns[row], walk.history.values(walk.layout.history))
-    nodes = walk.node_columns[row] if tree.nodes else None  # [R, N, F]
+    base = walk.base(row)
+    nodes = walk.node_columns[row.numpy()] if tree.nodes else None  # [R, N, F]
     ends = arrays.ends[row]
     alive = walk.active[:, None].clone()  # [R, B] of this depth
     for j in range(deepest + 1):
@@ -143,19 +144,19 @@ def draft_trees(walk: Walk, shape: TreeShape, row: Tensor) -> Drafted:
 
 
 def _tree_step(
-    walk: Walk, shape: TreeShape, row: Tensor, j: int, base: Tensor, nodes: Tensor | None, alive: Tensor
+    walk: Walk, shape: TreeShape, row: Tensor, j: int, base: Array, nodes: Array | None, alive: Tensor
 ) -> DraftStep:
     """Return what the policy sees at depth j: a column for each branch, zeros where none is alive."""
     if j == 0:
-        features = walk.layout.step(base)[:, None]
+        features = base[:, None]
     else:
         assert nodes is not None
-        level = shape.levels[j]
-        wide = base[:, None].expand(-1, len(level), -1).flatten(0, 1)
-        features = walk.layout.step(wide, nodes[:, level].flatten(0, 1)).view(len(base), len(level), -1)
+        at = shape.levels[j].numpy()
+        features = np.repeat(base[:, None], len(at), 1)
+        features[..., walk.layout.node_at] = nodes[:, at]
     parent = shape.among[j].expand(len(base), -1) if j else torch.zeros(len(base), 1, dtype=torch.int64)
     vectors = walk.vectors(row, shape.levels[j] if j else None, alive)
-    return DraftStep(j, alive, parent, torch.where(alive[..., None], features, 0.0), vectors)
+    return DraftStep(j, alive, parent, torch.where(alive[..., None], torch.from_numpy(features), 0.0), vectors)
 
 
 def _accepted(walk: Walk, row: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from ...policies.features import Layout
 from ...policies.history import History
 from ...policies.vectors import check_sizes
 from .data import TraceArrays
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Walk:
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Tensor) -> None:
         self.arrays, self.policy, self.profile, self.queues = arrays, policy, profile, queues
         self.layout = Layout(policy.features)
-        self.anchor_columns, self.node_columns = arrays.tensors(policy.features)
+        anchors, nodes = arrays.tensors(policy.features)
+        self.anchor_columns, self.node_columns = anchors.numpy(), nodes.numpy()
         self._vectors = {name: arrays.vector(name) for name in policy.vectors}
         self.price = profile.decision(policy.cost_name)
         self.turn = torch.zeros(len(queues), dtype=torch.int64)
@@ -92,6 +97,11 @@ class Walk:
         if not self.arrays.header.eos or not ends.shape[1]:
             return torch.full((len(ends),), ends.shape[1] + 1)
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1] + 1)
+
+    def base(self, row: Tensor) -> Array:
+        """Return [R, F] float32, the ANCHOR and HISTORY columns of the rounds at these rows, the rest 0."""
+        past = self.history.values(self.layout.history).numpy()
+        return self.layout.base(self.anchor_columns[row.numpy()], past)
 
     def vectors(self, row: Tensor, nodes: Tensor | None, alive: Tensor) -> dict[str, Tensor]:
         """Return the hidden states that the policy reads, each [R, B, H]; 0 where a branch is not alive.

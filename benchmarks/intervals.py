@@ -1,6 +1,6 @@
 """Intervals that cover, estimators that are unbiased: 500 synthetic worlds whose truth is known in closed form.
 
-    python benchmarks/coverage.py --check
+    python benchmarks/intervals.py --check
 
 A world draws prompts of random difficulty and length; a token shows the policy one of three confidences and is accepted with
 a chance that depends on both. Tokens are independent given the difficulty, so what any fixed length or confidence threshold

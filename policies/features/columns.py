@@ -1,0 +1,96 @@
+"""From summaries to the columns that a policy reads, in its order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from .definitions import FEATURES, Kind, feature
+from .summary import Array, Drawn, Need, Plan, Summary
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled formulas; imported on first use, as those of `summary`."""
+    from ..kernels import columns
+
+    return columns
+
+
+class Columns:
+    """Computes the named ANCHOR, PRE and POST features of drawn tokens (of the anchor, for ANCHOR ones).
+
+    Args:
+        names: of the features.
+        at: [F] the column that each fills; by default they follow one another.
+
+    Attributes:
+        plan: what is read of their rows.
+    """
+
+    def __init__(self, names: Sequence[str], at: Sequence[int] | None = None) -> None:
+        self.names = tuple(names)
+        need = Need.NOTHING
+        for name in names:
+            need |= feature(name).need
+        self.plan = Plan(need)
+        self._codes = np.array([FEATURES[name].code for name in names], dtype=np.int64)
+        self._at = np.array(range(len(names)) if at is None else at, dtype=np.int64)
+
+    def write(self, summary: Summary, drawn: Drawn, temperature: float, out: Array) -> None:
+        """Write the columns to `out` [B, .] float32."""
+        if len(self._codes):
+            kernels().write_columns(
+                self._codes,
+                self._at,
+                summary.top,
+                summary.stats,
+                summary.best,
+                drawn.ids,
+                summary.numbers,
+                temperature,
+                out,
+            )
+
+    def __call__(self, summary: Summary, drawn: Drawn, temperature: float) -> Array:
+        """Return [B, F] float32."""
+        out = np.empty((len(drawn.ids), len(self._codes)), dtype=np.float32)
+        self.write(summary, drawn, temperature, out)
+        return out
+
+
+class Layout:
+    """Which columns of a policy's features each kind fills.
+
+    Attributes:
+        names: all of them, in the policy's order.
+        anchor, node, history: names of that kind, in the same order (`node` = PRE and POST).
+        anchor_at, node_at, history_at: their columns.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        kinds = [feature(name).kind for name in names]
+        node_at = [i for i, kind in enumerate(kinds) if kind in (Kind.PRE, Kind.POST)]
+        anchor_at = [i for i, kind in enumerate(kinds) if kind is Kind.ANCHOR]
+        history_at = [i for i, kind in enumerate(kinds) if kind is Kind.HISTORY]
+        self.names = tuple(names)
+        self.node = tuple(names[i] for i in node_at)
+        self.anchor = tuple(names[i] for i in anchor_at)
+        self.history = tuple(names[i] for i in history_at)
+        self.anchor_at, self.node_at, self.history_at = anchor_at, node_at, history_at
+
+    def base(self, anchor: Array, history: Array) -> Array:
+        """Return [S, F] float32 with the ANCHOR [S, .] and HISTORY [S, .] columns, the rest 0: what is known at depth 0."""
+        out = np.zeros((len(anchor), len(self.names)), dtype=np.float32)
+        out[:, self.anchor_at] = anchor
+        out[:, self.history_at] = history
+        return out
+
+    def step(self, base: Array, nodes: Array) -> Array:
+        """Return [S, F] float32: `base` with the PRE and POST columns [S, .]."""
+        out = base.copy()
+        out[:, self.node_at] = nodes
+        return out
