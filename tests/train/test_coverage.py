@@ -18,7 +18,7 @@ STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in 
 
 @pytest.fixture(scope="module")
 def coverage() -> ModuleType:
-    return script("coverage")
+    return script("intervals")
 
 
 @pytest.mark.parametrize("seed", [3, 4])

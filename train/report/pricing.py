@@ -86,14 +86,14 @@ class Priced:
     ) -> None:
         self._boot, self._draws, self._replays = boot, draws, list(replays)
         self._tokens, self._known = prompt_tokens, spent
-        self._at: Tensor | slice = slice(None)
+        self._at: Values | slice = slice(None)
         self._counted = [rounds.counted(len(prompt_tokens)) for rounds in replays] if draws.drawn else []
         self._count()
 
     def among(self, boot: Resamples, at: Tensor) -> Priced:
         """Return the same replays of the sequences `at` alone, whose prompts `boot` resamples."""
         other = copy.copy(self)
-        other._boot, other._at = boot, at
+        other._boot, other._at = boot, at.numpy()  # numpy takes a tensor of one number for that number
         other._count()
         return other
 
