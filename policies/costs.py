@@ -366,6 +366,11 @@ class Profile:
         plain: dict[str, Any] = json.loads(json.dumps({"schema": PROFILE_SCHEMA, "kind": "profile", **bare}))
         return plain
 
+    def record(self, name: str) -> dict[str, Any]:
+        """Return `to_dict` with the timings of one policy's decisions: what that policy keeps of the profile."""
+        series = {key: series for key, series in self.measurements.series.items() if key[:2] == (DECISIONS, name)}
+        return {**self.to_dict(), **({"measurements": Measurements(series).to_list()} if series else {})}
+
     @staticmethod
     def load(path: str | Path) -> Profile:
         """Read a profile; anything else is an `InputError`."""

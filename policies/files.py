@@ -86,6 +86,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def cache_folder() -> Path:
+    """Return the user's cache folder, or the one that the environment variable `SPECSTOP_CACHE` names."""
+    import platformdirs  # brings much that few commands need
+
+    return Path(os.environ.get("SPECSTOP_CACHE") or platformdirs.user_cache_dir("specstop"))
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes in hexadecimal."""
     digest = hashlib.sha256()

@@ -91,12 +91,28 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
     """
     path = Path(path)
     check_side_names(extra or {})
+    raw, files = _packed(policy, extra or {})
+    with staged_folder(path) as folder:
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+        write_json(folder / POLICY_FILE, {**raw, "sha256": digest(raw)})
+        write_atomic(folder / CARD_FILE, card(policy))
+    return path
+
+
+def content(policy: LearnedPolicy) -> str:
+    """Return a digest of all that a policy consists of: that of `policy.json`, however often it is saved and read."""
+    return digest(_packed(policy, {})[0])
+
+
+def _packed(policy: LearnedPolicy, extra: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the contents of `policy.json`, and the other files."""
     tensors: dict[str, Tensor] = {f"head.{name}": t.contiguous() for name, t in policy.head.tensors().items()}
     maps = (policy.accept, policy.following)
     tensors.update({name: c.knots.contiguous() for name, c in zip(_KNOTS, maps, strict=True)})
     if policy.survival is not None:
         tensors[_SURVIVAL] = policy.survival.tables.contiguous()
-    files = {WEIGHTS_FILE: safetensors.torch.save(tensors), **(extra or {})}
+    files = {WEIGHTS_FILE: safetensors.torch.save(tensors), **extra}
     raw = {
         "schema": POLICY_SCHEMA,
         "kind": "learned",
@@ -109,12 +125,7 @@ def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, byt
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         **dataclasses.asdict(policy.facts),
     }
-    with staged_folder(path) as folder:
-        for name, data in files.items():
-            write_atomic(folder / name, data)
-        write_json(folder / POLICY_FILE, {**raw, "sha256": digest(raw)})
-        write_atomic(folder / CARD_FILE, card(policy))
-    return path
+    return raw, files
 
 
 save_pretrained = save_policy

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from zoo import DEPTH
 
 torch.set_num_threads(1)
+
+CACHE = tempfile.mkdtemp(prefix="specstop-cache-")
+os.environ["SPECSTOP_CACHE"] = CACHE
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+"""What tests leave in the user's cache folder goes with them; read by child processes too."""
 
 VOCABULARY = 48
 EOS = 16

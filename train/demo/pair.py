@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import tokenizers
 import torch
 import transformers
@@ -26,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...collect.prompt_tokens import Prompt
 from ...policies.errors import InputError
-from ...policies.files import read_json, sha256, write_atomic, write_json
+from ...policies.files import cache_folder, read_json, sha256, write_atomic, write_json
 from ...policies.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
 from .pair_fit import fit_pair
@@ -145,8 +143,7 @@ def cached_pair(recipe: PairRecipe, documents: Sequence[Document] | None = None,
         documents: That text; default: the running Python's standard library.
         progress: Called with the training steps done.
     """
-    root = Path(os.environ.get("SPECSTOP_CACHE") or platformdirs.user_cache_dir("specstop"))
-    out = root / f"pair-{_digest(recipe)}"
+    out = cache_folder() / f"pair-{_digest(recipe)}"
     if not _complete(out, recipe):
         make_pair(stdlib_documents() if documents is None else documents, recipe, out, progress)
     return out

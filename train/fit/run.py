@@ -217,8 +217,8 @@ def train_arrays(
     metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
     metrics |= more or {}
     policy.facts = dataclasses.replace(
-        _facts(arrays.header, heats, sources, plan), rho=rate, acceptance=acceptance, profile=profile.to_dict(),
-        metrics=metrics,
+        _facts(arrays.header, heats, sources, plan), rho=rate, acceptance=acceptance, metrics=metrics,
+        profile=profile.record(policy.cost_name),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
 
@@ -251,8 +251,8 @@ def _train_continuation(
     } | _held_out_speed(policy, held_side, profile)
     played = replay(fit_side, policy, profile)
     policy.facts = dataclasses.replace(
-        _facts(arrays.header, heats, sources, plan), rho=played.rate, profile=profile.to_dict(), metrics=metrics,
-        acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
+        _facts(arrays.header, heats, sources, plan), rho=played.rate, metrics=metrics,
+        profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
 
@@ -274,7 +274,7 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
         return policy
     arrays = trace_arrays(traces, policy.features)
     settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
-    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.to_dict())
+    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
     return settled
 

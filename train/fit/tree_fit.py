@@ -168,7 +168,7 @@ def fit_tree(
         "static_tree": static.shape.name,
         "reliability": tree_scores(policy, held_side, visits(held_side, [replay(held_side, policy, profile)])),
     }
-    policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.to_dict())
+    policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.record(policy.cost_name))
     return policy, files, metrics
 
 

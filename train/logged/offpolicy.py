@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from ...collect.store import Trace
-from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import PolicyError, TraceError
 from ...policies.specs import BUILTINS
 from ..report.intervals import LEVEL, REPLICATES, Resamples, Values
+from ..report.prices import with_prices
 from ..report.records import Ratio
 from ..traces.data import TraceArrays, trace_arrays
 from ..traces.rounds import CAVEATS
@@ -129,7 +129,7 @@ def estimate_offline(
     logging = logging or _named(header.policy)
     depth = min(arrays.depth, profile.max_depth)
     known = [policy] if logging is None else [policy, logging]
-    profile = add_decisions(profile, known, header.vocabulary, header.vectors)
+    profile, _ = with_prices(profile, known, header)
     shown = shown_rounds(arrays, policy.limited(depth), profile)
     base = None if logging is None else shown_rounds(arrays, logging.limited(arrays.depth), profile, recorded=True)
     if base is not None and (missed := _missed(arrays, base)) > MOST_MISSED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...collect.store import Trace, open_trace
 from ...decode.modes import MODES, describe
-from ...decode.profile import add_decisions
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
@@ -28,6 +28,7 @@ from .details import Material, details, stop_costs
 from .files import write_report
 from .insight import Entry, acceptance_bands
 from .intervals import Resamples
+from .prices import copies, lacking_line, with_prices
 from .pricing import Draws
 from .records import Report
 from .single_rounds import round_report
@@ -103,8 +104,8 @@ def evaluate(
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
-    header = traces.header
-    profile = add_decisions(profile, [Confidence(HUGGING_FACE), *policies], header.vocabulary, header.vectors)
+    folder = Path(out) if out is not None else None
+    profile, lacking = with_prices(profile, [Confidence(HUGGING_FACE), *policies], traces.header, folder)
     jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth))
     draws = Draws(profile, seed)
     facts = _facts(traces, arrays, draws)
@@ -121,12 +122,16 @@ def evaluate(
         wants = out is not None if detailed is None else detailed
         report = _replayed(arrays, jobs, draws, facts, limit, wants, seed, progress)
         if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
-            swept = run_sweep(traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress)
+            swept = run_sweep(
+                traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress, draws=draws
+            )
             report.details["sweep"] = swept.to_dict()
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
-    if out is not None:
-        write_report(report, Path(out), overwrite=overwrite)
+    found = (*report.findings, *lacking_line(lacking, profile, traces.header))
+    report = dataclasses.replace(report, findings=found)
+    if folder is not None:
+        write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report
 
 

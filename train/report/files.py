@@ -5,23 +5,30 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...policies.files import write_atomic, write_json
 from ...policies.outputs import claim_folder, staged_folder
 from .cells import Data, Table
 from .page import facts_text, to_html
 from .plot import save_speed_plot
+from .prices import FILE as DECISIONS_FILE
 from .records import Ratio, Report
 from .sections import sections, speed_table
 
 FILES = ("report.html", "report.json", "report.md", "report.csv", "report.png")
 
 
-def write_report(report: Report, out: Path, *, overwrite: bool = False) -> None:
-    """Write `FILES` into the folder `out`, all or none."""
+def write_report(
+    report: Report, out: Path, *, overwrite: bool = False, decisions: Mapping[str, Any] | None = None
+) -> None:
+    """Write `FILES` into the folder `out`, all or none, and timings of decisions that the profile lacks beside them."""
     data = plain(report)
     with staged_folder(claim_folder(out, overwrite=overwrite)) as stage:
+        if decisions is not None:
+            write_json(stage / DECISIONS_FILE, decisions)
         write_json(stage / "report.json", data)
         write_atomic(stage / "report.html", to_html(data))
         write_atomic(stage / "report.md", to_markdown(report))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from ...collect.store import Trace
-from ...decode.profile import add_decisions
 from ...policies.baselines import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
@@ -19,6 +18,7 @@ from ...policies.progress import Progress, silent
 from ..traces.data import TraceArrays, trace_arrays
 from ..traces.metered import play
 from .intervals import Resamples
+from .prices import with_prices
 from .pricing import Draws, Priced, Vary
 from .speeds import ASKED, Comparison
 from .whatif_records import Cell, Transfer, temperature_text, unique_names
@@ -60,9 +60,7 @@ def transfer(
     rows = unique_names(policies, names)
     columns: list[_Column] = []
     for at, (trace, label) in enumerate(zip(traces, _labels(traces), strict=True)):
-        costs = add_decisions(
-            profiles[at if len(profiles) > 1 else 0], policies, trace.header.vocabulary, trace.header.vectors
-        )
+        costs, _ = with_prices(profiles[at if len(profiles) > 1 else 0], policies, trace.header)
         arrays, draws = trace_arrays(trace), Draws(costs, seed)
         for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
             name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ...collect.store import Trace
-from ...decode.profile import add_decisions
 from ...policies.baselines import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
@@ -20,6 +19,7 @@ from ..fit.tune import solve_rate
 from ..traces.data import TraceArrays, trace_arrays, typical_context
 from ..traces.metered import Played, play, scaled
 from .intervals import Resamples, Values
+from .prices import with_prices
 from .pricing import Change, Draws, Priced
 from .records import Ratio
 from .whatif_records import Sweep, SweepLine, unique_names
@@ -57,6 +57,7 @@ def sweep(
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
     progress: Progress = silent,
+    draws: Draws | None = None,
 ) -> Sweep:
     """Replay policies as the draft step grows dearer beside the target's, and say from where each of them pays.
 
@@ -71,6 +72,7 @@ def sweep(
         ratios: cost of a draft step over that of a one-token target step.
         seed: of the bootstrap.
         progress: see `Progress`.
+        draws: of `profile` with the policies' decisions, where they have been made.
 
     Raises:
         InputError: no policy, a ratio that is not above 0, or a profile without costs.
@@ -85,9 +87,10 @@ def sweep(
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
-    profile = add_decisions(profile, policies, traces.header.vocabulary, traces.header.vectors)
+    if draws is None:
+        profile, _ = with_prices(profile, policies, traces.header)
     context = typical_context(tuning or arrays)
-    made, draws = Resamples(arrays.prompt_ids, seed), Draws(profile, seed)
+    made, draws = Resamples(arrays.prompt_ids, seed), draws or Draws(profile, seed)
     names, depth = unique_names(policies), min(arrays.depth, profile.max_depth)
     fixed = [play(arrays, FixedLength(k), profile) for k in range(depth + 1)]
     replays = _Replays(arrays, fixed, [policy.limited(depth) for policy in policies], draws, made, tuning)

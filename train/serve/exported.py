@@ -12,7 +12,6 @@ import torch
 
 from ...collect.store import Trace
 from ...decode.hub import deploy_hf
-from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError
@@ -24,6 +23,7 @@ from ...policies.specs import load_policy
 from ..fit.tune import solve_rate
 from ..report.evaluate import check_fit
 from ..report.intervals import Resamples, Values
+from ..report.prices import with_prices
 from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
 from ..traces.bounds import clairvoyant_plan
@@ -89,9 +89,7 @@ class Export:
         self.policy = None
         if policy is not None:
             check_fit(policy, held_out or traces)
-            profile = add_decisions(
-                _known_decisions(profile, policy), [policy], traces.header.vocabulary, traces.header.vectors
-            )
+            profile, _ = with_prices(profile, [policy], traces.header)
             self.policy = self._ready(policy, profile)
         self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: Walked = walk_fixed(self.sides.fit, self.depth)
@@ -155,19 +153,6 @@ class Export:
             "depth": self.depth,
             "profile": {k: v for k, v in self.profile.facts.items() if isinstance(v, (str, int, float))},
         }
-
-
-def _known_decisions(profile: Profile, policy: StopPolicy) -> Profile:
-    """Return the profile with what a decision cost when the policy was trained for it, where it does not say."""
-    name = policy.cost_name
-    if (
-        not isinstance(policy, LearnedPolicy)
-        or name in profile.decision_s
-        or not profile.same_costs(policy.facts.profile)
-    ):
-        return profile
-    saved = Profile.from_dict(policy.facts.profile, "the policy's profile").decision_s
-    return profile.with_decisions({name: saved[name]}) if name in saved else profile
 
 
 def deploy_hf_replayed(

@@ -1,0 +1,117 @@
+"""Decisions that the profile does not price: timed once, kept, and the same in every report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from specstop.collect.store import Trace
+from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.costs import Profile
+from specstop.policies.folder import load_policy_folder, save_policy
+from specstop.policies.latency.estimate import DECISIONS
+from specstop.policies.latency.measurements import Measurements
+from specstop.train.fit.run import train
+from specstop.train.report import prices
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.files import FILES
+from specstop.train.report.prices import TIMED, TRAINED, lacking_line, with_prices
+from timed import timed_profile
+from zoo import DEPTH, ZOO
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "decisions"
+
+
+@pytest.fixture(scope="module")
+def bare(full_profile: Profile) -> Profile:
+    """A noisy profile without any decision."""
+    return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def never(*_: object, **__: object) -> Measurements:
+    raise AssertionError("timed again")
+
+
+def test_what_is_timed_is_kept_and_used_again(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), ZOO["trimming"]]
+    first, lacking = with_prices(bare, policies, header)
+    assert [(one.policy.cost_name, one.source) for one in lacking] == [("confidence", TIMED), ("trimming", TIMED)]
+    assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
+    assert first.decision("confidence").each > 0 and len(first.measurements.only(DECISIONS).series) == 2
+    monkeypatch.setattr(prices, "measure_decision", never)
+    again, same = with_prices(bare, policies, header)
+    assert again == first and [one.record for one in same] == [one.record for one in lacking]
+    known, none = with_prices(first, policies, header)
+    assert known is first and none == ()
+    for other in (
+        dataclasses.replace(bare, step_s=2 * bare.step_s),
+        dataclasses.replace(bare, facts={"device": "another"}),
+    ):
+        with pytest.raises(AssertionError, match="timed again"):
+            with_prices(other, policies, header)
+    with pytest.raises(AssertionError, match="timed again"):
+        with_prices(bare, [Confidence(0.5, DEPTH)], header)
+
+
+def test_a_damaged_or_foreign_file_is_timed_again_and_a_cache_that_cannot_be_written_is_done_without(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, policies = sides[1].header, [Confidence(0.4, DEPTH)]
+    with_prices(bare, policies, header)
+    (kept,) = cache.iterdir()
+    whole = json.loads(kept.read_text())
+    for damage in ({**whole, "schema": 9}, {"decisions": 3}, [], {**whole, "decisions": [{"key": 1}]}):
+        kept.write_text(json.dumps(damage))
+        again, _ = with_prices(bare, policies, header)
+        assert again.decision("confidence").each > 0
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "file"))
+    priced, _ = with_prices(bare, policies, header)
+    assert priced.decision("confidence").each > 0
+
+
+def test_a_policy_trained_for_the_profile_brings_its_timings(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
+    monkeypatch.setattr(prices, "measure_decision", never)
+    priced, (one,) = with_prices(bare, [policy], sides[1].header)
+    assert (one.source, one.record) == (TRAINED, {}) and not cache.exists()
+    assert priced.decision("logistic") == Profile.from_dict(policy.facts.profile, "").decision("logistic")
+    assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), (
+        "timings, not their mean alone"
+    )
+    (line,) = lacking_line([one], bare, sides[1].header)
+    assert (
+        f"--add-policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
+    )
+    with pytest.raises(AssertionError, match="timed again"):
+        with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
+
+
+def test_evaluating_twice_gives_the_same_bytes(
+    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, _ = with_prices(bare, [Confidence(0.4, DEPTH), ZOO["trimming"]], sides[1].header)
+    for name, profile in (("known", known), ("unknown", bare)):
+        reports = []
+        for at in range(2):
+            evaluate(sides[1], profile, [ZOO["trimming"]], out=tmp_path / f"{name}{at}", detailed=False)
+            reports.append(files(tmp_path / f"{name}{at}"))
+        assert reports[0] == reports[1] and set(FILES) < set(reports[0])
+        assert ("decisions.json" in reports[0]) == (name == "unknown")
+    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "another"))
+    evaluate(sides[1], bare, [ZOO["trimming"]], out=tmp_path / "unknown0", detailed=False, overwrite=True)
+    assert files(tmp_path / "unknown0") == reports[0], "the report's own copy serves"
