@@ -17,7 +17,7 @@ from typing import Any
 
 from bars import NO_PAIR, Bars, arguments
 
-FAMILIES = ("policy_folders", "profiles")
+FAMILIES = ("policy_folders", "profiles", "commands")
 
 
 def main() -> int:

@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
-import signal
-import sys
-import threading
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-from unittest import mock
 
+from benchmark_scripts import family
 from specstop.cli.app import COMMANDS
-from specstop.cli.interrupt import SIGNALS
-from specstop.cli.main import run
 
 __all__ = ["COMMANDS", "Answer", "cli", "files"]
 
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def cli(*args: object) -> Answer:
-    """Run `specstop` with these arguments as its own process would; leave the process as it was."""
-    out, err = io.StringIO(), io.StringIO()
-    code = 0
-    with (
-        _signals_kept(),
-        mock.patch.object(sys, "argv", ["specstop", *map(str, args)]),
-        mock.patch.dict(os.environ),
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        try:
-            run()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return Answer(code, out.getvalue(), err.getvalue())
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kept = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+Answer, cli = family("in_process").Answer, family("in_process").cli
 
 
 def files(folder: Path) -> dict[str, bytes]:
