@@ -209,10 +209,7 @@ def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: in
 
 def reading_room(pair: Pair, new_tokens: int) -> int:
     """Return the longest prompt that both models can read with `new_tokens` behind it."""
-    limits = [
-        getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in (pair.target, pair.draft)
-    ]
-    return min([limit for limit in limits if limit], default=1 << 30) - new_tokens
+    return pair.readable - new_tokens
 
 
 def facts(pair: Pair) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from .drafters import find_drafter
 from .loop import Speculator
 from .modes import is_trimming
 from .noise import stream_key
-from .pair import join
+from .pair import end_tokens, join
 from .sampling import Shaping
 from .settings import Settings
 from .summaries import summarise
@@ -92,8 +92,7 @@ def specstop_generate(
         shaping=shaping,
         stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
     )
-    eos = generation_config.eos_token_id
-    ends = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    ends = end_tokens(generation_config.eos_token_id)
     pair = dataclasses.replace(join(model, draft_model or model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))

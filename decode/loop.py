@@ -28,7 +28,7 @@ from .hidden import KeepsStates, ask_for_states, hidden_width
 from .modes import check_mode, find_mode, resolve_mode
 from .noise import Choices, KeyedSource, Source
 from .observer import Observer, Seen
-from .pair import Pair
+from .pair import Pair, readable
 from .records import Generation, Round
 from .sampling import Sampler, check_processors
 from .settings import Settings, Stopwatch, Text
@@ -170,7 +170,7 @@ class Speculator:
         capacity = tokens + max(len(self.topology), len(self._padded)) + 1
         self._readable = capacity
         for role, model in (("target", self.pair.target), ("draft", self.pair.draft)):
-            limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or capacity
+            limit = readable(model)
             self._readable = min(self._readable, limit)
             if tokens > limit:
                 raise InputError(

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..policies.errors import InputError, PairError
 from .engine import choose_engine, speed_up
+from .loading import load_model, load_tokenizer, open_checkpoint
 
 DTYPES = {
     "float32": torch.float32,
@@ -27,8 +27,10 @@ DTYPES = {
 ATTENTION = ("sdpa", "eager")
 """Attention backends that read the mask of a tree correctly."""
 
+ENDLESS = 1 << 30
+"""Tokens that a model reads whose positions nothing limits."""
+
 _SAMPLES = 64
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Pair:
     def logits_dtype(self) -> torch.dtype:
         """In which scores are computed: float64 for float64 models, else float32."""
         return torch.float64 if self.target.dtype == torch.float64 else torch.float32
+
+    @property
+    def readable(self) -> int:
+        """The longest text that both models read."""
+        return min(readable(self.target), readable(self.draft))
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -146,19 +153,19 @@ def load_pair(
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
 
     Raises:
-        PairError: a folder is missing or no model, the tokenizers differ, or the models do not fit together.
+        PairError: a folder is missing or no model, its config or a tensor is not what it must be, the tokenizers differ, or
+            the models do not fit together.
     """
     kind = check_dtype(dtype)
     where = check_device(device)
-    first, second = _tokenizer(target, "--target"), _tokenizer(draft, "--draft")
+    sides = [open_checkpoint(target, "--target"), open_checkpoint(draft, "--draft")]
+    first, second = (load_tokenizer(side) for side in sides)
     if first.get_vocab() != second.get_vocab():
         raise PairError(
             f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
             f"{len(second)}, not the same ones; choose a draft of the target's family"
         )
-    models = [
-        _model(name, option, where, kind, attention) for name, option in ((target, "--target"), (draft, "--draft"))
-    ]
+    models = [load_model(side, where, kind, attention) for side in sides]
     return with_engine(join(models[0], models[1], first), engine)
 
 
@@ -190,61 +197,28 @@ def check_device(name: str) -> torch.device:
     return device
 
 
-def _found(name: str | Path, option: str) -> str:
-    """Return the name as `from_pretrained` wants it; a path that looks local must exist."""
-    text = str(name)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise PairError(f"{option}: expected a model folder, but {text} has no config.json")
-        return str(path)
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
-        raise PairError(f"{option}: expected a model folder or a hub name, but {text} does not exist")
-    return text
+def readable(model: PreTrainedModel) -> int:
+    """Return the longest text that a model reads."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or ENDLESS
 
 
-def _tokenizer(name: str | Path, option: str) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(_found(name, option))
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, PairError):
-            raise
-        raise PairError(f"{option}: cannot load a tokenizer from {name}: {_line(error)}") from None
-    return tokenizer
-
-
-def _model(
-    name: str | Path, option: str, device: torch.device, dtype: torch.dtype, attention: str | None
-) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            _found(name, option), dtype=dtype, attn_implementation=attention
-        )
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, PairError):
-            raise
-        raise PairError(f"{option}: cannot load a model from {name}: {_line(error)}") from None
-    moved: PreTrainedModel = model.to(device)  # type: ignore[arg-type]
-    if device.type == "cpu":
-        _align(moved)
-    return moved
-
-
-def _align(model: PreTrainedModel) -> None:
-    """Copy weights that lie on odd addresses of a mapped file: matrix products read them some 5% slower there."""
-    for parameter in model.parameters():
-        if parameter.data_ptr() % _ALIGNMENT:
-            parameter.data = parameter.data.clone()
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _eos(target: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+def _eos(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
     configured = getattr(target.generation_config, "eos_token_id", None)
     if configured is None and tokenizer is not None:
         configured = tokenizer.eos_token_id
-    if configured is None:
-        return ()
-    return tuple(configured) if isinstance(configured, list) else (int(configured),)
+    return end_tokens(configured)
+
+
+def end_tokens(configured: Any) -> tuple[int, ...]:
+    """Return the ids that end a text from an `eos_token_id`: None, an id, or several.
+
+    Raises:
+        PairError: it is something else.
+    """
+    several = configured if isinstance(configured, list | tuple) else [] if configured is None else [configured]
+    if not all(type(token) is int for token in several):
+        raise PairError(
+            f"the target's eos_token_id: expected a token's number, or a list of them, not {configured!r}; mend its "
+            "generation_config.json"
+        )
+    return tuple(several)

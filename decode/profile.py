@@ -207,8 +207,7 @@ def _contexts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> 
     if not prompts or not all(prompts):
         raise InputError("profile: expected at least one prompt, and none empty")
     short = int(statistics.median(map(len, prompts)))
-    limits = [m.config.get_text_config().max_position_embeddings for m in (pair.target, pair.draft)]
-    long = min(4 * short, min(limits) - new_tokens)
+    long = min(4 * short, pair.readable - new_tokens)
     if long <= short:
         raise InputError(f"profile: the prompts leave no room for {new_tokens} new tokens; give shorter ones")
     return short, long

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Answer, cli, files
 from conftest import build_model, make_prompts
+from safetensors.torch import load_file, save_file
 from specstop.collect.store import Trace, open_trace
 from specstop.policies.costs import Profile
 from specstop.policies.folder import load_policy_folder
@@ -104,6 +106,39 @@ def other_schema(place: Place) -> Path:
     return folder
 
 
+def other_target(place: Place, **config: object) -> Path:
+    """Return a copy of the target with another config."""
+    folder = place.copy(place.target, "other")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **config}))
+    return folder
+
+
+def spoiled_target(place: Place, value: float | None) -> Path:
+    """Return a copy of the target with a value among its weights, or without the tensor."""
+    folder = place.copy(place.target, "other")
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop("model.norm.weight")
+    if value is not None:
+        tensors["model.norm.weight"] = tensor.index_fill(0, torch.tensor([3]), value)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def pickled_target(place: Place) -> Path:
+    """Return a copy of the target whose weights are a pickle that would print."""
+    folder = place.copy(place.target, "other")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nprint\n(S'ran'\ntR.")
+    return folder
+
+
+def odd_profile(place: Place, **entries: object) -> Path:
+    """Return a copy of the profile with other entries."""
+    raw = json.loads((place / "profile.json").read_text())
+    return place.write("odd.json", json.dumps({**raw, **entries}))
+
+
 Arguments = Callable[[Place], list[object]]
 
 BAD: dict[str, tuple[Arguments, str]] = {
@@ -120,6 +155,34 @@ BAD: dict[str, tuple[Arguments, str]] = {
     ),
     "a draft of fewer rows": (
         lambda p: ["decode", "w7", "--target", p.target, "--draft", p / "narrow"], "the models score only 40",
+    ),
+    "a target that lacks a tensor": (
+        lambda p: ["decode", "w7", "--target", spoiled_target(p, None), "--draft", p.draft], "lack model.norm.weight",
+    ),
+    "a target with NaN in it": (
+        lambda p: [*p.collect, "--target", spoiled_target(p, float("nan"))], "model.norm.weight has values that are NaN",
+    ),
+    "a target that computes NaN": (
+        lambda p: [*p.decode, "--target", other_target(p, rms_norm_eps=-1e9)],
+        "the target's logits are not finite",
+    ),
+    "a target of a million layers": (
+        lambda p: ["bench", "--target", other_target(p, num_hidden_layers=10**6), "--draft", p.draft, "--prompts",
+                   p / "prompts.jsonl"],
+        "config.json says num_hidden_layers 1000000, but the weight files hold 21 tensors in all",
+    ),
+    "a target of negative width": (
+        lambda p: [*p.profile, "--target", other_target(p, hidden_size=-16)], "hidden_size: expected a whole number from 1",
+    ),
+    "a target in a pickle": (
+        lambda p: ["decode", "w7", "--target", pickled_target(p), "--draft", p.draft], "a pickle of more than tensors",
+    ),
+    "negative seconds": (lambda p: ["info", odd_profile(p, step_s=-1e-3)], "step_s: expected a number between 0 and 1e+06"),
+    "endless seconds": (
+        lambda p: [*p.train, "--profile", odd_profile(p, round_s=float("inf"))], "a number is not finite",
+    ),
+    "half a surrogate": (
+        lambda p: [*p.evaluate, "--profile", odd_profile(p, facts={"device": "\ud800"})], "half surrogates",
     ),
     "only a target": (lambda p: ["decode", "w7", "--target", p.target], "both --target and --draft"),
     "only a draft": (
