@@ -19,6 +19,7 @@ from bars import NO_PAIR, Bars, arguments
 
 FAMILIES = ("policy_folders", "profiles", "commands")
 FAMILIES = ("policy_folders", "profiles", "configs")
+FAMILIES = ("policy_folders", "profiles", "plugins")
 
 
 def main() -> int:

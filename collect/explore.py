@@ -10,7 +10,19 @@ from torch import Tensor
 
 from ..decode.decide import up_to_date
 from ..decode.noise import mix
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..policies.checking import check_policy
+from ..policies.contract import (
+    DraftStep,
+    DraftTree,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    checked_keep,
+    checked_observe,
+    checked_select,
+    checked_short,
+    checked_start,
+)
 
 _SALT = 0x5EED
 _SHARE = 1 << 24
@@ -36,7 +48,7 @@ class Exploring(StopPolicy):
 
     def start(self, streams: int, key: Tensor) -> State:
         """Return (inner state, key, number of the round)."""
-        return self.inner.start(streams, key), key, torch.zeros_like(key)
+        return checked_start(self.inner, streams, key), key, torch.zeros_like(key)
 
     def explores(self, state: State) -> Tensor:
         """Return [S] bool, whether the round is one of those drafted to full depth."""
@@ -49,13 +61,13 @@ class Exploring(StopPolicy):
         inner, key, number = state
         kept = torch.zeros_like(step.alive)
         if self.inner.first <= step.depth < self.inner.max_depth:
-            kept, inner = self.inner.keep(step, inner)
+            kept, inner = checked_keep(self.inner, step, inner)
         return step.alive & (kept | self.explores(state)[:, None]), (inner, key, number)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Tell the policy, and count the round."""
         inner, key, number = state
-        return self.inner.observe(outcome, inner), key, number + outcome.active
+        return checked_observe(self.inner, outcome, inner), key, number + outcome.active
 
 
 class _Selects:
@@ -64,7 +76,7 @@ class _Selects:
 
     def select(self, tree: DraftTree, state: State) -> Tensor | None:
         """Let the policy select, but in rounds that explore."""
-        mask = self.inner.select(tree, state[0])
+        mask = checked_select(self.inner, tree, state[0])
         return None if mask is None else mask | (self.explores(state)[:, None] & tree.drawn)
 
 
@@ -77,13 +89,14 @@ class _KeepsOne:
         inner, key, number = state
         kept = False
         if self.inner.first <= depth < self.inner.max_depth:
-            kept, inner = self.inner.keep_one(depth, features, inner, *vectors)
+            kept, inner = checked_short(self.inner, "keep_one")(depth, features, inner, *vectors)
         return kept or bool(self.explores(state)), (inner, key, number)
 
 
 def exploring(policy: StopPolicy, share: float, depth: int) -> Exploring:
     """Return the policy, drafting to full depth in a share of its rounds."""
     parts: list[type] = []
+    check_policy(policy)
     if type(policy).select is not StopPolicy.select:
         parts.append(_Selects)
     if policy.keep_one is not None and up_to_date(type(policy)):

@@ -76,14 +76,14 @@ class CachedModel:
         self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))
         self._windows = window_layers(model)
         self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
-        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool).tril_())
+        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=model.device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=model.device)[None]
         self._position_at = torch.zeros(1, capacity, dtype=torch.int64, device=model.device)  # by slot
 
     def _behind_prefix(self, mask: Tensor) -> Tensor:
         """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
-        prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool)
+        prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self.model.device)
         return full if self._windows else backend_mask(full, self.model)
 

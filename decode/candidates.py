@@ -116,6 +116,6 @@ class Candidates:
         parent = [max(above - first, -1) for above in topology.parent]
 
         def nodes(values: list[int] | list[bool]) -> Tensor:
-            return torch.tensor(values[first:])[None]
+            return torch.tensor(values[first:], device="cpu")[None]
 
         return DraftTree(nodes(tokens), nodes(parent), nodes(topology.depth), nodes(drawn))

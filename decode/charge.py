@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..policies.baselines import FixedLength
-from ..policies.contract import RoundOutcome, State, StopPolicy, checked_select
+from ..policies.contract import RoundOutcome, State, StopPolicy, checked_observe, checked_select, checked_start
 from ..policies.errors import SpecstopWarning
+from ..policies.plugin_code import reason
 from .candidates import Candidates
 from .decide import Base, Decider, Level
 from .guard import best_fixed, describe, make_watch
@@ -58,7 +59,7 @@ class Guard:
         text.policy_state = self.carried
         if self.carried is None:
             try:
-                text.policy_state = self.policy.start(1, torch.tensor([key]))
+                text.policy_state = checked_start(self.policy, 1, torch.tensor([key], device="cpu"))
             except Exception as error:  # a plugin may raise anything; the text must not suffer
                 self._fail(text, error)
 
@@ -120,21 +121,21 @@ class Guard:
         if type(self.policy).observe is StopPolicy.observe:
             return
         forget = self.decider.forget
-        heard = outcome() if forget is None else None
         try:
-            if heard is not None:
-                text.policy_state = self.policy.observe(heard, text.policy_state)
-            elif forget is not None:
+            if forget is not None:
                 text.policy_state = forget(text.policy_state)
+            else:
+                text.policy_state = checked_observe(self.policy, outcome(), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
 
     def _fail(self, text: Text, error: Exception) -> None:
         """Warn once and go on with the fixed fallback length."""
         if not self._warned:
+            name = self.policy.name
             warnings.warn(
-                f"policy {self.policy.name} failed ({type(error).__name__}: {error}); "
-                f"drafting {self._fallback} tokens a round from here on",
+                f"policy {name} failed ({reason(error).removeprefix(f'{name}: ')}); drafting "
+                f"{self._fallback} tokens a round from here on",
                 SpecstopWarning,
                 stacklevel=2,
             )

@@ -130,7 +130,7 @@ class CompactModel(nn.Module):
         if start + count > len(self._cos):
             self._rotate(min(2 * (start + count), max(start + count, self.config.max_position_embeddings)))
         if attention_mask is None and count > 1 and start:
-            attention_mask = torch.ones(count, start + count, dtype=torch.bool).tril_(start)
+            attention_mask = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
         cos, sin = self._cos[position_ids], self._sin[position_ids]
         x = functional.embedding(input_ids, self._embed)
         shape = (x.shape[-1],)

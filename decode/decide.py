@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, State, StopPolicy, checked_keep
+from ..policies.contract import DraftStep, State, StopPolicy, checked_keep, checked_short
 from ..policies.features import Columns, Drawn, Layout, Summary
 from ..policies.history import HistoryOne
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, seen
@@ -78,11 +78,12 @@ class Decider:
         self._columns = Columns(self.layout.node, self.layout.node_at)
         self._anchor = Columns(self.layout.anchor, self.layout.anchor_at)
         self._follows_path = self._columns.plan.path
-        self._one = policy.keep_one if chain and up_to_date(type(policy)) else None
+        self._one = checked_short(policy, "keep_one") if chain and up_to_date(type(policy)) else None
         few = not policy.vectors and up_to_date(type(policy), "keep", "keep_few")
-        self._few = policy.keep_few if few else None
-        self.select_few = policy.select_few if up_to_date(type(policy), "select", "select_few") else None
-        self.forget = policy.forget if up_to_date(type(policy), "observe", "forget") else None
+        self._few = checked_short(policy, "keep_few") if few else None
+        selects = up_to_date(type(policy), "select", "select_few")
+        self.select_few: Callable[..., list[bool]] | None = checked_short(policy, "select_few") if selects else None
+        self.forget = checked_short(policy, "forget") if up_to_date(type(policy), "observe", "forget") else None
         self._widths = dict(widths or {})
 
     def wants(self, depth: int, deepest: int) -> bool:
@@ -145,7 +146,7 @@ class Decider:
                 assert base.hidden is not None
                 out[name] = base.hidden.repeat(1 if level is None else len(level.places), 1)
             elif level is None:
-                out[name] = torch.zeros(1, self._widths[DRAFT_HIDDEN])
+                out[name] = torch.zeros(1, self._widths[DRAFT_HIDDEN], dtype=torch.float32, device="cpu")
             else:
                 assert level.states is not None
                 out[name] = seen(level.states[level.drawn.ids[:, 0]]).cpu()
@@ -200,8 +201,8 @@ class Decider:
             }
             step = DraftStep(
                 depth,
-                torch.tensor([mask]),
-                torch.tensor([parent]),
+                torch.tensor([mask], device="cpu"),
+                torch.tensor([parent], device="cpu"),
                 torch.from_numpy(features.copy())[None],
                 hidden_states,
             )
@@ -245,7 +246,7 @@ def _spread(values: Array, at: Sequence[int], mask: Sequence[bool]) -> Array:
 def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | None = None) -> DraftStep:
     """Return the step of one stream with one branch, from its features [1, F] and its vectors, each [1, H]."""
     # Made anew each time: a policy that writes into what it is shown must not reach the steps of others.
-    alive, parent = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64)
+    alive, parent = (torch.tensor([[value]], device="cpu") for value in (True, 0))
     return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
 
 

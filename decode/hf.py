@@ -22,7 +22,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep
+from ..policies.checking import check_policy
+from ..policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError
 from ..policies.features import RUN_FEATURES, Columns, Drawn, Layout
@@ -100,12 +101,13 @@ def specstop_generate(
     attention_mask = model_kwargs.get("attention_mask")  # a parameter of that name would be handed over twice
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
+    keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
     for row, ids in enumerate(input_ids.tolist()):
         real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
         start = real.index(True) if True in real else 0
         speculator.settings = dataclasses.replace(settings, shaping=_of_row(shaping, row))
         stream = (lambda new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
-        generation = speculator.generate(ids[start:], _key(seed, row, temperature), stream, ids[:start])
+        generation = speculator.generate(ids[start:], keys[row], stream, ids[:start])
         texts.append([*ids, *generation.tokens])
     if text_streamer is not None:
         text_streamer.end()
@@ -152,7 +154,7 @@ def _key(seed: int | None, row: int, temperature: float) -> int:
     if temperature == 0.0:
         return 0
     if seed is None:
-        return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, (), device="cpu"))
     return stream_key(seed, str(row))
 
 
@@ -172,7 +174,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
     """
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
-        self.policy = load_policy(policy) if isinstance(policy, str) else policy
+        self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
         self._layout = Layout(self.policy.features)
         self._columns = Columns((*self._layout.anchor, *self._layout.node))
         unknown = [*self.policy.vectors, *(name for name in self._layout.anchor if name not in RUN_FEATURES)]
@@ -214,20 +216,22 @@ class PolicyStoppingCriteria(StoppingCriteria):
         text = input_ids[0].tolist()
         known = len(self._text)
         if not self._text or len(text) <= known or text[:known] != self._text:
-            key = torch.zeros(1, dtype=torch.int64)
-            self._state, self._history = self.policy.start(1, key), HistoryOne()
+            key = torch.zeros(1, dtype=torch.int64, device="cpu")
+            self._state, self._history = checked_start(self.policy, 1, key), HistoryOne()
         else:
             accepted = min(len(text) - known - 1, self._drafted)
             self._history.add(accepted, self._drafted)
             if type(self.policy).observe is not StopPolicy.observe:
-                self._state = self.policy.observe(self._outcome(accepted), self._state)
+                self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
         self._text, self._drafted = text, 0
         self._path: Array | None = None
 
     def _outcome(self, accepted: int) -> RoundOutcome:
-        one = torch.ones(1, dtype=torch.int64)
+        one = torch.ones(1, dtype=torch.int64, device="cpu")
         drafted = one * self._drafted
-        return RoundOutcome(one > 0, drafted, drafted, one * accepted, one < 0, torch.zeros(1))
+        return RoundOutcome(
+            one > 0, drafted, drafted, one * accepted, one < 0, torch.zeros(1, dtype=torch.float64, device="cpu")
+        )
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return [1] bool: stop behind the token just drawn."""

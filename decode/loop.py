@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..policies.checking import check_policy
 from ..policies.contract import RoundOutcome, StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
@@ -65,6 +66,7 @@ class Speculator:
         observer: Observer | None = None,
         vectors: Sequence[str] = (),
     ) -> None:
+        check_policy(policy)
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
@@ -312,13 +314,14 @@ class Speculator:
         cut: bool,
         elapsed: float,
     ) -> RoundOutcome:
-        one = torch.ones(1, dtype=torch.int64)
+        one = torch.ones(1, dtype=torch.int64, device="cpu")
         drafted, sent = one * found.drafted, one * verified
         if self.policy.reads_clock or self.profile is None:
-            seconds = torch.tensor([elapsed if self.policy.reads_clock else 0.0], dtype=torch.float64)
+            measured = elapsed if self.policy.reads_clock else 0.0
+            seconds = torch.tensor([measured], dtype=torch.float64, device=one.device)
         else:
             price = self.profile.decision(self.policy.cost_name)
-            fed = None if found.topology.is_chain else torch.tensor([found.fed()])
+            fed = None if found.topology.is_chain else torch.tensor([found.fed()], device="cpu")
             seconds = self.profile.round_seconds(
                 one * context, drafted, sent, one * backlog, one * found.decisions, price, fed
             )

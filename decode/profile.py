@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..policies.baselines import FixedLength
-from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.checking import check_policy
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_start
 from ..policies.costs import Profile
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
@@ -260,14 +261,16 @@ def measure_decision(
     generator = torch.Generator().manual_seed(0)
     scratch = torch.ones(SCRATCH, SCRATCH, device=device)
     sizes = {**dict.fromkeys(policy.vectors, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
-    hidden = {name: torch.randn(1, sizes[name], generator=generator).to(device) for name in policy.vectors}
+    hidden = {
+        name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.vectors
+    }
     asked = max(1, policy.first)
     decide, tree = Decider(policy, widths=sizes), chain(asked + 1)
-    state = policy.start(1, torch.zeros(1, dtype=torch.int64))
+    state = checked_start(policy, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
     watch = Stopwatch(scratch.device)
     seconds = []
     for _ in range(REPETITIONS * EACH):
-        logits = (3.0 * torch.randn(1, vocabulary, generator=generator)).to(device)
+        logits = (3.0 * torch.randn(1, vocabulary, generator=generator, device="cpu")).to(device)
         found = Candidates.at([0], tree)
         for depth in range(asked):
             found.add(depth, depth + 1, int(logits.argmax(-1)))
@@ -295,6 +298,8 @@ def add_decisions(
     profile: Profile, policies: Sequence[StopPolicy], vocabulary: int, widths: Mapping[str, int] | None = None
 ) -> Profile:
     """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
+    for policy in policies:
+        check_policy(policy)
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
     for policy in missing.values():
         timed = measure_decision(policy, vocabulary, profile.temperature, widths=widths)

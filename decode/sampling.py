@@ -142,8 +142,8 @@ def check_processors(processors: Sequence[LogitsProcessor], vocabulary: int) -> 
         InputError: one that remembers.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (2, 6), generator=generator)
-    logits = torch.randn(2, vocabulary, generator=generator)
+    ids = torch.randint(vocabulary, (2, 6), generator=generator, device="cpu")
+    logits = torch.randn(2, vocabulary, generator=generator, device="cpu", dtype=torch.float32)
     for processor in processors:
         name = type(processor).__name__
         if name in _KEEP_STATE:

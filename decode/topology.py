@@ -100,7 +100,7 @@ class Topology:
     @cached_property
     def sees(self) -> Tensor:
         """[rows, rows] bool: row i attends to row j, itself or an ancestor."""
-        sees = torch.eye(len(self), dtype=torch.bool)
+        sees = torch.eye(len(self), dtype=torch.bool, device="cpu")
         for row, above in enumerate(self.parent):
             if above >= 0:
                 sees[row] |= sees[above]

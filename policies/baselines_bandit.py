@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .baselines_adaptive import tells
 from .baselines_scores import check_number
-from .contract import DraftStep, RoundOutcome, State, StopPolicy
+from .contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep, checked_observe, checked_start
 from .draws import keyed_normal
 from .errors import PolicyError
 
@@ -83,7 +83,7 @@ class Bandit(StopPolicy):
     def start(self, streams: int, key: Tensor) -> State:
         """Return the state of streams that have tried nothing."""
         like = torch.zeros(streams, len(self.arms), dtype=torch.float64, device=key.device)
-        states = tuple(arm.start(streams, key) for arm in self.arms)
+        states = tuple(checked_start(arm, streams, key) for arm in self.arms)
         return BanditState(key, torch.zeros_like(key), like, like.new_zeros(*like.shape, 5), states)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
@@ -98,7 +98,7 @@ class Bandit(StopPolicy):
                 continue
             features = torch.where(mine[..., None], step.features[..., self._columns[at]], 0.0)
             own = DraftStep(step.depth, mine, step.parent, features)
-            answer, states[at] = arm.keep(own, state.arms[at])
+            answer, states[at] = checked_keep(arm, own, state.arms[at])
             kept = kept | (answer & mine)
         return kept, replace(state, arms=tuple(states))
 
@@ -106,7 +106,7 @@ class Bandit(StopPolicy):
         """Return the state with the round's reward, and the next round's arm."""
         chosen = torch.nn.functional.one_hot(state.choice, len(self.arms)).bool()
         states = tuple(
-            arm.observe(replace(outcome, active=outcome.active & chosen[:, at]), state.arms[at])
+            checked_observe(arm, replace(outcome, active=outcome.active & chosen[:, at]), state.arms[at])
             for at, arm in enumerate(self.arms)
         )
         counts = (tells(outcome) | (outcome.active & ~outcome.cut & (outcome.drafted == 0)))[:, None] & chosen

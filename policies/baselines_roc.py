@@ -73,7 +73,7 @@ class Roc(StopPolicy):
 
     def start(self, streams: int, key: Tensor) -> State:
         """Return the state of fresh texts."""
-        like = torch.full((streams,), self.threshold, device=key.device)
+        like = torch.full((streams,), self.threshold, dtype=torch.float32, device=key.device)
         none = like.new_zeros(streams, 0)
         return RocState(like, self._unseen(like), none, none.bool(), torch.zeros_like(key))
 

@@ -35,7 +35,7 @@ def node_values(levels: Sequence[Tensor], tree: DraftTree) -> Tensor:
     No node's value is above its parent's, and parents come first, so that the best n nodes are closed under parents.
     """
     depth, parent = tree.depth[0], tree.parent[0]
-    values = torch.zeros(tree.tokens.shape, device=tree.tokens.device)
+    values = torch.zeros(tree.tokens.shape, dtype=torch.float32, device=tree.tokens.device)
     for d in range(1, int(depth.max()) + 1):
         nodes = (depth == d).nonzero()[:, 0]
         above = parent[nodes]

@@ -6,13 +6,18 @@ Shapes: S streams, B branches at this depth, F declared features, H hidden size,
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from .errors import PolicyFailure
+from .plugin_code import contained, own
 
 State = Any
 """What a policy remembers between calls. The caller owns it and hands it back; only the policy looks inside."""
@@ -149,39 +154,80 @@ class StopPolicy:
         return other
 
 
+def checked_start(policy: StopPolicy, streams: int, key: Tensor) -> State:
+    """Return the state of fresh sequences; what a plugin raises is a `PolicyFailure`."""
+    with contained(policy, "start"):
+        return policy.start(streams, key)
+
+
+def checked_observe(policy: StopPolicy, outcome: RoundOutcome, state: State) -> State:
+    """Return the state after a round; what a plugin raises is a `PolicyFailure`."""
+    with contained(policy, "observe"):
+        return policy.observe(outcome, state)
+
+
 def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Tensor, State]:
     """Ask the policy and hold it to the contract: a bool tensor of the shape of `step.alive`.
 
     Raises:
-        TypeError: the answer is not a pair, or not a bool tensor.
-        ValueError: the answer has another shape or lies on another device.
+        PolicyFailure: a plugin raised an error; or the answer is not a pair, not a bool tensor, or one of another shape or
+            on another device.
     """
-    answer = policy.keep(step, state)
-    if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise TypeError(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
-    mask, state = answer
-    _check_mask(mask, step.alive, f"{policy.name}: keep()")
-    return mask & step.alive, state
+    with contained(policy, "keep"):
+        answer = policy.keep(step, state)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise PolicyFailure(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
+        mask, state = answer
+        _check_mask(mask, step.alive, f"{policy.name}: keep()")
+        return mask & step.alive, state
 
 
 def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Tensor | None:
     """Ask the policy which nodes to verify and hold it to the contract: None, or a bool tensor of the shape of the tree.
 
     Raises:
-        TypeError: the answer is no bool tensor.
-        ValueError: the answer has another shape or lies on another device.
+        PolicyFailure: a plugin raised an error; or the answer is no bool tensor, or one of another shape or device.
     """
-    mask = policy.select(tree, state)
-    if mask is not None:
-        _check_mask(mask, tree.drawn, f"{policy.name}: select()")
-    return mask
+    with contained(policy, "select"):
+        mask = policy.select(tree, state)
+        if mask is not None:
+            _check_mask(mask, tree.drawn, f"{policy.name}: select()")
+        return mask
+
+
+def checked_short(policy: StopPolicy, method: str) -> Any:
+    """Return `keep_one`, `keep_few`, `select_few` or `forget`, None where the policy has none; a plugin's is held to the
+    contract as `checked_keep` does."""
+    call = getattr(policy, method)
+    if call is None or own(policy):
+        return call
+
+    def checked(*args: Any) -> Any:
+        with contained(policy, method):
+            answer = call(*args)
+            if method != "forget":
+                _check_flags(f"{policy.name}: {method}()", answer, args, method)
+            return answer
+
+    return checked
+
+
+def _check_flags(who: str, answer: Any, args: tuple[Any, ...], method: str) -> None:
+    if method != "select_few":
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise PolicyFailure(f"{who} must return a pair with the state, not {type(answer).__name__}")
+        answer, args = answer[0], args[1:]
+    flags, count = ([answer], 1) if method == "keep_one" else (answer, len(args[0]))
+    if not isinstance(flags, list) or len(flags) != count or not all(isinstance(f, (bool, np.bool_)) for f in flags):
+        expected = "a bool" if method == "keep_one" else f"a list of {count} bools"
+        raise PolicyFailure(f"{who} must return {expected}, not {reprlib.repr(answer)}")
 
 
 def _check_mask(mask: Any, like: Tensor, who: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{who} must return a bool tensor, not {kind}")
+        raise PolicyFailure(f"{who} must return a bool tensor, not {kind}")
     if mask.shape != like.shape or mask.device != like.device:
-        raise ValueError(
+        raise PolicyFailure(
             f"{who} must return shape {tuple(like.shape)} on {like.device}, not {tuple(mask.shape)} on {mask.device}"
         )

@@ -26,6 +26,10 @@ class PolicyError(SpecstopError, ValueError):
     """A policy, its folder or its specification is wrong."""
 
 
+class PolicyFailure(PolicyError, TypeError):
+    """A policy raised an error while it was loaded or asked, or its answer breaks the contract."""
+
+
 class TraceError(SpecstopError, ValueError):
     """A trace or a shard of it cannot be read, or does not fit what is asked of it."""
 

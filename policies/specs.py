@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -19,9 +20,11 @@ from .baselines_online import Online
 from .baselines_roc import Roc
 from .baselines_scores import EntropyBound, MaxProb, Product
 from .baselines_trees import C2T, DDD, Eagle, OptTree
+from .checking import check_policy
 from .contract import StopPolicy
-from .errors import PolicyError, close_match
+from .errors import PolicyError, SpecstopWarning, close_match
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
+from .plugin_code import loading, reason
 
 GROUP = "specstop.policies"
 SWITCH = "SPECSTOP_PLUGINS"
@@ -37,13 +40,12 @@ class Builtin:
     usage: str
 
 
-def build_bandit(
-    explore: float = 2.0**0.5,
-    kind: str = "ucb",
-    arms: str = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6",
-) -> Bandit:
+ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
+
+
+def build_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
     """Return the bandit over the policies that `arms` names, with commas between them."""
-    return Bandit([load_policy(arm) for arm in str(arms).split(",") if arm], kind, explore)
+    return Bandit([load_policy(arm, plain=arms == ARMS) for arm in str(arms).split(",") if arm], kind, explore)
 
 
 BUILTINS = {
@@ -68,26 +70,47 @@ BUILTINS = {
 
 
 def plugins() -> dict[str, EntryPoint]:
-    """Return the installed plugins by name, without importing them; two of one name are a `PolicyError`.
+    """Return the installed plugins that can be named, without importing them.
 
     The environment variable `SPECSTOP_PLUGINS=0` turns discovery off: there are none then.
     """
-    found: dict[str, EntryPoint] = {}
+    points, refused = _installed()
+    return {point.name: point for point in points if point.name not in refused}
+
+
+def _installed() -> tuple[list[EntryPoint], dict[str, str]]:
+    """Return all installed plugins, and by name why it cannot be used: no other name is affected."""
     if os.environ.get(SWITCH) == "0":
-        return found
-    for point in entry_points(group=GROUP):
-        if not _NAME.fullmatch(point.name):
-            raise PolicyError(f"the policy {point.name!r} of {_origin(point)} needs a name of letters, digits, - and _")
-        if point.name in found or point.name in BUILTINS:
-            other = _origin(found[point.name]) if point.name in found else "a built-in"
-            raise PolicyError(f"two policies are called {point.name!r}: {_origin(point)} and {other}; uninstall one")
-        found[point.name] = point
-    return found
+        return [], {}
+    try:
+        points = list(entry_points(group=GROUP))
+    except Exception as error:  # the metadata of any package may be damaged
+        warnings.warn(f"installed policies cannot be looked for: {reason(error)}", SpecstopWarning, stacklevel=2)
+        return [], {}
+    refused = {}
+    for name in sorted({point.name for point in points}):
+        claims = [_origin(point) for point in points if point.name == name]
+        if not _NAME.fullmatch(name):
+            refused[name] = f"the policy {name!r} of {claims[0]} needs a name of letters, digits, - and _"
+        elif name in BUILTINS:
+            refused[name] = f"two policies are called {name!r}: {claims[0]} and a built-in; rename that entry point"
+        elif len(claims) > 1:
+            refused[name] = f"two policies are called {name!r}: {claims[-1]} and {claims[0]}; uninstall one"
+    return points, refused
+
+
+def _package(point: EntryPoint) -> str:
+    """Return the distribution and its version, or "?"."""
+    try:
+        return f"{point.dist.name} {point.dist.version}" if point.dist else "?"
+    except Exception:  # its metadata may be damaged, or gone
+        return "?"
 
 
 def _origin(point: EntryPoint) -> str:
     """Return `module:name`, and the distribution where it is known."""
-    return point.value + (f" of {point.dist.name} {point.dist.version}" if point.dist else "")
+    package = _package(point)
+    return point.value if package == "?" else f"{point.value} of {package}"
 
 
 @dataclass(frozen=True)
@@ -102,24 +125,25 @@ class Listed:
 
 
 def listed_policies() -> list[Listed]:
-    """Return the built-in policies, and the plugins with whether they load: this imports them."""
-    found = [Listed(name, "built in", b.build.__module__, b.usage) for name, b in BUILTINS.items()]
-    for name, point in plugins().items():
-        where = f"{point.dist.name} {point.dist.version}" if point.dist else "?"
+    """Return the built-in policies, and the plugins with whether they load: this imports them, and makes them if it can."""
+    points, refused = _installed()
+    found = [Listed(n, "built in", b.build.__module__, b.usage, refused.get(n, "")) for n, b in BUILTINS.items()]
+    for point in points:
+        usage, problem = f"{point.name}?key=value", refused.get(point.name, "")
         try:
-            build = _load(point)
-            problem = "" if callable(build) else f"{point.value} is no class or function"
-            takes = "" if problem else ", ".join(inspect.signature(build).parameters)
-        except Exception as error:  # a plugin may be anything
-            takes, problem = "", " ".join(str(error).removeprefix("--policy: ").split())
-        found.append(
-            Listed(name, where, point.module, f"{name}?key=value" + (f"; takes {takes}" if takes else ""), problem)
-        )
+            usage = usage if problem else _usage(point)
+        except PolicyError as error:
+            problem = " ".join(str(error).removeprefix("--policy: ").split())
+        found.append(Listed(point.name, _package(point), point.value.partition(":")[0], usage, problem))
     return found
 
 
-def load_policy(spec: str | Path) -> StopPolicy:
+def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
     """Return the policy that `spec` names.
+
+    Args:
+        spec: see the top of this module.
+        plain: a built-in is meant, whatever plugins are installed.
 
     Raises:
         PolicyError: no such policy (the message has the close match), a wrong value, or a broken folder.
@@ -130,15 +154,19 @@ def load_policy(spec: str | Path) -> StopPolicy:
         return load_policy_folder(path)
     name, _, query = text.partition("?")
     name, colon, value = name.partition(":")
-    known: dict[str, Any] = {**{key: builtin.build for key, builtin in BUILTINS.items()}, **plugins()}
-    if name not in known:
+    points, refused = ([], {}) if plain else _installed()
+    if name in refused:
+        raise PolicyError(f"--policy: {refused[name]}")
+    installed = {point.name: point for point in points if point.name not in refused}
+    if name not in BUILTINS and name not in installed:
         if text.startswith("hub:"):
             return from_pretrained(text.removeprefix("hub:"))
         if "/" in text or text.startswith("."):
             raise PolicyError(f"--policy: the folder {text} does not exist; one on the hub is written hub:owner/name")
+        known = sorted([*BUILTINS, *installed])
         raise PolicyError(
             f"--policy: unknown policy {text!r}{close_match(name, known)}; expected a policy folder or one of "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(known)}"
         )
     arguments = _arguments(query, text)
     if colon:
@@ -147,38 +175,50 @@ def load_policy(spec: str | Path) -> StopPolicy:
         arguments[BUILTINS[name].value] = number = _number(value)
         if isinstance(number, str):
             raise PolicyError(f"--policy: {text!r}: expected a number after the colon, not {value!r}")
-    point = known[name]
-    return _build(_load(point) if isinstance(point, EntryPoint) else point, arguments, text)
+    return _build(BUILTINS[name].build if name in BUILTINS else _load(installed[name]), arguments, text)
+
+
+def _usage(point: EntryPoint) -> str:
+    """Return how a plugin is written in a spec, once it was made with what it takes by default."""
+    build, usage = _load(point), f"{point.name}?key=value"
+    takes = _takes(build, f"{point.name!r}")
+    if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values()):
+        _build(build, {}, point.name)
+    return f"{usage}; takes {', '.join(takes)}" if takes else usage
 
 
 def _load(point: EntryPoint) -> Callable[..., Any]:
-    try:
+    with loading("--policy", f"the plugin {point.name!r} ({point.value}) cannot be loaded"):
         build: Callable[..., Any] = point.load()
-    except Exception as error:  # a plugin's import may raise anything
+    if not callable(build):
         raise PolicyError(
-            f"--policy: the plugin {point.name!r} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
-        ) from None
+            f"--policy: {point.value} is a {type(build).__name__}, no class or function that makes a policy"
+        )
     return build
 
 
+def _takes(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of what makes a policy."""
+    with loading(where, "what it takes cannot be read"):
+        return inspect.signature(build).parameters
+
+
 def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> StopPolicy:
-    if not callable(build):
-        raise PolicyError(f"--policy: {text!r} is a {type(build).__name__}, not a StopPolicy")
-    try:
-        inspect.signature(build).bind(**arguments)
-    except TypeError as error:
-        takes = ", ".join(inspect.signature(build).parameters) or "nothing"
-        raise PolicyError(f"--policy: {text!r}: {error}; it takes {takes}") from None
-    try:
+    """Make a policy, and check what it says of itself."""
+    where = f"--policy: {text!r}"
+    takes = _takes(build, where)
+    with loading(where, "it cannot be made"):
+        try:
+            inspect.Signature([*takes.values()]).bind(**arguments)
+        except TypeError as error:
+            raise PolicyError(f"{where}: {error}; it takes {', '.join(takes) or 'nothing'}") from None
         policy = build(**arguments)
-    except PolicyError:
-        raise
-    except Exception as error:  # a plugin may raise anything
-        reason = str(error) if isinstance(error, (TypeError, ValueError)) else f"{type(error).__name__}: {error}"
-        raise PolicyError(f"--policy: {text!r}: {reason}") from None
     if not isinstance(policy, StopPolicy):
-        raise PolicyError(f"--policy: {text!r} is a {type(policy).__name__}, not a StopPolicy")
-    return policy
+        raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
+    try:
+        return check_policy(policy)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from None
 
 
 def _arguments(query: str, text: str) -> dict[str, Any]:

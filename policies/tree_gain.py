@@ -107,7 +107,8 @@ class TreeGain(LearnedPolicy):
     ) -> tuple[list[bool], State]:
         """Decide for one stream; see `StopPolicy.keep_few`."""
         if sum(alive) > FEW:
-            flags, above, features = torch.tensor([alive]), torch.tensor([parent]), torch.tensor(columns).T[None]
+            flags, above = (torch.tensor([values], device="cpu") for values in (alive, parent))
+            features = torch.tensor(columns, dtype=torch.float32, device="cpu").T[None]
             mask, state = self.keep(DraftStep(depth, flags, above, features), state)
             kept: list[bool] = mask[0].tolist()
             return kept, state

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import signal
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +43,10 @@ def fail(*args: Any) -> Any:
     raise ZeroDivisionError("inside a plugin")
 
 
+def leave(*args: Any) -> Any:
+    raise SystemExit(0)
+
+
 WRONGS: dict[str, dict[str, Callable[..., Any]]] = {
     "raises in keep": {"keep": fail},
     "raises in start": {"start": fail},
@@ -64,6 +70,15 @@ WRONGS: dict[str, dict[str, Callable[..., Any]]] = {
     "changes what it is shown": {"keep": lambda self, step, state: (step.alive.logical_not_(), step.features.zero_())},
     "changes the tree": {"select": lambda self, tree, state: tree.tokens.fill_(7) == 7},
     "revives the dead": {"keep": lambda self, step, state: (torch.ones_like(step.alive), state)},
+    "exits in start": {"start": leave},
+    "exits in keep": {"keep": leave},
+    "exits in keep_one": {"keep_one": leave},
+    "exits in select": {"select": leave},
+    "exits in observe": {"observe": leave},
+    "another default device": {"keep": lambda self, step, state: (torch.set_default_device("meta"), state)},
+    "another default dtype": {"keep": lambda self, step, state: (torch.set_default_dtype(torch.float16), state)},
+    "autocast": {"keep": lambda self, step, state: (torch.set_autocast_enabled("cpu", True), state)},
+    "another policy in the middle": {"keep": lambda self, step, state: (setattr(self, "first", None), state)},
 }
 
 
@@ -99,6 +114,70 @@ def test_a_plugin_that_misbehaves_is_named_once_and_replaced(
             speculator.generate(prompt)
     assert len(seen) == 1
     assert speculator.policy.name == "fixed:3"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("exits in keep", "keep() failed: SystemExit: 0"),
+        ("exits in start", "start() failed: SystemExit: 0"),
+        ("exits in observe", "observe() failed: SystemExit: 0"),
+        ("exits in select", "select() failed: SystemExit: 0"),
+        ("exits in keep_one", "keep_one() failed: SystemExit: 0"),
+        ("nothing", "keep() must return (mask, state), not NoneType"),
+        ("nothing alone", "keep_one() must return a pair with the state, not NoneType"),
+        ("numbers for truth", "keep() must return a bool tensor, not torch.int64"),
+        ("a tensor alone", "keep_one() must return a bool, not tensor([True, True])"),
+        (
+            "another policy in the middle",
+            "keep() failed: it changed what the policy says of itself; what a policy remembers belongs into its state",
+        ),
+    ],
+)
+def test_the_warning_says_which_method_failed_and_why(
+    pair: Pair, prompt_ids: list[list[int]], name: str, why: str
+) -> None:
+    with pytest.warns(SpecstopWarning) as seen:
+        Speculator(pair, broken(name), Settings(0.0, NEW, 4)).generate(prompt_ids[3])
+    (told,) = (str(w.message) for w in seen)
+    assert told == f"policy plugin failed ({why}); drafting 4 tokens a round from here on"
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_ctrl_c_stops_the_program_wherever_it_falls(pair: Pair, prompt_ids: list[list[int]], by_signal: bool) -> None:
+    def interrupted(*args: Any) -> Any:
+        if by_signal:
+            signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
+
+    for method in ("start", "keep", "keep_one", "select", "observe"):
+        policy = type("Interrupted", (Plugin,), {method: interrupted})()
+        with pytest.raises(KeyboardInterrupt):
+            Speculator(pair, policy, Settings(0.0, NEW, 4)).generate(prompt_ids[3])
+
+
+def test_what_a_policy_prints_while_deciding_goes_to_standard_error(
+    pair: Pair, prompt_ids: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prints(self: Any, step: DraftStep, state: State) -> Any:
+        sys.stdout.write("noise\n")
+        return step.alive, state
+
+    Speculator(pair, type("Prints", (Plugin,), {"keep": prints})(), Settings(0.0, NEW, 4)).generate(prompt_ids[3])
+    out, err = capsys.readouterr()
+    assert out == "" and set(err.splitlines()) == {"noise"}
+
+
+def test_a_policy_that_failed_can_be_asked_again(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    """`renew`, as alternating runs do: what it made of itself is undone."""
+    speculator = Speculator(pair, broken("another policy in the middle"), Settings(0.0, NEW, 4))
+    found = []
+    for _ in range(2):
+        found += texts(speculator, prompt_ids[:2])
+        assert speculator.policy.name == "fixed:4"
+        speculator.renew()
+        assert (speculator.policy.name, speculator.policy.first) == ("plugin", 1)
+    assert found[:2] == found[2:]
 
 
 def test_a_policy_that_never_stops_ends_at_the_depth_allowed(pair: Pair, prompt_ids: list[list[int]]) -> None:

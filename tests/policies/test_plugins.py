@@ -12,6 +12,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
+from attack_families import family
 from specstop.collect.store import Trace, open_trace
 from specstop.policies import specs
 from specstop.policies.costs import Profile
@@ -153,10 +155,14 @@ def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: p
     known = list(specs.entry_points(group=specs.GROUP))
     other = EntryPoint("patience", "other:Patience", specs.GROUP)
     monkeypatch.setattr(specs, "entry_points", lambda group: [*known, other])
-    answer = cli("policies")
-    assert answer.code == 2
-    assert "two policies are called 'patience': other:Patience" in answer.err
-    assert "specstop_patience:Patience of specstop-patience 0.1" in answer.err
+    problem = (
+        "two policies are called 'patience': other:Patience and specstop_patience:Patience of specstop-patience 0.1; "
+        "uninstall one"
+    )
+    listed = {(p["where"], p["problem"]) for p in answered(cli("policies", "--json")) if p["name"] == "patience"}
+    assert listed == {("?", problem), ("specstop-patience 0.1", problem)}
+    answer = cli("decode", "w7", "--policy", "patience?chances=1")
+    assert (answer.code, answer.out, answer.err) == (2, "", f"specstop: --policy: {problem}\n")
 
 
 def test_plugins_that_do_not_load_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +173,71 @@ def test_plugins_that_do_not_load_are_listed_with_the_reason(monkeypatch: pytest
     assert "math:pi" in problems["five"]
     answer = cli("policies")
     assert answer.code == 0 and "no_such_module" in answer.out
+
+
+README = ROOT / "README.md"
+
+
+@pytest.fixture
+def readme_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The class of the README as a module on the path; returns its name there."""
+    (code,) = re.findall(
+        r"```python\n(from specstop.policies import StopPolicy\n.*?)```", README.read_text(), re.DOTALL
+    )
+    (tmp_path / "your_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield re.findall(r"^class (\w+)", code, re.MULTILINE)[0]
+    sys.modules.pop("your_module", None)
+
+
+def test_the_readmes_policy_works_under_the_entry_point_that_it_gives(
+    readme_policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = r'```toml\n\[project.entry-points."specstop.policies"\]\n([\w-]+) = "(.*)"\n```'
+    ((name, value),) = re.findall(written, README.read_text())
+    assert value == f"your_module:{readme_policy}" and name not in BUILTINS
+    monkeypatch.setattr(specs, "entry_points", lambda group: [EntryPoint(name, value, group)])
+    assert load_policy(name).name == name
+    (listed,) = (p for p in answered(cli("policies", "--json")) if p["where"] == "?")
+    assert (listed["name"], listed["loads"]) == (name, True)
+
+
+@pytest.mark.usefixtures("readme_policy")
+def test_a_plugin_with_the_name_of_a_built_in_fails_under_that_name_alone(
+    readme_policy: str, pair_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint("entropy", f"your_module:{readme_policy}", specs.GROUP)
+    monkeypatch.setattr(specs, "entry_points", lambda group: [point])
+    problem = f"two policies are called 'entropy': your_module:{readme_policy} and a built-in; rename that entry point"
+    listed = answered(cli("policies", "--json"))
+    assert {p["name"]: p["problem"] for p in listed if not p["loads"]} == {"entropy": problem}
+    assert len(listed) == len(BUILTINS) + 1
+    table = cli("policies")
+    assert table.code == 0 and "rename that entry point" in " ".join(table.out.split())
+    pair = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    for name in ("entropy", "entropy:0.6", "entropy?level=1"):
+        answer = cli("decode", "w7 w8", *pair, "--policy", name)
+        assert (answer.code, answer.out, answer.err) == (2, "", f"specstop: --policy: {problem}\n")
+    for name in ("fixed:2", "maxprob:0.6", "bandit"):
+        assert answered(cli("decode", "w7 w8", *pair, "--policy", name, "--json", "--max-new-tokens", 4))
+
+
+def test_misbehaving_plugins_are_refused_or_replaced(tmp_path: Path) -> None:
+    """A sample of the misbehaviours of `benchmarks/fuzz.py`, in three modes."""
+    plugins = family("plugins")
+    seen, faults = plugins.attack(12, 7, tmp_path)
+    assert faults == []
+    assert sum(seen.values()) == 36 and {name.split(": ")[0] for name in seen} == set(plugins.MODES)
+
+
+def test_a_plugin_that_is_not_contained_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exits, prints and settings left to themselves."""
+    plugins = family("plugins")
+    monkeypatch.setattr("specstop.policies.contract.own", lambda policy: True)
+    monkeypatch.setattr("specstop.policies.plugin_code.own", lambda policy: True)
+    wanted = ("keep: raise SystemExit", f"keep: {plugins.PRINTED[0]}", "keep: torch.set_grad_enabled(False)")
+    monkeypatch.setattr(plugins, "CASES", tuple(case for case in plugins.CASES if case.what in wanted))
+    _, faults = plugins.attack(3, 0, tmp_path)
+    torch.set_grad_enabled(True)
+    for what in wanted:
+        assert any(fault.startswith(what) for fault in faults)

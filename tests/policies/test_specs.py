@@ -10,9 +10,10 @@ import pytest
 from specstop.policies import specs
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import PolicyError
+from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.folder import save_policy
-from specstop.policies.specs import load_policy, plugins
+from specstop.policies.specs import listed_policies, load_policy, plugins
+from specstop.train.fit.tune_rules import rule_defaults
 from test_learned import learned
 
 PLUGIN = """
@@ -139,13 +140,43 @@ def test_a_plugin_that_cannot_be_used_is_told_why(spec: str, message: str) -> No
         load_policy(spec)
 
 
-def test_two_policies_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, EntryPoint("a", "y:Y", specs.GROUP), a="x:X")
-    with pytest.raises(PolicyError, match="two policies are called 'a': y:Y and x:X; uninstall one"):
-        plugins()
-    declare(monkeypatch, fixed="x:X")
-    with pytest.raises(PolicyError, match="two policies are called 'fixed': x:X and a built-in"):
-        load_policy("confidence")
+@pytest.mark.usefixtures("plugin")
+def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(
+        monkeypatch, EntryPoint("a", "y:Y", specs.GROUP), a="x:X", fixed="x:X", entropy="x:X", even="even_plugin:Even"
+    )
+    for spec, message in {
+        "a": "two policies are called 'a': y:Y and x:X; uninstall one",
+        "a?b=1": "two policies are called 'a': y:Y and x:X; uninstall one",
+        "fixed": "two policies are called 'fixed': x:X and a built-in; rename that entry point",
+        "fixed:4": "two policies are called 'fixed': x:X and a built-in; rename that entry point",
+        "bandit?arms=entropy:1": "two policies are called 'entropy': x:X and a built-in; rename that entry point",
+    }.items():
+        with pytest.raises(PolicyError, match=f"^--policy: {message}$".replace("?", r"\?")):
+            load_policy(spec)
+    assert set(plugins()) == {"even"}
+    for name in ("even", *specs.BUILTINS):
+        if name not in ("fixed", "entropy"):
+            assert load_policy(name).name.startswith(name)
+    assert len(load_policy("bandit").arms) == 6, "its own arms are built-ins, whatever is installed"
+    assert rule_defaults(4)["entropy"].max_depth == 4
+
+
+@pytest.mark.parametrize("name", ["a b", "a:b", "ä", "x" * 3 + "/y", ""])
+def test_a_name_that_cannot_be_written_in_a_spec_spoils_no_other(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    declare(monkeypatch, EntryPoint(name, "x:X", specs.GROUP))
+    assert load_policy("fixed:4").max_depth == 4
+    (listed,) = (p for p in listed_policies() if p.where != "built in")
+    assert listed.problem == f"the policy {name!r} of x:X needs a name of letters, digits, - and _"
+
+
+def test_damaged_metadata_of_some_package_leaves_the_built_in_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(group: str) -> None:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(specs, "entry_points", fail)
+    with pytest.warns(SpecstopWarning, match="installed policies cannot be looked for: UnicodeDecodeError"):
+        assert load_policy("fixed:4").max_depth == 4
 
 
 def test_every_builtin_is_made_by_its_bare_name() -> None:

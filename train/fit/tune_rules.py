@@ -115,7 +115,7 @@ def rule_defaults(depth: int) -> dict[str, StopPolicy]:
     """Return each rule as published, none drafting deeper than `depth`."""
     from ...policies.specs import load_policy
 
-    return {name: load_policy(name).limited(depth) for name in GRIDS}
+    return {name: load_policy(name, plain=True).limited(depth) for name in GRIDS}
 
 
 def tune_rule(name: str, arrays: TraceArrays, profile: Profile) -> StopPolicy:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep
+from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep, checked_observe
 from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ..traces.data import TraceArrays
@@ -87,9 +87,11 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         heard = torch.zeros_like(seconds) if recorded else seconds
         drew = torch.where(own, drafted, trace.drawn[row])
         walk.history = walk.history.after(accepted, sent, active & ~arrays.cut[row])
-        walk.state = policy.observe(RoundOutcome(active, drew, sent, accepted, arrays.cut[row], heard), walk.state)
         line = torch.stack([v.double() for v in (~unseen, drafted, verified, tokens * ~unseen, seconds * ~unseen)])
         out[:, row[active]] = line[:, active]
+        walk.state = checked_observe(
+            policy, RoundOutcome(active, drew, sent, accepted, arrays.cut[row], heard), walk.state
+        )
     seen, drafted, verified, tokens, seconds = out.numpy()
     return Shown(seen > 0, drafted.astype(np.int64), verified.astype(np.int64), tokens, seconds)
 
@@ -186,7 +188,7 @@ def _draft(walk: Walk, trace: _Recorded, row: Tensor, overruled: Tensor) -> tupl
         if j >= policy.first:
             seen = walk.layout.step(base, nodes[:, j - 1]) if j else base
             features = torch.from_numpy(seen * asked.numpy()[:, None])
-            step = DraftStep(j, asked[:, None], parent, features[:, None])
+            step = DraftStep(j, asked[:, None].clone(), parent, features[:, None])
             keep, walk.state = checked_keep(policy, step, walk.state)
             decisions += drafting
             if policy.trims and j > 0:

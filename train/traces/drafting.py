@@ -38,14 +38,14 @@ def draft_chains(walk: Walk, row: Tensor) -> Drafted:
         if j >= policy.first:
             seen = walk.layout.step(base, nodes[:, j - 1]) if j and nodes is not None else base
             features = torch.from_numpy(seen * drafting.numpy()[:, None])
-            alive = drafting[:, None]
+            alive = drafting[:, None].clone()  # a plugin may write into what it is shown
             vectors = walk.vectors(row, torch.tensor([j - 1]) if j else None, alive)
             step = DraftStep(j, alive, parent, features[:, None], vectors)
             keep, walk.state = checked_keep(policy, step, walk.state)
             decisions += drafting
             if policy.trims and j > 0:
                 dropped += drafting & ~keep[:, 0]
-            drafting = keep[:, 0]
+            drafting = drafting & keep[:, 0]
         drafted += drafting
     capped = (drafted == bound) & ((end <= allowed) | (allowed < depth))
     verified = _chosen(walk, row, drafted, dropped)
@@ -61,7 +61,7 @@ def _chosen(walk: Walk, row: Tensor, drafted: Tensor, dropped: Tensor) -> Tensor
     nodes = torch.arange(walk.policy.max_depth)[None].expand(len(row), -1)
     drawn = nodes < verified[:, None]
     tokens = torch.where(drawn, walk.arrays.tokens[row, : nodes.shape[1]].long(), -1)
-    tree = DraftTree(tokens, nodes - 1, nodes + 1, drawn)
+    tree = DraftTree(tokens, nodes - 1, nodes + 1, drawn.clone())
     mask = checked_select(walk.policy, tree, walk.state)
     return verified if mask is None else (mask & drawn).long().cumprod(1).sum(1)
 
@@ -116,8 +116,9 @@ def draft_trees(walk: Walk, shape: TreeShape, row: Tensor) -> Drafted:
         level = shape.levels[j]
         if j >= policy.first:
             asked = alive
-            step = _tree_step(walk, shape, row, j, base, nodes, alive)
-            alive, walk.state = checked_keep(policy, step, walk.state)
+            step = _tree_step(walk, shape, row, j, base, nodes, alive.clone())
+            keep, walk.state = checked_keep(policy, step, walk.state)
+            alive = asked & keep
             decisions += asked.any(1)
             if policy.trims and j > 0:
                 dropped[:, level] |= asked & ~alive
@@ -187,6 +188,6 @@ def _sent(shape: TreeShape, kept: Tensor) -> Tensor:
 def _selected(walk: Walk, shape: TreeShape, row: Tensor, sent: Tensor) -> Tensor:
     streams = len(row)
     tokens = torch.where(sent, walk.arrays.tokens[row][:, : shape.tree.nodes].long(), -1)
-    parent, depth = (values.expand(streams, -1) for values in (shape.parent, shape.depth))
-    mask = checked_select(walk.policy, DraftTree(tokens, parent, depth, sent), walk.state)
+    parent, depth = (values.repeat(streams, 1) for values in (shape.parent, shape.depth))
+    mask = checked_select(walk.policy, DraftTree(tokens, parent, depth, sent.clone()), walk.state)
     return sent if mask is None else _sent(shape, sent & mask)

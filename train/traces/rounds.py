@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...policies.contract import RoundOutcome, StopPolicy
+from ...policies.contract import RoundOutcome, StopPolicy, checked_observe
 from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from .data import TraceArrays
@@ -89,15 +89,15 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
             walk.price, made.fed,
         )  # fmt: skip
         expected = _expected(arrays, row, made) if soft else made.accepted.double()
-        outcome = RoundOutcome(walk.active, made.drafted, made.verified, made.accepted, made.capped, seconds)
         walk.history = walk.history.after(made.accepted, made.verified, walk.active & ~made.capped)
-        walk.state = policy.observe(outcome, walk.state)
         on, context = walk.active, arrays.prompt_tokens + walk.anchor
         lines.append(torch.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[on])
         columns = (walk.sequence, walk.anchor, context, made.drafted, made.verified, made.accepted, walk.backlog)
         steps = made.drafted if made.fed is None else (made.fed > 0).sum(1)
         counts.append(torch.stack([*columns, made.decisions, steps], 1)[on])
         feeds += [] if made.fed is None else [made.fed[on]]
+        outcome = RoundOutcome(walk.active, made.drafted, made.verified, made.accepted, made.capped, seconds)
+        walk.state = checked_observe(policy, outcome, walk.state)  # last: it may write into what it is told
     table = torch.cat(lines)
     if not len(table):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")

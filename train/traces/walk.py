@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import RoundOutcome, State, StopPolicy
+from ...policies.checking import check_policy
+from ...policies.contract import RoundOutcome, State, StopPolicy, checked_observe, checked_start
 from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ...policies.features import Layout
@@ -63,7 +64,7 @@ class Walk:
         self.price = profile.decision(policy.cost_name)
         self.turn = torch.zeros(len(queues), dtype=torch.int64)
         self.sequence = queues[:, 0]
-        self.state: State = policy.start(len(queues), arrays.keys[self.sequence])
+        self.state: State = checked_start(policy, len(queues), arrays.keys[self.sequence])
         self.history = History.start(len(queues))
         self.anchor = arrays.first_anchor[self.sequence]
         self.backlog = arrays.prompt_tokens[self.sequence] + self.anchor
@@ -158,10 +159,12 @@ class Walk:
         )
         seconds = seconds * active
         ends = self.anchor + committed >= text
-        outcome = RoundOutcome(active, made.drafted, made.verified, accepted, (made.capped | ends) & active, seconds)
+        cut = (made.capped | ends) & active
         before = self.history.values()[active]
-        self.history = self.history.after(accepted, made.verified, active & ~outcome.cut)
-        self.state = self.policy.observe(outcome, self.state)
+        self.history = self.history.after(accepted, made.verified, active & ~cut)
+        counts = (values.clone() for values in (active, made.drafted, made.verified, accepted))  # may be written into
+        outcome = RoundOutcome(*counts, cut, seconds.clone())
+        self.state = checked_observe(self.policy, outcome, self.state)
         log = torch.stack([self.sequence, self.anchor, made.drafted, made.verified, accepted], 1)[active]
         # The draft has read what was fed of the accepted path; what was rejected is forgotten.
         backlog = committed + torch.where(made.drafted > 0, -made.read, self.backlog)
@@ -176,8 +179,9 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
 
     Raises:
         TraceError: the message says what is missing.
-        PolicyError: it reads hidden states of another size than the trace's.
+        PolicyError: it is not what a policy must be, or reads hidden states of another size than the trace's.
     """
+    check_policy(policy)
     header = arrays.header
     if header.verification != "match":
         raise TraceError(

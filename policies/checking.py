@@ -1,0 +1,99 @@
+"""What a policy says of itself, checked once where it enters: every attribute of its kind and range, every name known."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .contract import StopPolicy
+from .errors import PolicyError, close_match
+from .features import FEATURES
+from .plugin_code import Contained, own
+from .vectors import VECTORS
+
+METHODS = ("start", "keep", "select", "observe", "limited")
+OPTIONAL = ("keep_one", "keep_few", "select_few", "forget")
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable() and bool(value.strip())
+
+
+ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": ("one line of text", _is_line),
+    "cost_name": ("one line of text", _is_line),
+    "first": ("a whole number, 0 or more", _is_count),
+    "max_depth": ("a whole number, 0 or more", _is_count),
+    "trims": ("True or False", _is_flag),
+    "carries": ("True or False", _is_flag),
+    "reads_clock": ("True or False", _is_flag),
+    **dict.fromkeys(METHODS, ("a method", callable)),
+    **dict.fromkeys(OPTIONAL, ("a method or None", lambda value: value is None or callable(value))),
+}
+"""By attribute: what is expected, and whether a value is that."""
+
+
+def check_policy(policy: Any) -> StopPolicy:
+    """Return the policy.
+
+    Raises:
+        PolicyError: it is none, or an attribute is wrong: class, attribute, what was expected and what came.
+    """
+    if isinstance(policy, type) and issubclass(policy, StopPolicy):
+        raise PolicyError(f"expected a policy, not the class {policy.__name__}; write {policy.__name__}(...)")
+    if not isinstance(policy, StopPolicy):
+        raise PolicyError(f"expected a StopPolicy, not {_shown(policy)}")
+    if own(policy):
+        return policy
+    who = type(policy).__name__
+    with Contained(who, "what it says of itself cannot be read"):
+        for name, (expected, fits) in ATTRIBUTES.items():
+            if not fits(value := getattr(policy, name)):
+                raise PolicyError(f"{who}.{name}: expected {expected}, not {_shown(value)}")
+        _check_names(f"{who}.features", "feature", policy.features, FEATURES)
+        _check_names(f"{who}.vectors", "vector", policy.vectors, VECTORS)
+        sizes = getattr(policy, "sizes", {})  # only of policies whose vectors are of one size
+        if not isinstance(sizes, dict) or not all(name in VECTORS and _is_count(sizes[name]) for name in sizes):
+            raise PolicyError(f"{who}.sizes: expected whole numbers by vector name, not {_shown(sizes)}")
+        _check_limited(who, policy)
+    return policy
+
+
+def _check_names(where: str, what: str, names: Any, known: Mapping[str, Any]) -> None:
+    """Refuse what is not a tuple of known names, each once."""
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        hint = f"; write ({names!r},)" if isinstance(names, str) and names in known else ""
+        raise PolicyError(f"{where}: expected a tuple of {what} names, not {_shown(names)}{hint}")
+    for at, name in enumerate(names):
+        if name not in known:
+            raise PolicyError(
+                f"{where}: unknown {what} {_shown(name)}{close_match(name, known)}; known: {', '.join(known)}"
+            )
+        if name in names[:at]:
+            raise PolicyError(f"{where}: expected each {what} once, but {name!r} is there twice")
+
+
+def _check_limited(who: str, policy: StopPolicy) -> None:
+    """Refuse a policy that cannot be held to a smaller depth, as a trace or a profile may ask for."""
+    depth = max(policy.max_depth - 1, 0)
+    try:
+        shorter = policy.limited(depth)
+    except AttributeError as error:  # of a frozen dataclass, or a property
+        raise PolicyError(f"{who}.max_depth: expected an attribute that can be set on a copy ({error})") from None
+    if not isinstance(shorter, StopPolicy) or not _is_count(shorter.max_depth) or shorter.max_depth > depth:
+        raise PolicyError(f"{who}.limited: expected limited({depth}) to draft no deeper than {depth}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value with its kind, in short."""
+    text = "".join(c if c.isprintable() else "?" for c in reprlib.repr(value))
+    return text if value is None or isinstance(value, bool) else f"the {type(value).__name__} {text}"

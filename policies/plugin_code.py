@@ -1,0 +1,153 @@
+"""Running code of plugins: what it raises is a `PolicyError`, what it prints goes to standard error, and what it changes of
+the settings that all code of the process shares is put back.
+
+Classes of specstop itself are run as they are: their decisions take microseconds, and their errors are bugs to be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _device
+
+from .errors import PolicyFailure, SpecstopError
+
+PACKAGE = __name__.partition(".")[0] + "."
+LONGEST = 300
+"""Characters of an error's own text that are shown."""
+
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return None
+
+
+def _set_folder(folder: str | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
+
+
+def _autocast(kind: str) -> Setting:
+    return lambda: torch.is_autocast_enabled(kind), lambda on: torch.set_autocast_enabled(kind, on)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (lambda: _device.CURRENT_DEVICE, torch.set_default_device),  # `get_default_device` takes several microseconds
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    _autocast("cpu"),
+    _autocast("cuda"),
+)
+"""How to read and set what is compared after every decision: other numbers, or an error, would follow for the models."""
+
+STATES: tuple[Setting, ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (np.geterr, lambda kept: np.seterr(**kept)),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_folder, _set_folder),
+)
+"""The same for what is put back, besides, once a plugin is imported or made."""
+
+
+NAMES = ("name", "features", "vectors", "trims", "first", "max_depth")
+"""What a policy says of itself, on which a round in progress relies."""
+
+FACTS = attrgetter(*NAMES)
+
+
+def own(policy: object) -> bool:
+    """Whether its class is part of specstop."""
+    return type(policy).__module__.startswith(PACKAGE)
+
+
+def reason(error: BaseException) -> str:
+    """Return an error as one line; the kind is left out where specstop's own errors say it all."""
+    try:
+        text = str(error)
+    except Exception:  # its own code runs here too
+        text = ""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:LONGEST]
+    kind = type(error).__name__
+    return text if isinstance(error, SpecstopError) and text else f"{kind}: {text}" if text else kind
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether it is no failure of a plugin: Ctrl-C, or what specstop raises itself, errors and interruptions."""
+    return isinstance(error, KeyboardInterrupt) or type(error).__module__.startswith(PACKAGE)
+
+
+class Contained:
+    """A block that runs code of a plugin.
+
+    Any exception is its failure, a `SystemExit` as well.
+
+    Args:
+        who: a policy, or text; and
+        doing: what is done and fails: they begin the message of the `PolicyFailure`.
+    """
+
+    __slots__ = ("_doing", "_facts", "_settings", "_streams", "_who")
+
+    def __init__(self, who: Any, doing: str) -> None:
+        self._who, self._doing = who, doing
+
+    def __enter__(self) -> None:
+        self._facts = None if isinstance(self._who, str) else FACTS(self._who)
+        self._settings = [read() for read, _ in SETTINGS]
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        out, sys.stderr = self._streams
+        if out is not sys.stderr:  # else another thread is in such a block, and puts it back
+            sys.stdout = out
+        for (read, put_back), before in zip(SETTINGS, self._settings, strict=True):
+            if read() != before:
+                put_back(before)
+        why = "" if error is None or _passes(error) else reason(error)
+        if self._facts is not None and FACTS(self._who) != self._facts:
+            for name, before in zip(NAMES, self._facts, strict=True):
+                setattr(self._who, name, before)
+            why = why or "it changed what the policy says of itself; what a policy remembers belongs into its state"
+        if why:
+            raise PolicyFailure(f"{self._facts[0] if self._facts else self._who}: {self._doing}: {why}") from error
+
+
+_BARE = contextlib.nullcontext()
+
+
+def contained(policy: Any, method: str) -> contextlib.AbstractContextManager[None]:
+    """Return the block in which a method of a policy is called."""
+    return _BARE if own(policy) else Contained(policy, f"{method}() failed")
+
+
+@contextlib.contextmanager
+def loading(who: str, doing: str) -> Iterator[None]:
+    """Run a block that imports or makes a plugin, which may take its time: more is put back, filters of warnings too."""
+    kept = [read() for read, _ in STATES]
+    try:
+        with warnings.catch_warnings(), Contained(who, doing):
+            yield
+    finally:
+        for (_, put_back), before in zip(STATES, kept, strict=True):
+            put_back(before)

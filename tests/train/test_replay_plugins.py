@@ -1,0 +1,104 @@
+"""Plugins in replay: a failure is one line that ends it, and what a plugin writes into changes no figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from specstop.collect.store import Trace
+from specstop.policies.baselines_bandit import Bandit
+from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.costs import Profile
+from specstop.policies.errors import PolicyFailure
+from specstop.train.report.evaluate import evaluate
+from specstop.train.traces.data import TraceArrays, trace_arrays
+from specstop.train.traces.replay import Replayed, replay
+from torch import Tensor
+
+
+class Good(StopPolicy):
+    """Drafts on after likely tokens."""
+
+    features, name, max_depth = ("drawn_prob",), "mine", 4
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        return step.alive & (step.features[..., 0] > 0.3), state
+
+
+def fail(*args: Any) -> Any:
+    raise SystemExit("bye")
+
+
+@pytest.fixture(scope="module")
+def arrays(traces: dict[float, Trace]) -> TraceArrays:
+    return trace_arrays(traces[0.7])
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"start": fail}, r"^mine: start\(\) failed: SystemExit: bye$"),
+        ({"keep": fail}, r"^mine: keep\(\) failed: SystemExit: bye$"),
+        ({"select": fail}, r"^mine: select\(\) failed: SystemExit: bye$"),
+        ({"observe": fail}, r"^mine: observe\(\) failed: SystemExit: bye$"),
+        ({"keep": lambda *args: 1 / 0}, r"^mine: keep\(\) failed: ZeroDivisionError: division by zero$"),
+        ({"keep": lambda self, step, state: None}, r"^mine: keep\(\) must return \(mask, state\), not NoneType$"),
+        (
+            {"keep": lambda self, step, state: (step.alive[:1], state)},
+            r"^mine: keep\(\) must return shape \(8, 1\) on cpu, not \(1, 1\) on cpu$",
+        ),
+        ({"select": lambda self, tree, state: 3}, r"^mine: select\(\) must return a bool tensor, not int$"),
+    ],
+)
+def test_a_failure_is_one_line_that_names_the_policy(
+    arrays: TraceArrays, traces: dict[float, Trace], profile: Profile, methods: dict[str, Any], message: str
+) -> None:
+    policy = type("Bad", (Good,), methods)()
+    with pytest.raises(PolicyFailure, match=message):
+        replay(arrays, policy, profile)
+    with pytest.raises(PolicyFailure, match=message.replace("8, 1", "1, 1") if "1, 1" not in message else "keep"):
+        evaluate(traces[0.7], profile.with_decisions({"mine": 1e-5}), [policy])
+
+
+def test_an_arm_of_a_bandit_that_fails_is_named(arrays: TraceArrays, profile: Profile) -> None:
+    with pytest.raises(PolicyFailure, match=r"^mine: keep\(\) failed: SystemExit: bye$"):
+        replay(arrays, Bandit([type("Bad", (Good,), {"keep": fail})()]), profile)
+
+
+def scribbling(write: Callable[[Any], Any]) -> StopPolicy:
+    """The good policy, which then writes into all that it was shown."""
+
+    class Scribbles(Good):
+        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+            answer = super().keep(step, state)
+            for shown in (step.parent, step.features, step.alive):
+                write(shown)
+            step.alive[answer[0]] = True  # what it takes away there it has not kept
+            return answer
+
+        def select(self, tree: Any, state: State) -> Tensor:
+            answer: Tensor = tree.drawn.clone()
+            for shown in vars(tree).values():
+                write(shown)
+            return answer
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            for shown in vars(outcome).values():
+                write(shown)
+            return state
+
+    return Scribbles()
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_what_it_writes_into_what_it_is_shown_changes_nothing(
+    arrays: TraceArrays, profile: Profile, value: int
+) -> None:
+    def figures(policy: StopPolicy) -> Replayed:
+        return replay(arrays, policy, profile)
+
+    good, bad = figures(Good()), figures(scribbling(lambda shown: shown.fill_(value)))
+    for field in ("tokens", "seconds", "drafted", "verified", "accepted", "log", "history"):
+        assert torch.equal(getattr(good, field), getattr(bad, field)), field
