@@ -55,7 +55,7 @@ def check_policy(policy: Any) -> StopPolicy:
     if own(policy):
         return policy
     who = type(policy).__name__
-    with Contained(who, "what it says of itself cannot be read"):
+    with Contained(who, "reading what it says of itself"):
         for name, (expected, fits) in ATTRIBUTES.items():
             if not fits(value := getattr(policy, name)):
                 raise PolicyError(f"{who}.{name}: expected {expected}, not {_shown(value)}")

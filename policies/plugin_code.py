@@ -41,36 +41,30 @@ def _set_folder(folder: str | None) -> None:
         os.chdir(folder)
 
 
-def _autocast(kind: str) -> Setting:
-    return lambda: torch.is_autocast_enabled(kind), lambda on: torch.set_autocast_enabled(kind, on)
+def _settings() -> tuple[Any, ...]:
+    """Return what is compared after every decision: other numbers, or an error, would follow for the models."""
+    return torch.get_default_dtype(), _device.CURRENT_DEVICE, torch.is_grad_enabled(), torch.get_num_threads()
 
 
-SETTINGS: tuple[Setting, ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (lambda: _device.CURRENT_DEVICE, torch.set_default_device),  # `get_default_device` takes several microseconds
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_num_threads, torch.set_num_threads),
-    _autocast("cpu"),
-    _autocast("cuda"),
-)
-"""How to read and set what is compared after every decision: other numbers, or an error, would follow for the models."""
+_SETTERS = (torch.set_default_dtype, torch.set_default_device, torch.set_grad_enabled, torch.set_num_threads)
 
 STATES: tuple[Setting, ...] = (
     (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (np.geterr, lambda kept: np.seterr(**kept)),
+    (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (_folder, _set_folder),
 )
-"""The same for what is put back, besides, once a plugin is imported or made."""
+"""How to read and set what is put back, besides, once a plugin is imported or made."""
 
 
-NAMES = ("name", "features", "vectors", "trims", "first", "max_depth")
+FACTS = ("trims", "first", "max_depth")
 """What a policy says of itself, on which a round in progress relies."""
 
-FACTS = attrgetter(*NAMES)
+_facts = attrgetter(*FACTS)
 
 
 def own(policy: object) -> bool:
@@ -97,11 +91,11 @@ def _passes(error: BaseException) -> bool:
 class Contained:
     """A block that runs code of a plugin.
 
-    Any exception is its failure, a `SystemExit` as well.
+    Any exception is its failure, a `SystemExit` as well. Standard output is for results, so what it prints goes elsewhere.
 
     Args:
         who: a policy, or text; and
-        doing: what is done and fails: they begin the message of the `PolicyFailure`.
+        doing: what fails: they begin the message of the `PolicyFailure`.
     """
 
     __slots__ = ("_doing", "_facts", "_settings", "_streams", "_who")
@@ -110,8 +104,8 @@ class Contained:
         self._who, self._doing = who, doing
 
     def __enter__(self) -> None:
-        self._facts = None if isinstance(self._who, str) else FACTS(self._who)
-        self._settings = [read() for read, _ in SETTINGS]
+        self._facts = None if self._who.__class__ is str else _facts(self._who)
+        self._settings = _settings()
         self._streams = sys.stdout, sys.stderr
         sys.stdout = sys.stderr
 
@@ -121,24 +115,26 @@ class Contained:
         out, sys.stderr = self._streams
         if out is not sys.stderr:  # else another thread is in such a block, and puts it back
             sys.stdout = out
-        for (read, put_back), before in zip(SETTINGS, self._settings, strict=True):
-            if read() != before:
-                put_back(before)
-        why = "" if error is None or _passes(error) else reason(error)
-        if self._facts is not None and FACTS(self._who) != self._facts:
-            for name, before in zip(NAMES, self._facts, strict=True):
+        if (settings := _settings()) != self._settings:
+            for put_back, now, before in zip(_SETTERS, settings, self._settings, strict=True):
+                if now != before:
+                    put_back(before)
+        why = "" if error is None or _passes(error) else f"failed: {reason(error)}"
+        if self._facts is not None and _facts(self._who) != self._facts:
+            for name, before in zip(FACTS, self._facts, strict=True):
                 setattr(self._who, name, before)
-            why = why or "it changed what the policy says of itself; what a policy remembers belongs into its state"
+            why = why or f"must not change {', '.join(FACTS)} of its policy: what a policy remembers is its state"
         if why:
-            raise PolicyFailure(f"{self._facts[0] if self._facts else self._who}: {self._doing}: {why}") from error
+            who = self._who if self._facts is None else self._who.name
+            raise PolicyFailure(f"{who}: {self._doing} {why}") from error
 
 
 _BARE = contextlib.nullcontext()
 
 
 def contained(policy: Any, method: str) -> contextlib.AbstractContextManager[None]:
-    """Return the block in which a method of a policy is called."""
-    return _BARE if own(policy) else Contained(policy, f"{method}() failed")
+    """Return the block in which a method of a policy, such as `keep()`, is called."""
+    return _BARE if own(policy) else Contained(policy, method)
 
 
 @contextlib.contextmanager

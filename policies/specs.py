@@ -188,7 +188,7 @@ def _usage(point: EntryPoint) -> str:
 
 
 def _load(point: EntryPoint) -> Callable[..., Any]:
-    with loading("--policy", f"the plugin {point.name!r} ({point.value}) cannot be loaded"):
+    with loading("--policy", f"loading the plugin {point.name!r} ({point.value})"):
         build: Callable[..., Any] = point.load()
     if not callable(build):
         raise PolicyError(
@@ -199,7 +199,7 @@ def _load(point: EntryPoint) -> Callable[..., Any]:
 
 def _takes(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of what makes a policy."""
-    with loading(where, "what it takes cannot be read"):
+    with loading(where, "reading what it takes"):
         return inspect.signature(build).parameters
 
 
@@ -207,7 +207,7 @@ def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> S
     """Make a policy, and check what it says of itself."""
     where = f"--policy: {text!r}"
     takes = _takes(build, where)
-    with loading(where, "it cannot be made"):
+    with loading(where, "making it"):
         try:
             inspect.Signature([*takes.values()]).bind(**arguments)
         except TypeError as error:

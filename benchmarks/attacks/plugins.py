@@ -81,12 +81,12 @@ PRINTED = (f"print('{SAYS} hello')", f"sys.stdout.write('{SAYS} x\\n')", f"print
 CHANGED = (
     "torch.set_default_dtype(torch.float16)", "torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')",
  "torch.set_grad_enabled(False)", "torch.set_num_threads(3)",
-    "torch.set_autocast_enabled('cpu', True)", "sys.stdout = open(os.devnull, 'w')", "sys.stderr = open(os.devnull, 'w')",
+    "sys.stdout = open(os.devnull, 'w')", "sys.stderr = open(os.devnull, 'w')",
 )  # fmt: skip
 SEEDED = (
     "torch.manual_seed(3)", "random.seed(3)", "np.random.seed(3)", "np.seterr(all='raise')", "os.chdir('/')",
     "torch.use_deterministic_algorithms(True)", "torch.set_float32_matmul_precision('medium')",
-    "warnings.simplefilter('error')", "warnings.simplefilter('ignore')",
+    "torch.set_autocast_enabled('cpu', True)", "warnings.simplefilter('error')", "warnings.simplefilter('ignore')",
 )  # fmt: skip
 ATTRIBUTES = (
     "features = 'top1'", "features = None", "features = 5", "features = ('entrpy',)", "features = ('top1', 'top1')",
@@ -108,13 +108,7 @@ ANSWERS = (
     "(step.alive.to('meta'), state)", "(np.ones((1, 1), dtype=bool), state)", "(step.alive, state, 1)", "([True], state)",
 )  # fmt: skip
 SHORT = ("None", "True", "(None, state)", "(float('nan'), state)", "('yes', state)", "(torch.ones(1).bool(), state)")
-ITSELF = (
-    "self.trims = True",
-    "self.first = None",
-    "self.max_depth = 'x'",
-    "self.features = ()",
-    "type(self).name = None",
-)
+ITSELF = ("self.trims = True", "self.first = None", "self.max_depth = 'x'", "type(self).first = -1")
 
 
 @dataclass(frozen=True)

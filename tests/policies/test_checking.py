@@ -53,7 +53,7 @@ WRONG: list[tuple[str, Any, str]] = [
         f"unknown feature the str 'entrpy' (did you mean 'entropy'?); known: {', '.join(FEATURES)}",
     ),
     ("features", ("top1", "top1"), "expected each feature once, but 'top1' is there twice"),
-    ("features", property(fail), "what it says of itself cannot be read: KeyError: 'inside a plugin'"),
+    ("features", property(fail), "reading what it says of itself failed: KeyError: 'inside a plugin'"),
     (
         "vectors",
         "draft_hidden",
@@ -105,7 +105,7 @@ def test_a_wrong_attribute_is_named_with_what_was_expected_and_what_came(
     with pytest.raises(PolicyError) as caught:
         check_policy(made(attribute, value))
     text = str(caught.value)
-    where = "Odd: " if "cannot be read" in message else f"Odd.{attribute}: "
+    where = "Odd: " if "reading" in message else f"Odd.{attribute}: "
     assert text.startswith(where + message) and "\n" not in text
 
 

@@ -151,12 +151,12 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "default device": (torch.get_default_device, lambda: torch.set_default_device("meta")),
     "gradients": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
     "threads": (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
-    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.set_autocast_enabled("cpu", True)),
     "standard output": (lambda: sys.stdout, lambda: setattr(sys, "stdout", io.StringIO())),
     "standard error": (lambda: sys.stderr, lambda: setattr(sys, "stderr", io.StringIO())),
 }
 
 STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda: torch.set_autocast_enabled("cpu", True)),
     "torch's numbers": (lambda: torch.get_rng_state().tolist(), lambda: torch.manual_seed(3)),
     "random's numbers": (random.getstate, lambda: random.seed(3)),
     "numpy's numbers": (lambda: repr(np.random.get_state()), lambda: np.random.seed(3)),  # noqa: NPY002
@@ -199,12 +199,12 @@ def test_what_a_decision_changes_is_put_back(setting: str) -> None:
 def test_what_a_plugin_changes_while_it_is_loaded_is_put_back(setting: str) -> None:
     read, change = {**SETTINGS, **STATES}[setting]
     before = read()
-    with loading("--policy", "it cannot be made"):
+    with loading("--policy", "making it"):
         change()
     assert read() == before
     with (
-        pytest.raises(PolicyFailure, match=r"^--policy: it cannot be made: SystemExit$"),
-        loading("--policy", "it cannot be made"),
+        pytest.raises(PolicyFailure, match=r"^--policy: making it failed: SystemExit$"),
+        loading("--policy", "making it"),
     ):
         change()
         raise SystemExit
@@ -224,7 +224,9 @@ def test_a_users_own_default_device_is_put_back_too() -> None:
 def test_a_policy_that_changes_what_it_says_of_itself_fails_and_stays_as_it_was(change: dict[str, Any]) -> None:
     policy = Plugin()
     policy.deed = lambda: vars(policy).update(change)
-    with pytest.raises(PolicyFailure, match=r"^plugin: keep\(\) failed: it changed what the policy says of itself; "):
+    with pytest.raises(
+        PolicyFailure, match=r"^plugin: keep\(\) must not change trims, first, max_depth of its policy: "
+    ):
         calls(policy)["keep"]()
     ((name, _),) = change.items()
     assert getattr(policy, name) == getattr(Plugin, name)
