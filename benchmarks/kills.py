@@ -45,7 +45,7 @@ EARLY = 0.1
 """Share of the kills that fall before collecting begins."""
 AIMED = 0.2
 """Share of the others that are aimed at a write, which is short."""
-PATIENCE_S = 300.0
+PATIENCE_S = 3600.0
 
 
 @dataclass
