@@ -53,7 +53,8 @@ def main() -> int:
     where = pair_folder(options)
     pair = load_pair(where / "target", where / "draft")
     bars = Bars()
-    for temperature in TEMPERATURES[-1:] if options.quick else TEMPERATURES:
+    temperatures = TEMPERATURES[-1:] if options.quick else TEMPERATURES
+    for temperature in temperatures:
         profile: Profile | None = None
         for tree in (None, *options.tree):
             name = f"T={temperature:g}, {tree or 'chain'}"

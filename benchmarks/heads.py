@@ -131,8 +131,9 @@ def main() -> int:
     options = parser.parse_args()
     if len(options.pair) != len(options.text):
         parser.error(f"expected a --text for each --pair, got {len(options.text)} for {len(options.pair)}")
-    counts = (24, 12) if options.quick else (TRAIN, TEST)
-    tokens = 48 if options.quick else 128
+    counts = (16, 8) if options.quick else (TRAIN, TEST)
+    tokens = 32 if options.quick else 128
+    temperatures = options.temperature or (TEMPERATURES[-1:] if options.quick else TEMPERATURES)
     bars = Bars()
     try:
         pairs = [] if options.only_pairs else [(own_pair(options), documents(options))]
@@ -143,7 +144,7 @@ def main() -> int:
         return 2
     work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
     for where, prompts in cut:
-        for temperature in options.temperature or TEMPERATURES:
+        for temperature in temperatures:
             place = prepare(where, prompts, temperature, work, tokens)
             plain = load_pair(where / "target", where / "draft", engine="plain")
             bars.figures[place.name] = compare(place, plain, bars.missed, options.scalars)

@@ -47,9 +47,10 @@ SPECS_TREES = ("ddd:-1.3?begin=1&every=1", "eagle:8", "opt:0.2?nodes=8", "c2t:3"
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7], help="temperatures to run at")
+    parser.add_argument("--temperature", type=float, nargs="+", help="temperatures to run at; a check needs two")
     parser.add_argument("--shape", nargs="+", default=["chain", TREE], help="chain, or trees; a check needs both")
     options = parser.parse_args()
+    temperatures = options.temperature or ([0.7] if options.quick else [0.0, 0.7])
     bars = Bars()
     with tempfile.TemporaryDirectory() as out:
         folder = pair_folder(options)
@@ -57,11 +58,11 @@ def main() -> int:
         count, tokens = (4, 32) if options.quick else (40, 128)
         prompts = read_prompts(folder / "prompts-test.jsonl", count)
         other = read_prompts(folder / "prompts-train.jsonl", 12 if options.quick else 64)
-        for temperature in options.temperature:
+        for temperature in temperatures:
             for shape in options.shape:
                 tree = None if shape == "chain" else shape
                 live(pair, prompts, other, tokens, temperature, tree, Path(out), bars)
-    whole = len(options.temperature) > 1 and len(options.shape) > 1 and len(prompts) >= 40
+    whole = len(temperatures) > 1 and len(options.shape) > 1 and len(prompts) >= 40
     return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens", whole)
 
 

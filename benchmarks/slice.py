@@ -45,7 +45,7 @@ def main() -> int:
     options = arguments(
         __doc__, out="folder for traces, policies, reports and figures; default: a temporary one"
     ).parse_args()
-    sizes = Sizes(24, 12, 4, 48, DEPTH) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
+    sizes = Sizes(16, 8, 4, 32, DEPTH) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-slice-"))
     bars, pair = Bars(), pair_folder(options)
     for temperature in (0.0, 0.7):

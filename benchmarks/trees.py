@@ -84,8 +84,9 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
     parser.add_argument("--machine", choices=MACHINES, action="append", help="only this one; may be repeated")
     options = parser.parse_args()
-    counts = {"train": 24, "test": 12} if options.quick else {"train": 160, "test": 240}
-    tokens, nodes = (48, 40) if options.quick else (128, 160)
+    counts = {"train": 16, "test": 8} if options.quick else {"train": 160, "test": 240}
+    tokens, nodes = (32, 24) if options.quick else (128, 160)
+    temperatures = options.temperature or (TEMPERATURES[-1:] if options.quick else TEMPERATURES)
     try:
         where = pair_folder(options)
         pair = load_pair(where / "target", where / "draft")
@@ -96,7 +97,7 @@ def main() -> int:
         return 2
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-trees-"))
     bars = Bars()
-    for temperature in options.temperature or TEMPERATURES:
+    for temperature in temperatures:
         run = Run(pair, where, folder / f"T={temperature:g}", temperature, prompts, tokens, nodes, options.reuse)
         profile = run.profile()
         for kind in options.machine or MACHINES:
