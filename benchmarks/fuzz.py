@@ -17,9 +17,7 @@ from typing import Any
 
 from bars import NO_PAIR, Bars, arguments
 
-FAMILIES = ("policy_folders", "profiles", "commands")
-FAMILIES = ("policy_folders", "profiles", "configs")
-FAMILIES = ("policy_folders", "profiles", "plugins")
+FAMILIES = ("policy_folders", "profiles", "commands", "configs", "plugins")
 
 
 def main() -> int:
