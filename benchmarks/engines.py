@@ -37,6 +37,7 @@ from pairs import pair_folder
 from specstop.collect import collect, read_prompts
 from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import CostTable, Profile
 from specstop.train.serve import deploy_sglang as sglang
 from specstop.train.serve import deploy_vllm as vllm
@@ -150,7 +151,7 @@ def record(folder: Path, scratch: Path) -> tuple[Trace, Profile]:
     prompts = read_prompts(folder / "prompts-train.jsonl", 24)
     traces = collect(pair, prompts, scratch / "traces", depth=8, max_new_tokens=64, temperature=0.0)
     ids = [pair.tokenizer(prompt.text).input_ids for prompt in prompts[:8]]
-    return traces, measure_profile(pair, ids, depth=8, new_tokens=32, repeats=1)
+    return traces, measure_profile(pair, ids, depth=8, new_tokens=32, effort=Effort(repetitions=1))
 
 
 def growing(profile: Profile, share: float) -> Profile:

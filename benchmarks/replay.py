@@ -23,7 +23,7 @@ from specstop.collect.run import collect, reading_room
 from specstop.collect.store import Trace
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.alternate import run_alternating
-from specstop.decode.profile import Gauge, loop_decisions
+from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.features import TOKEN_FEATURES
@@ -72,7 +72,7 @@ def live(
 ) -> None:  # fmt: skip
     """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding.
 
-    Costs are measured on other prompts: decisions before the comparison, the rest by a gauge in between its texts.
+    Costs are measured on other prompts: decisions before the comparison, the rest by a calibration run in between its texts.
     """
     at = f"{tree or 'chain'}, T={temperature:g}"
     options = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
@@ -82,16 +82,18 @@ def live(
     )
     arrays = trace_arrays(held)
     ids, known = (encode(side, pair.tokenizer, reading_room(pair, tokens)) for side in (prompts, other))
-    gauge = Gauge(pair, known, depth=DEPTH, temperature=temperature, tree=tree)
+    calibration = CalibrationRun(pair, known, depth=DEPTH, temperature=temperature, new_tokens=96, tree=tree)
     for number in range(4):
-        gauge.play(number)
-    before = gauge.profile()
+        calibration.play(number)
+    before = calibration.profile()
     policies = shipped(arrays, seen, before, tree)
     decisions = loop_decisions(pair, policies, known, settings, before)
     before = before.with_measured_decisions(decisions)
     runs = [Speculator(pair, policy, settings, before) for policy in policies]
-    found = run_alternating(runs, list(zip([p.id for p in prompts], ids, strict=True)), gauge=gauge, gauge_every=2)
-    profile = gauge.profile().with_measured_decisions(decisions)
+    found = run_alternating(
+        runs, list(zip([p.id for p in prompts], ids, strict=True)), calibration=calibration, calibrate_every=2
+    )
+    profile = calibration.profile().with_measured_decisions(decisions)
     rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
     predicted = [replay(arrays, policy, profile).rate for policy in policies]
     worst, total, ties, wrong = 0.0, 0, 0, 0

@@ -28,6 +28,7 @@ from specstop.decode.alternate import run_alternating
 from specstop.decode.cache import CachedModel
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import gumbel, match_scores
+from specstop.decode.profile.measuring import Effort
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
@@ -45,7 +46,7 @@ def main() -> int:
     options = arguments(
         __doc__, out="folder for traces, policies, reports and figures; default: a temporary one"
     ).parse_args()
-    sizes = Sizes(16, 8, 4, 32, DEPTH) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
+    sizes = Sizes(16, 8, 4, 32, DEPTH, Effort(repetitions=2)) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-slice-"))
     bars, pair = Bars(), pair_folder(options)
     for temperature in (0.0, 0.7):
@@ -77,14 +78,14 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, DEPTH)
-    gauge = offline.gauge()
+    calibration = offline.calibration()
     ways = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
-    runs = run_alternating(ways, prompts, gauge=gauge, seed=SEED, progress=progress)
+    runs = run_alternating(ways, prompts, calibration=calibration, seed=SEED, progress=progress)
     tag = f"T={temperature:g}"
     texts(offline, temperature, sizes, prompts, policies, runs, bars)
     replays = [replay(arrays, policy, offline.profile) for policy in policies]
     rounds(offline, temperature, policies, runs, replays, bars)
-    lines = compare_live(runs, policies, arrays, gauge.profile().with_decisions(offline.profile.decision_s))
+    lines = compare_live(runs, policies, arrays, calibration.profile().with_decisions(offline.profile.decision_s))
     print(f"{'policy':<16}{'tokens/s':>9}{'predicted':>11}{'measured':>10}{'miss':>8}   quartiles over prompts")
     for line in lines:
         print(

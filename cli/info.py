@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _NAMED = 6
 
+UNJUDGED = "nothing says how noisy the machine was: the timings of these costs were not kept, or the costs were edited"
+
 
 def info(
     path: Annotated[Path, typer.Argument(help="A trace folder, a policy folder, or a profile.")],
@@ -193,6 +195,7 @@ def _profile(path: Path) -> dict[str, Any]:
     profile = Profile.load(path)
     return {
         "kind": "profile",
+        "verdict": UNJUDGED if profile.noise is None else profile.noise.text,
         **{
             f"{side} context ({table.context:.0f}): {name}": value
             for side, table in (("short", profile.low), ("long", profile.high))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from .options import (
     Target,
     Temperature,
 )
+from .streams import say
 
 
 def profile(
@@ -38,7 +40,10 @@ def profile(
     depth: Depth = 10,
     temperature: Temperature = 0.0,
     tree: Annotated[str | None, typer.Option(help="Time rounds of this tree too: 4,2,2,1, fork:4x5, ...")] = None,
-    repeats: Annotated[int, typer.Option(help="Texts timed at each context length.")] = 4,
+    budget: Annotated[float, typer.Option(help="Seconds at most; a quiet machine needs a fraction of them.")] = 90.0,
+    repeats: Annotated[
+        int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     engine: Engine = "auto",
@@ -52,6 +57,7 @@ def profile(
     from ..collect.prompts import encode
     from ..collect.run import facts, reading_room
     from ..decode.profile import measure_profile
+    from ..decode.profile.measuring import Effort
     from ..policies.costs import MARK
     from ..policies.outputs import claim_file, refuse_inputs
     from ..policies.specs import load_policy
@@ -59,8 +65,10 @@ def profile(
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
-    if repeats < 1:
+    if repeats is not None and repeats < 1:
         raise InputError(f"--repeats: expected 1 or more, not {repeats}")
+    if not 0.0 < budget < math.inf:
+        raise InputError(f"--budget: expected seconds above 0, not {budget:g}")
     with progress_bars(quiet or json) as progress:
         names = find_pair(target, draft, progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]
@@ -73,11 +81,13 @@ def profile(
             tree=tree,
             temperature=temperature,
             policies=rules,
-            repeats=repeats,
+            effort=Effort(budget, repetitions=repeats),
             facts=facts(pair),
             progress=progress,
         )
     measured.save(out)
+    if measured.noise is not None and measured.noise.is_noisy:
+        say(f"warning: {measured.noise.text}")
     save_config(saved.parent, saved.name)
     from .info import _profile
 

@@ -8,11 +8,11 @@ from typing import Protocol
 from ..policies.progress import Progress, silent
 from .loop import Speculator
 from .noise import stream_key
-from .profile import Gauge
+from .profile import CalibrationRun
 from .records import Generation
 
-GAUGE_EVERY = 3
-"""Prompts between two texts of the gauge, where there are dozens of them."""
+CALIBRATE_EVERY = 3
+"""Prompts between two calibration runs, where there are dozens of prompts."""
 
 
 class Runner(Protocol):
@@ -26,8 +26,8 @@ def run_alternating(
     runs: Sequence[Runner],
     prompts: Sequence[tuple[str, Sequence[int]]],
     *,
-    gauge: Gauge | None = None,
-    gauge_every: int = GAUGE_EVERY,
+    calibration: CalibrationRun | None = None,
+    calibrate_every: int = CALIBRATE_EVERY,
     seed: int = 0,
     progress: Progress = silent,
 ) -> list[list[Generation]]:
@@ -36,8 +36,8 @@ def run_alternating(
     Args:
         runs: the ways.
         prompts: (id, token ids); the first one is decoded once more at the start, to warm up.
-        gauge: plays its texts in between, so that a profile of these very minutes comes out.
-        gauge_every: prompts between two of its texts.
+        calibration: run in between, so that a profile of these very minutes comes out.
+        calibrate_every: prompts between two calibration runs.
         seed: of the streams.
         progress: see `Progress`.
 
@@ -53,7 +53,7 @@ def run_alternating(
         for turn in range(len(runs)):
             which = (turn + number) % len(runs)
             out[which].append(runs[which].generate(tokens, stream_key(seed, name)))
-        if gauge is not None and number % gauge_every == 0:
-            gauge.play(number // gauge_every)
+        if calibration is not None and number % calibrate_every == 0:
+            calibration.play(number // calibrate_every)
         progress("live", number + 1, len(prompts))
     return out

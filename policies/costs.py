@@ -217,7 +217,7 @@ class Profile:
     @cached_property
     def noise(self) -> Noise | None:
         """How noisy the machine was; None of costs that were not measured, or before measurements were kept."""
-        return judge(self.measurements) if self._is_measured else None
+        return judge(self.measurements.leaving(DECISIONS)) if self._is_measured else None
 
     @cached_property
     def _is_measured(self) -> bool:

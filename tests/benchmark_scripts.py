@@ -29,6 +29,12 @@ def family(name: str) -> ModuleType:
     return importlib.import_module(f"attacks.{name}")
 
 
+def part(name: str) -> ModuleType:
+    """Return the module `noise.<name>`, a part of `noisy_profiles.py`."""
+    _reachable()
+    return importlib.import_module(f"noise.{name}")
+
+
 def _reachable() -> None:
     """Let the scripts import what they share."""
     if str(BENCHMARKS) not in sys.path:

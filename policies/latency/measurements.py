@@ -67,9 +67,13 @@ class Measurements:
     def _every(self) -> dict[Key, Seconds]:
         return {key: np.concatenate(parts) for key, parts in self._arrays.items()}
 
-    def only(self, *kinds: str) -> Measurements:
-        """Return those whose `what` is one of `kinds`."""
-        return Measurements({key: series for key, series in self.series.items() if key.what in kinds})
+    def only(self, what: str) -> Measurements:
+        """Return those of one kind."""
+        return Measurements({key: series for key, series in self.series.items() if key.what == what})
+
+    def leaving(self, what: str) -> Measurements:
+        """Return those of all kinds but one."""
+        return Measurements({key: series for key, series in self.series.items() if key.what != what})
 
     def without(self, what: str, of: str) -> Measurements:
         """Return those of everything else."""
@@ -161,9 +165,8 @@ def collected(repetitions: Sequence[Mapping[Key, Sequence[float]]]) -> Measureme
         repetitions: the seconds of each, by what was timed.
     """
     keys = sorted({key for seconds in repetitions for key in seconds})
-    return Measurements(
-        {
-            key: tuple(tuple(max(round(s / NS), 0) for s in seconds.get(key, ())) for seconds in repetitions)
-            for key in keys
-        }
-    )
+    return Measurements({key: tuple(_nanoseconds(seconds.get(key, ())) for seconds in repetitions) for key in keys})
+
+
+def _nanoseconds(seconds: Sequence[float]) -> tuple[int, ...]:
+    return tuple(np.rint(np.asarray(seconds, dtype=np.float64) / NS).clip(0).astype(np.int64).tolist())

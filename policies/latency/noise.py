@@ -1,25 +1,24 @@
-"""How noisy the machine was while a profile was measured: spread, stalls, phases and drift, of the timings themselves."""
+"""How noisy the machine was while something was timed: spread, stalls, phases and drift, of the timings themselves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
-from .estimate import FIRST, LATER, OUTSIDE, PLAIN, VERIFY
+from .estimate import DECISIONS, VERIFY
 from .measurements import Key, Measurements, Seconds
 
-ROUND_PARTS = (VERIFY, PLAIN, FIRST, LATER, OUTSIDE)
-"""What the seconds of a chain round are made of."""
-
 FEWEST = 4
-"""Timings from which on their quartiles tell something."""
+"""Timings of a thing from which on their quartiles tell something, and repetitions from which on their pace does."""
 
 STALLED = 2.0
 """Times the median from which on a timing is a stall."""
 
-SPREAD, STALLS, PHASES, DRIFT = 0.35, 0.03, 0.15, 0.10
+SPREAD, STALLS, PHASES, DRIFT = 0.35, 0.02, 0.15, 0.1
 """The most of each figure that a quiet machine shows; see `Noise`."""
 
 REMEDY = "close other programs and measure again, or raise --budget"
@@ -27,16 +26,16 @@ REMEDY = "close other programs and measure again, or raise --budget"
 
 @dataclass(frozen=True)
 class Noise:
-    """What the timings of a profile say of the machine.
+    """What timings say of the machine.
 
     Attributes:
-        repetitions: of the whole set of texts.
-        spread: interquartile range over median of the verifications of a size, the mean over sizes.
+        repetitions: of the whole set.
+        spread: interquartile range over median of the timings of a thing, the mean over things, by their seconds.
         stalls: share of the seconds that timings took beyond `STALLED` times their median.
-        phases: how much slower the slow repetitions (90th percentile) were than the fast ones (10th), relative.
+        phases: how much slower the slowest repetition was than the fastest one, relative.
         drift: how much slower the machine grew from the first repetition to the last, relative; negative: faster.
-        lasting: repetitions that a slow phase spans, at least 1: what is drawn in one piece in a bootstrap.
-        worst: the verification whose timings differ most: (tokens, fastest, mean, slowest seconds).
+        lasting: repetitions that are drawn in one piece in a bootstrap, at least 1; more where slow phases span some.
+        worst: the thing whose timings differ most: its name, and its fastest, mean and slowest seconds.
     """
 
     repetitions: int
@@ -45,83 +44,83 @@ class Noise:
     phases: float
     drift: float
     lasting: int
-    worst: tuple[int, float, float, float]
+    worst: tuple[str, float, float, float]
 
     @property
     def reasons(self) -> list[str]:
         """What is beyond that of a quiet machine, in words; nothing of a quiet one."""
         said = []
         if self.spread > SPREAD:
-            said.append(f"timings of the same verification differed by {self.spread:.0%} between quartiles")
+            said.append(f"timings of the same size differed by {self.spread:.0%} between their quartiles")
         if self.stalls > STALLS:
             said.append(f"stalls took {self.stalls:.0%} of the time")
         if self.phases > PHASES:
-            said.append(f"slow stretches took {1.0 + self.phases:.2g} times as long as fast ones")
+            said.append(f"the slowest stretch took {1.0 + self.phases:.2f} times as long as the fastest")
         if abs(self.drift) > DRIFT:
             said.append(f"it grew {'slower' if self.drift > 0 else 'faster'} by {abs(self.drift):.0%} while measuring")
         return said
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the machine was busy with something else, or changed its pace."""
+        """Whether the machine was busy with something else, or changed its pace, be it for a moment."""
         return bool(self.reasons)
 
     @property
     def text(self) -> str:
-        """One line for the console."""
-        tokens, least, mean, most = self.worst
-        took = f"verifications of {tokens} tokens took {_ms(least)} to {_ms(most)} ms (mean {_ms(mean)})"
+        """One line: the verdict and its figures."""
+        name, least, mean, most = self.worst
+        took = f"{name} took {_ms(least)} to {_ms(most)} ms (mean {_ms(mean)})"
         if self.is_noisy:
             return f"this machine was busy: {'; '.join([took, *self.reasons])}; {REMEDY}"
-        return f"quiet: {took}, spread {self.spread:.2f}, {self.repetitions} repetitions"
+        return f"this machine was quiet: {took}; spread {self.spread:.2f} in {self.repetitions} repetitions"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict and its figures as plain values."""
+        figures = asdict(self)
+        del figures["worst"], figures["lasting"]
+        return {"machine": "busy" if self.is_noisy else "quiet", **figures}
 
 
 def judge(measurements: Measurements) -> Noise | None:
-    """Return how noisy the machine was; None where no round was timed."""
-    rounds = measurements.only(*ROUND_PARTS)
-    timed = {key: values for key, values in rounds.by_repetition().items() if sum(map(len, values)) >= FEWEST}
-    if not any(key.what == VERIFY for key in timed):
+    """Return how noisy the machine was; None where nothing was timed often enough to tell."""
+    series = {k: v for k, v in measurements.by_repetition().items() if sum(values.size for values in v) >= FEWEST}
+    timed = [one for one in (_Timed(key, seconds) for key, seconds in series.items()) if one.middle > 0.0]
+    if not timed:
         return None
-    middles = {key: float(np.median(np.concatenate(values))) for key, values in timed.items()}
-    pace = _pace(timed, middles)
-    low, middle, high = np.quantile(pace, [0.1, 0.5, 0.9]).tolist()
+    pace = _pace(timed)
+    total = sum(one.total for one in timed)
     return Noise(
         len(pace),
-        _spread(timed),
-        _stalls(timed, middles),
-        (high - low) / low,
-        _drift(pace) / middle,
+        sum((one.three_quarters - one.quarter) / one.middle * one.total for one in timed) / total,
+        sum(one.stalled for one in timed) / total,
+        float(pace.max() / pace.min()) - 1.0,
+        _drift(pace) / float(np.median(pace)),
         _lasting(pace),
         _worst(timed),
     )
 
 
-def _pace(timed: dict[Key, list[Seconds]], middles: dict[Key, float]) -> Seconds:
+class _Timed:
+    """One thing timed: its seconds, the repetition of each, and figures of them."""
+
+    def __init__(self, key: Key, series: Sequence[Seconds]) -> None:
+        self.key, self.seconds = key, np.concatenate(series)
+        self.repetition = np.repeat(np.arange(len(series)), [values.size for values in series])
+        quartiles: list[float] = np.quantile(self.seconds, [0.25, 0.5, 0.75]).tolist()
+        self.quarter, self.middle, self.three_quarters = quartiles
+        self.total = float(self.seconds.sum())
+        self.stalled = float((self.seconds - STALLED * self.middle).clip(0.0).sum())
+
+
+def _pace(timed: Sequence[_Timed]) -> Seconds:
     """Return by repetition its seconds over what they are at the median of each thing timed; stalls count up to theirs."""
-    count = max(map(len, timed.values()))
+    count = 1 + max(int(one.repetition.max()) for one in timed)
     taken, usual = np.zeros(count), np.zeros(count)
-    for key, repetitions in timed.items():
-        for at, values in enumerate(repetitions):
-            taken[at] += np.minimum(values, STALLED * middles[key]).sum()
-            usual[at] += middles[key] * values.size
-    return taken[usual > 0] / usual[usual > 0]
-
-
-def _stalls(timed: dict[Key, list[Seconds]], middles: dict[Key, float]) -> float:
-    """Return the share of the seconds beyond `STALLED` times the median."""
-    every = {key: np.concatenate(values) for key, values in timed.items()}
-    beyond = sum(float((values - STALLED * middles[key]).clip(0.0).sum()) for key, values in every.items())
-    return beyond / sum(float(values.sum()) for values in every.values())
-
-
-def _spread(timed: dict[Key, list[Seconds]]) -> float:
-    """Return the mean over sizes and contexts of the interquartile range of verifications over their median."""
-    shares = []
-    for key, values in timed.items():
-        if key.what == VERIFY:
-            quarter, middle, three = np.quantile(np.concatenate(values), [0.25, 0.5, 0.75]).tolist()
-            shares.append((three - quarter) / middle)
-    return float(np.mean(shares))
+    for one in timed:
+        taken += np.bincount(one.repetition, np.minimum(one.seconds, STALLED * one.middle), count)
+        usual += one.middle * np.bincount(one.repetition, minlength=count)
+    pace: Seconds = taken[usual > 0] / usual[usual > 0]
+    return pace
 
 
 def _drift(pace: Seconds) -> float:
@@ -147,12 +146,18 @@ def _lasting(pace: Seconds) -> int:
     return 2 * len(list(takewhile(lambda share: share > chance, shares)))
 
 
-def _worst(timed: dict[Key, list[Seconds]]) -> tuple[int, float, float, float]:
-    """Return (tokens, fastest, mean, slowest) of the verification whose slowest is furthest from its fastest."""
-    every = {key: np.concatenate(values) for key, values in timed.items() if key.what == VERIFY}
-    key = max(every, key=lambda one: float(every[one].max() - every[one].min()))
-    values = every[key]
-    return key.counts[0], float(values.min()), float(values.mean()), float(values.max())
+def _worst(timed: Sequence[_Timed]) -> tuple[str, float, float, float]:
+    """Return (name, fastest, mean, slowest) of what differs most, of the verifications where there are some."""
+    named = [one for one in timed if one.key.what == VERIFY] or timed
+    worst = max(named, key=lambda one: float(one.seconds.max() - one.seconds.min()))
+    least, most = float(worst.seconds.min()), float(worst.seconds.max())
+    return _described(worst.key), least, float(worst.seconds.mean()), most
+
+
+def _described(key: Key) -> str:
+    if key.what == VERIFY:
+        return f"verifications of {key.counts[0]} tokens"
+    return f"decisions of {key.of}" if key.what == DECISIONS else " ".join([key.what, key.of, *map(str, key.counts)])
 
 
 def _ms(seconds: float) -> str:

@@ -200,6 +200,8 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "an unknown data type": (lambda p: [*p.decode, "--dtype", "float31"], "float31"),
     "an unknown device": (lambda p: [*p.decode, "--device", "gpu"], "gpu"),
     "no repeats": (lambda p: [*p.profile, "--repeats", 0], "--repeats: expected 1 or more"),
+    "no budget": (lambda p: [*p.profile, "--budget", 0], "--budget: expected seconds above 0, not 0"),
+    "an endless budget": (lambda p: [*p.profile, "--budget", "inf"], "--budget: expected seconds above 0, not inf"),
     "an unknown policy": (lambda p: [*p.decode, "--policy", "confidense:0.4"], "did you mean 'confidence'?"),
     "an unknown policy to evaluate": (lambda p: [*p.evaluate, "--policy", "fixd:4"], "did you mean 'fixed'?"),
     "no policy folder": (lambda p: [*p.decode, "--policy", p / "nowhere"], "nowhere does not exist"),

@@ -13,6 +13,7 @@ from specstop.decode.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.baselines import FixedLength
 from specstop.policies.baselines_adaptive import Heuristic
 from specstop.policies.costs import Profile
@@ -20,7 +21,7 @@ from specstop.policies.errors import InputError
 from specstop.policies.folder import load_policy_folder
 from specstop.train.demo.demo import DEMO_HEADS, Demo, Sizes, demo
 
-SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3)
+SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3, effort=Effort(repetitions=2))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...collect.prompts import encode, read_prompts
@@ -11,7 +11,8 @@ from ...collect.store import Trace
 from ...decode.alternate import run_alternating
 from ...decode.loop import Speculator
 from ...decode.pair import Pair, load_pair
-from ...decode.profile import Gauge, loop_decisions, measure_profile
+from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
+from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.contract import StopPolicy
@@ -29,17 +30,20 @@ from .pair import demo_pair
 
 DEMO_HEADS = ("logistic", "tokens", "mlp", "xgboost")
 PROFILE_PROMPTS = 16
+LIVE_TOKENS = 96
+"""Of the texts that are timed between the live ones, of which there are few."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much the demo does: prompts to train on, to evaluate, to decode live; tokens of each text; depth K."""
+    """How much the demo does: prompts to train on, to evaluate, to decode live; tokens of each text; depth K; the profile."""
 
     train: int = 112
     test: int = 80
     live: int = 9
     tokens: int = 128
     depth: int = 10
+    effort: Effort = field(default_factory=Effort)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,15 @@ class Offline:
     report: Report
     profile_prompts: list[list[int]]
 
-    def gauge(self) -> Gauge:
-        """Return a gauge on the prompts of the profile, for a live comparison."""
-        return Gauge(self.models, self.profile_prompts, depth=self.arrays.depth, temperature=self.profile.temperature)
+    def calibration(self) -> CalibrationRun:
+        """Return a calibration run on the prompts of the profile, for a live comparison."""
+        return CalibrationRun(
+            self.models,
+            self.profile_prompts,
+            depth=self.arrays.depth,
+            temperature=self.profile.temperature,
+            new_tokens=LIVE_TOKENS,
+        )
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,7 @@ def _offline(
         ids["train"][:PROFILE_PROMPTS],
         depth=sizes.depth,
         temperature=temperature,
+        effort=sizes.effort,
         facts=facts(models),
         progress=progress,
     )
@@ -212,10 +223,13 @@ def _live(offline: Offline, temperature: float, sizes: Sizes, seed: int, progres
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, sizes.depth)
-    gauge = offline.gauge()
+    calibration = offline.calibration()
     runs = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
-    generations = run_alternating(runs, prompts, gauge=gauge, gauge_every=1, seed=seed, progress=progress)
-    return compare_live(generations, policies, arrays, gauge.profile().with_decisions(offline.profile.decision_s))
+    generations = run_alternating(
+        runs, prompts, calibration=calibration, calibrate_every=1, seed=seed, progress=progress
+    )
+    profile = calibration.profile().with_decisions(offline.profile.decision_s)
+    return compare_live(generations, policies, arrays, profile)
 
 
 def _named(progress: Progress, side: str) -> Progress:

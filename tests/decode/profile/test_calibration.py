@@ -17,9 +17,11 @@ from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.matching import Match
 from specstop.decode.pair import Pair
-from specstop.decode.profile import TWICE, Scripted, add_decisions, loop_decisions, measure_decision, measure_profile
+from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, measure_profile
+from specstop.decode.profile.measuring import Effort
+from specstop.decode.profile.script import TWICE, Scripted
+from specstop.decode.profile.trees import TreeRun
 from specstop.decode.sampling import Sampler
-from specstop.decode.tree_gauge import TreeGauge
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import CostTable, Price, Profile
@@ -30,6 +32,7 @@ from torch import Tensor
 from zoo import ZOO
 
 DEPTH = 4
+THRICE = Effort(repetitions=3)
 PROMPTS = [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]
 TICK = 1e-5
 EXACT = 1e-6  # sums and differences of a clock near 1 s
@@ -88,7 +91,7 @@ def test_a_stopwatch_adds_up_what_the_clock_says(ticking: list[float]) -> None:
 
 
 def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:
-    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3)
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE)
     for table in (profile.low, profile.high):
         assert table.draft_s == pytest.approx((DRAFT, DRAFT + SECOND), rel=EXACT)
         assert table.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
@@ -102,7 +105,7 @@ def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:
 
 def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
     """The profile's prices of the rounds of another run, whose prompt is longer, add up to its seconds."""
-    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3)
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE)
     for policy in (FixedLength(3), ZOO["trimming"].limited(DEPTH)):
         generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
         for r in generation.rounds:
@@ -112,7 +115,7 @@ def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
 
 def test_longer_contexts_cost_more_where_they_do(pair: Pair, clock: list[float]) -> None:
     clock[1] = 2e-5
-    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=4)
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=Effort(repetitions=4))
     span = profile.high.context - profile.low.context
     for low, high in zip(profile.low.verify_s, profile.high.verify_s, strict=True):
         assert high - low == pytest.approx(2e-5 * span, rel=0.5), "contexts vary by 60 tokens within a text"
@@ -120,7 +123,7 @@ def test_longer_contexts_cost_more_where_they_do(pair: Pair, clock: list[float])
 
 
 def test_a_depth_of_one_and_of_none(pair: Pair, clock: list[float]) -> None:
-    one = measure_profile(pair, PROMPTS, depth=1, new_tokens=30, repeats=1)
+    one = measure_profile(pair, PROMPTS, depth=1, new_tokens=30, effort=Effort(repetitions=1))
     assert len(one.low.verify_s) == 2
     assert one.low.draft_s[0] == pytest.approx(DRAFT, rel=EXACT)
     assert one.low.draft_s[1] == pytest.approx(DRAFT + SECOND, rel=EXACT)
@@ -128,7 +131,7 @@ def test_a_depth_of_one_and_of_none(pair: Pair, clock: list[float]) -> None:
 
 def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: Pair, clock: list[float]) -> None:
     """At the short context no backlog is long enough to tell it."""
-    profile = measure_profile(pair, [p[:3] for p in PROMPTS], depth=DEPTH, new_tokens=60, repeats=2)
+    profile = measure_profile(pair, [p[:3] for p in PROMPTS], depth=DEPTH, new_tokens=60, effort=Effort(repetitions=2))
     assert profile.high.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
     assert profile.low.draft_token_s == pytest.approx(FURTHER, rel=1e-4)
 
@@ -138,7 +141,7 @@ def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair,
     calls: list[tuple[str, int, int]] = []
     profile = measure_profile(
         pair, PROMPTS, depth=DEPTH, temperature=0.7, policies=[Confidence(0.3, DEPTH), ZOO["trimming"]],
-        new_tokens=30, repeats=1, facts={"device": "here"}, progress=lambda *call: calls.append(call),
+        new_tokens=30, effort=Effort(repetitions=1), facts={"device": "here"}, progress=lambda *call: calls.append(call),
     )  # fmt: skip
     for table in (profile.low, profile.high):
         numbers = (*table.draft_s, *table.verify_s, table.context)
@@ -154,7 +157,7 @@ def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair,
     assert profile.facts["rounds"] > 10
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
-    assert calls == [("profile", i, 4) for i in range(1, 5)]
+    assert calls == [("profile", 0, 1), ("profile", 1, 1)]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4, 10])
@@ -247,7 +250,7 @@ def test_only_missing_decisions_are_measured(profile: Profile) -> None:
 )
 def test_prompts_that_give_no_two_contexts_are_refused(pair: Pair, prompts: list[list[int]], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        measure_profile(pair, prompts, depth=2, new_tokens=80, repeats=1)
+        measure_profile(pair, prompts, depth=2, new_tokens=80, effort=Effort(repetitions=1))
 
 
 def test_the_record_is_plain_json(profile: Profile) -> None:
@@ -296,13 +299,13 @@ def test_a_second_step_on_cold_caches_is_found_again(
         return read(self, tokens, *args, **more)
 
     monkeypatch.setattr(CachedModel, "read", cold)
-    table = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=2).low
+    table = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=Effort(repetitions=2)).low
     assert table.second_draft_s is not None and table.later_draft_s is not None
     assert table.second_draft_s - table.later_draft_s == pytest.approx(4e-4, abs=1e-5)
 
 
 def test_plain_decoding_costs_the_same_in_a_profile_of_trees(pair: Pair, clock: list[float]) -> None:
-    profile = measure_profile(pair, PROMPTS, depth=2, new_tokens=40, repeats=2, tree="2,1")
+    profile = measure_profile(pair, PROMPTS, depth=2, new_tokens=40, effort=Effort(repetitions=2), tree="2,1")
     for table in (profile.low, profile.high):
         assert table.tree_verify_s[0] == (0, table.verify_s[0])
         assert [count for count, _ in table.tree_verify_s] == sorted({count for count, _ in table.tree_verify_s})
@@ -317,7 +320,7 @@ def assert_costs_of_trees(profile: Profile) -> None:
 
 
 def test_known_costs_of_trees_are_found_again(pair: Pair, clock: list[float]) -> None:
-    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1"))
+    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1"))
 
 
 def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
@@ -330,7 +333,7 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
         return accept(self, found, sent, *more)
 
     monkeypatch.setattr(Match, "accept", timed)
-    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1")
+    profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1")
     assert profile.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
     assert profile.tree_outside_s == pytest.approx((ROUND + STEP + branching, STEP, 0.0), abs=EXACT)
 
@@ -338,9 +341,9 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
 def test_minutes_in_which_the_machine_was_slow_make_trees_no_dearer(
     pair: Pair, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, read, slow = TreeGauge.play, CachedModel.read, [False]
+    play, read, slow = TreeRun.play, CachedModel.read, [False]
 
-    def slowly(self: TreeGauge, *args: Any) -> Any:
+    def slowly(self: TreeRun, *args: Any) -> Any:
         slow[0] = True
         timed = play(self, *args)
         slow[0] = False
@@ -352,6 +355,6 @@ def test_minutes_in_which_the_machine_was_slow_make_trees_no_dearer(
         clock[0] += (clock[0] - before) if slow[0] else 0.0
         return logits
 
-    monkeypatch.setattr(TreeGauge, "play", slowly)
+    monkeypatch.setattr(TreeRun, "play", slowly)
     monkeypatch.setattr(CachedModel, "read", timed)
-    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, repeats=3, tree="3,2,1,1"))
+    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1"))

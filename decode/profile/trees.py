@@ -16,17 +16,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ..policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_PATH, TREE_VERIFY
-from ..policies.latency.measurements import Key
-from .candidates import Candidates
-from .decide import Logits
-from .loop import Speculator
-from .noise import mix_one
-from .observer import Seen
-from .pair import Pair
-from .records import Round
-from .settings import Settings
+from ...policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_PATH, TREE_VERIFY
+from ...policies.latency.measurements import Key
+from ..candidates import Candidates
+from ..decide import Logits
+from ..loop import Speculator
+from ..noise import mix_one
+from ..observer import Seen
+from ..pair import Pair
+from ..records import Round
+from ..settings import Settings
 
 PATHS = 3
 """One of so many rounds is a single path."""
@@ -127,8 +127,8 @@ class _Watching:
             self.rounds.append(_Played(seen.record, fed, is_path))
 
 
-class TreeGauge:
-    """The costs of one topology in the making; texts are played when it suits, as with `profile.Gauge`.
+class TreeRun:
+    """Texts that are decoded with one topology, to time the parts of rounds that branch.
 
     Args:
         pair: on its device.

@@ -1,0 +1,67 @@
+"""`specstop profile` on this machine: beside two busy loops it warns, without them it does not and is done within 20 s."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bars import Bars
+from pairs import pair_folder
+
+RUNS, LOOPS, MOST_S = 3, 2, 20.0
+QUICK_BUDGET_S = 5.0
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep so many cores busy meanwhile."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def profiled(pair: Path, out: Path, budget_s: float | None) -> tuple[dict[str, Any], float]:
+    """Return what `specstop profile` says of a pair, and the seconds of the whole command."""
+    command = "from specstop.cli.main import run; run()"
+    call = [sys.executable, "-c", command, "profile", "--target", pair / "target", "--draft", pair / "draft"]
+    call += ["--prompts", pair / "prompts-train.jsonl", "--out", out, "--overwrite", "--json"]
+    call += ["--budget", budget_s] if budget_s else []
+    began = time.monotonic()
+    done = subprocess.run(list(map(str, call)), capture_output=True)
+    seconds = time.monotonic() - began
+    if done.returncode:
+        raise SystemExit(f"specstop profile ended with {done.returncode}: {done.stderr.decode()[-500:]}")
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said, seconds
+
+
+def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
+    """Add the bars of real runs, quiet and beside busy loops in turns, and return what was compared."""
+    pair, runs = pair_folder(options), 1 if options.quick else RUNS
+    budget_s = QUICK_BUDGET_S if options.quick else None
+    found: dict[str, list[bool]] = {"quiet": [], "busy": []}
+    spent = []
+    for number in range(runs):
+        for name, loops in (("quiet", 0), ("busy", LOOPS)):
+            with busy_loops(loops):
+                said, seconds = profiled(pair, folder / f"{name}-{number}.json", budget_s)
+            found[name].append(said["machine"] == "busy")
+            print(f"{name} run {number + 1}: {seconds:.1f} s; {said['verdict']}", flush=True)
+            if not loops:
+                spent.append(seconds)
+    for name, wanted in (("quiet", False), ("busy", True)):
+        right = sum(warned == wanted for warned in found[name])
+        bars.add(f"{name} runs", right, right == runs, f"{right} of {runs} {'' if wanted else 'not '}warned of")
+    bars.add("seconds of a quiet profile", max(spent), max(spent) <= MOST_S, f"{max(spent):.1f} (at most {MOST_S:.0f})")
+    return f"{runs} profiles of {pair.name} beside {LOOPS} busy loops and {runs} without"

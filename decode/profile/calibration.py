@@ -1,0 +1,208 @@
+"""Calibration runs: texts decoded through the round loop itself, driven by scripted lengths, to time the parts of a round.
+
+Timings of forwards in isolation miss a good part of what a round costs, so the loop runs as it is, on prompts that no
+prediction is made for, with a script in the place of the policy: every length 0..K equally often, in shuffled order, and
+plain decoding beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...policies.baselines import FixedLength
+from ...policies.contract import StopPolicy
+from ...policies.costs import Profile
+from ...policies.errors import InputError
+from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
+from ...policies.latency.measurements import Key, Measurements, collected
+from ...policies.progress import Progress, silent
+from ..loop import Speculator
+from ..pair import Pair
+from ..records import Generation
+from ..settings import Settings
+from .decisions import decision_case
+from .measuring import Case, Clock, Effort, Seconds, measure
+from .script import Scripted
+from .trees import TreeRun
+
+NEW_TOKENS = 48
+"""Of a text: so few that a repetition is over within a second on a small pair."""
+
+PROBED, SHORTEST = 8, 16
+"""Tokens of the texts that tell how fast a pair is, and the fewest of others."""
+
+WARM_UPS = (0, 1)
+"""Keys of the texts that warm up: together they draft nearly all lengths, each of which may have to be captured once."""
+
+
+def measure_profile(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    depth: int = 10,
+    temperature: float = 0.0,
+    policies: Sequence[StopPolicy] = (),
+    new_tokens: int = NEW_TOKENS,
+    effort: Effort | None = None,
+    facts: Mapping[str, Any] | None = None,
+    progress: Progress = silent,
+    tree: str | None = None,
+    clock: Clock = time.perf_counter,
+) -> Profile:
+    """Measure what draft steps, verifications and everything around them cost.
+
+    Args:
+        pair: on its device.
+        prompts: token ids; not the ones that predictions are made for. They are laid end to end to reach a short and
+            a long context.
+        depth: K, the longest chain timed.
+        temperature: of the sampling.
+        policies: whose decisions are timed, features included.
+        new_tokens: decoded from each context; fewer where a pair is too slow for the budget.
+        effort: how long to measure.
+        facts: kept in the profile.
+        progress: see `Progress`.
+        tree: a topology whose rounds are timed too.
+        clock: what the budget is counted by.
+
+    Returns:
+        The profile with all its measurements; `noise` says whether the machine was quiet.
+    """
+    effort = effort or Effort()
+
+    def calibration(tokens: int) -> CalibrationRun:
+        return CalibrationRun(pair, prompts, depth=depth, temperature=temperature, new_tokens=tokens, tree=tree)
+
+    if effort.repetitions is None:
+        new_tokens = _affordable(calibration(min(PROBED, new_tokens)), new_tokens, effort, clock)
+    run = calibration(new_tokens)
+    cases = {
+        **run.cases(),
+        **{policy.cost_name: decision_case(pair, policy, prompts, run.settings) for policy in policies},
+    }
+    return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
+
+
+def _affordable(probe: CalibrationRun, most: int, effort: Effort, clock: Clock) -> int:
+    """Return how many tokens a text may have, at most `most`, for the budget to hold the fewest repetitions."""
+    probe.play(0)  # what is set up once does not count
+    begun = clock()
+    probe.play(0)
+    a_token = (clock() - begun) / (len(WARM_UPS) * probe.settings.max_new_tokens)
+    room = effort.budget_s / (effort.fewest + len(WARM_UPS))
+    return most if a_token * most <= room else min(most, max(SHORTEST, int(room / a_token)))
+
+
+class CalibrationRun:
+    """Texts that are decoded to time the parts of a round: in turns of their own, or between those of a live comparison.
+
+    A shared machine changes its pace within minutes, and not equally for all sizes; what is compared with a prediction
+    is best timed in the same minutes as the profile that it is made from.
+
+    Args:
+        pair, prompts, depth, temperature, new_tokens, tree: as of `measure_profile`.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        prompts: Sequence[Sequence[int]],
+        *,
+        depth: int,
+        temperature: float,
+        new_tokens: int = NEW_TOKENS,
+        tree: str | None = None,
+    ) -> None:
+        self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
+        self._prompts = prompts
+        self._lengths = _lengths(pair, prompts, new_tokens)
+        self._script = Speculator(pair, Scripted(depth), self.settings)
+        # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
+        self._plain = Speculator(pair, FixedLength(0), self.settings)
+        self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens) if tree else None
+        self._played: list[Seconds] = []
+        self._contexts: tuple[list[int], list[int]] = [], []
+
+    def cases(self) -> dict[str, Case]:
+        """Return what is to be timed in turns: chains, plain decoding among them, and trees."""
+        return {"chains": self._chains, **({"trees": self._trees} if self._tree else {})}
+
+    def play(self, number: int) -> None:
+        """Time all cases once, for `profile`; number 0 only warms up."""
+        seconds = {key: values for case in self.cases().values() for key, values in case(number).items()}
+        if number:
+            self._played.append(seconds)
+
+    def profile(self, facts: Mapping[str, Any] | None = None) -> Profile:
+        """Return the profile of the texts played so far, at least one after the warm-up; `facts` are kept in it."""
+        return self.told(collected(self._played), facts)
+
+    def told(self, measurements: Measurements, facts: Mapping[str, Any] | None = None) -> Profile:
+        """Return the profile that the measurements of its cases tell."""
+        short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
+        depth, temperature = self.settings.max_depth, self.settings.temperature
+        made = Profile.measured(measurements, (short, long), depth, temperature)
+        noise = made.noise.to_dict() if made.noise else {}
+        return dataclasses.replace(made, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
+
+    def _chains(self, number: int) -> Seconds:
+        """Decode a text at each context, scripted and plain."""
+        if not number:
+            for key in WARM_UPS:
+                for tokens in self._texts(key):
+                    self._script.generate(tokens, key), self._plain.generate(tokens, key)
+            return {}
+        timed: dict[Key, list[float]] = defaultdict(list)
+        for side, tokens in enumerate(self._texts(number)):
+            scripted, plain = self._script.generate(tokens, number), self._plain.generate(tokens, number)
+            _add_rounds(timed, CONTEXTS[side], scripted, plain)
+            self._contexts[side].extend(r.context for r in scripted.rounds if not r.cut)
+        return timed
+
+    def _trees(self, number: int) -> Seconds:
+        assert self._tree is not None
+        return self._tree.play(number, self._texts(number))
+
+    def _texts(self, number: int) -> list[list[int]]:
+        """Return the short and the long prompt of a repetition."""
+        return [_stretch(self._prompts, length, number) for length in self._lengths]
+
+
+def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation) -> None:
+    """Add the timings of a scripted text and of a plain one at one context; rounds that were cut short are none."""
+    timed[Key(PREFILL, side, (scripted.prompt_tokens,))].append(scripted.prefill_s)
+    for r in scripted.rounds:
+        if r.cut:
+            continue
+        timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
+        timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
+        if r.drafted:
+            timed[Key(FIRST, side, (r.backlog,))].append(r.first_draft_s)
+        if r.drafted > 1:
+            timed[Key(LATER, side, (r.drafted,))].append(r.draft_s)
+    timed[Key(PLAIN, side)].extend(r.verify_s for r in plain.rounds if not r.cut)
+
+
+def _lengths(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
+    """Return the lengths of the short and the long prompt."""
+    if not prompts or not all(prompts):
+        raise InputError("profile: expected at least one prompt, and none empty")
+    short = int(statistics.median(map(len, prompts)))
+    long = min(4 * short, pair.readable - new_tokens)
+    if long <= short:
+        raise InputError(f"profile: the prompts leave no room for {new_tokens} new tokens; give shorter ones")
+    return short, long
+
+
+def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
+    """Return `length` tokens of the prompts laid end to end, beginning with prompt `start`."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens.extend(prompts[start % len(prompts)])
+        start += 1
+    return tokens[:length]

@@ -1,0 +1,145 @@
+"""What decisions cost, features included: in the loop, as a part of rounds, or alone where there are no models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ...policies.checking import check_policy
+from ...policies.contract import StopPolicy, checked_start
+from ...policies.costs import Profile
+from ...policies.history import HistoryOne
+from ...policies.latency.estimate import DECISIONS
+from ...policies.latency.measurements import Key, Measurements
+from ...policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from ..candidates import Candidates
+from ..decide import Decider, Logits
+from ..loop import Speculator
+from ..pair import Pair
+from ..settings import Settings, Stopwatch
+from ..topology import chain
+from .measuring import Case, Effort, Seconds, measure
+
+EFFORT = Effort(repetitions=8)
+"""Texts that decisions are timed on where nobody says otherwise, and stretches of time where there is no text."""
+
+EACH = 25
+"""Decisions of a stretch of time."""
+
+HIDDEN = 1024
+"""Width of hidden states that nobody has told."""
+
+SCRATCH = 1536
+"""Rows of the matrix whose product clears the caches."""
+
+
+def decision_case(
+    pair: Pair,
+    policy: StopPolicy,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    profile: Profile | None = None,
+) -> Case:
+    """Return the case of a policy's decisions in the live loop, a text each time."""
+    speculator = Speculator(pair, policy, settings, profile)
+
+    def case(number: int) -> Seconds:
+        seconds: dict[Key, list[float]] = defaultdict(list)
+        for r in speculator.generate(prompts[number % len(prompts)], number).rounds:
+            if r.decisions:
+                seconds[Key(DECISIONS, policy.cost_name, (r.decisions,))].append(r.policy_s)
+        return seconds
+
+    return case
+
+
+def loop_decisions(
+    pair: Pair,
+    policies: Sequence[StopPolicy],
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    profile: Profile | None = None,
+    effort: Effort = EFFORT,
+) -> Measurements:
+    """Return the timings of decisions by `cost_name`, features included, as texts of the live loop have them, in turns.
+
+    With a profile what a policy hears of each round, the seconds among it, is a part of the price.
+    """
+    return measure({p.cost_name: decision_case(pair, p, prompts, settings, profile) for p in policies}, effort)
+
+
+@torch.inference_mode()
+def measure_decision(
+    policy: StopPolicy,
+    vocabulary: int,
+    temperature: float = 0.0,
+    device: torch.device | str = "cpu",
+    widths: Mapping[str, int] | None = None,
+) -> Measurements:
+    """Return the timings of a round's first decision after a drawn token, features included, for one stream.
+
+    It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by vector, as the header of
+    a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
+    """
+    decision = _decision_alone(policy, vocabulary, temperature, device, widths)
+    key = Key(DECISIONS, policy.cost_name, (1,))
+    return measure({policy.cost_name: lambda number: {key: [decision() for _ in range(EACH)]}}, EFFORT)
+
+
+def _decision_alone(
+    policy: StopPolicy,
+    vocabulary: int,
+    temperature: float,
+    device: torch.device | str,
+    widths: Mapping[str, int] | None,
+) -> Callable[[], float]:
+    """Return what takes one decision, and the time of it."""
+    generator = torch.Generator().manual_seed(0)
+    scratch = torch.ones(SCRATCH, SCRATCH, device=device)
+    sizes = {**dict.fromkeys(policy.vectors, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
+    hidden = {
+        name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.vectors
+    }
+    asked = max(1, policy.first)
+    decide, tree = Decider(policy, widths=sizes), chain(asked + 1)
+    state = checked_start(policy, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
+
+    def decision() -> float:
+        nonlocal state
+        logits = (3.0 * torch.randn(1, vocabulary, generator=generator, device="cpu")).to(device)
+        found = Candidates.at([0], tree)
+        for depth in range(asked):
+            found.add(depth, depth + 1, int(logits.argmax(-1)))
+        base = decide.base(
+            logits, found.tokens[1], found.tokens[0], HistoryOne(), temperature, hidden.get(TARGET_HIDDEN)
+        )
+        if policy.first == 0:
+            _, state = decide(0, base, None, state, found, [0])
+        drawn = Logits(logits, None, logits, [0], hidden.get(DRAFT_HIDDEN))
+        level = None
+        for depth in range(1, asked):
+            level = decide.level(found, [depth], drawn, temperature, level)
+        scratch @ scratch[:8].T
+        watch = Stopwatch(scratch.device)
+        watch.start()
+        level = decide.level(found, [asked], drawn, temperature, level)
+        _, state = decide(asked, base, level, state, found, [asked])
+        watch.lap("policy")
+        return watch.laps["policy"]
+
+    return decision
+
+
+def add_decisions(
+    profile: Profile, policies: Sequence[StopPolicy], vocabulary: int, widths: Mapping[str, int] | None = None
+) -> Profile:
+    """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
+    for policy in policies:
+        check_policy(policy)
+    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
+    for policy in missing.values():
+        timed = measure_decision(policy, vocabulary, profile.temperature, widths=widths)
+        profile = profile.with_measured_decisions(timed)
+    return profile

@@ -1,0 +1,62 @@
+"""`specstop profile` and what `info` says of a profile: how noisy the machine was, in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import cli
+from specstop.decode.profile.measuring import BUDGET_S, Effort
+from specstop.policies.costs import Profile
+from timed import timed_profile
+
+
+@pytest.fixture
+def asked(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command asks for; the answer is the profile under `found`."""
+    asked: dict[str, Any] = {"found": timed_profile(profile, jitter=0.01)}
+
+    def measure_profile(*args: Any, **more: Any) -> Profile:
+        asked.update(more)
+        answer: Profile = asked["found"]
+        return answer
+
+    monkeypatch.setattr("specstop.decode.profile.measure_profile", measure_profile)
+    return asked
+
+
+@pytest.fixture
+def command(pair_folder: Path, tmp_path: Path) -> list[object]:
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
+    models = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    return ["profile", *models, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "p.json"]
+
+
+def test_a_quiet_profile_is_written_without_a_word(asked: dict[str, Any], command: list[object]) -> None:
+    answer = cli(*command, "--json")
+    assert (answer.code, answer.err) == (0, "")
+    said = json.loads(answer.out)
+    assert said["verdict"].startswith("this machine was quiet: verifications of ")
+    assert asked["effort"] == Effort(BUDGET_S, repetitions=None)
+
+
+def test_a_noisy_one_is_written_with_a_warning(
+    asked: dict[str, Any], command: list[object], profile: Profile, tmp_path: Path
+) -> None:
+    asked["found"] = timed_profile(profile, jitter=0.5)
+    answer = cli(*command, "--budget", 30, "--repeats", 7, "--json")
+    (line,) = answer.err.splitlines()
+    assert answer.code == 0 and line.startswith("warning: this machine was busy: verifications of ")
+    assert line.endswith("close other programs and measure again, or raise --budget")
+    assert line.removeprefix("warning: ") == json.loads(answer.out)["verdict"]
+    assert asked["effort"] == Effort(30.0, repetitions=7)
+    assert Profile.load(tmp_path / "p.json") == asked["found"]
+    assert "this machine was busy" in " ".join(cli("info", tmp_path / "p.json").out.split())
+
+
+def test_a_profile_that_kept_no_timings_says_so(profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "old.json")
+    verdict = json.loads(cli("info", tmp_path / "old.json", "--json").out)["verdict"]
+    assert verdict.startswith("nothing says how noisy the machine was")
