@@ -5,8 +5,9 @@
 
 BEFORE and AFTER are folders of checkouts or git revisions; each is installed once, without dependencies, into an environment
 of its own that shares what is installed here. A round runs a script once with AFTER and twice with BEFORE, in processes of
-their own and in an order that turns round by round; the first run of each state is not counted. Each state runs its own copy
-of the script, or where BEFORE has none that of AFTER. Of each number in the last lines (`--key` chooses) it gives
+their own and in an order that turns round by round; the first run of each state is not counted. Each state runs its own
+copy of the script, or where BEFORE has none that of AFTER; `--copy` gives both the same. Of each number in the last lines
+(`--key` chooses) it gives
 
 - AFTER over BEFORE with a 95% interval: Student's t on the logarithms of the rounds' ratios, BEFORE being the geometric mean
   of its two runs; and median and quartiles of each state;
@@ -38,6 +39,7 @@ BAR = re.compile(r"(?P<key>.+?)\s*(?P<sign><=|>=)\s*(?P<limit>[-+.\deE]+)$")
 OWN = "decision.py"
 """The script of a run without arguments: microseconds are what a busy machine changes first."""
 
+COPIES = ("own", "before", "after")
 Figures = dict[str, float]
 
 
@@ -75,7 +77,7 @@ def main() -> int:
     if not all(limits):
         parser.error(f"--bar: expected KEY<=NUMBER or KEY>=NUMBER, got {', '.join(options.bar)}")
     passed = words[cut + 1 :] + (["--quick"] if options.quick else [])
-    passed += ["--pair", str(options.pair)] if options.pair else []
+    passed += ["--pair", str(options.pair.resolve())] if options.pair else []
     names = (options.before or str(ROOT), options.after or str(ROOT))
     rounds, sides = (2 if options.quick else options.rounds), (2 if options.no_self_check else 3)
     rows: list[Row] = []
@@ -84,7 +86,7 @@ def main() -> int:
             before = prepare(names[0], Path(room) / "before")
             after = before if names[0] == names[1] else prepare(names[1], Path(room) / "after")
             for script in options.scripts or [OWN]:
-                found = alternate(measure(script, before, after, passed), rounds, sides)
+                found = alternate(measure(script, before, after, passed, options.copy), rounds, sides)
                 rows += compare(Path(script).stem, found, options.key)
         except CheckoutError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -107,16 +109,20 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bar", action="append", default=[], metavar="KEY<=X", help="what a ratio shall be; repeatable"
     )
+    parser.add_argument("--copy", choices=COPIES, default="own", help="whose copy of the script the states run: own")
     parser.add_argument("--rounds", type=int, default=6, help="default: 6; with --quick 2")
     parser.add_argument("--resolution", type=float, default=0.05, help="how far BEFORE may be from itself: 0.05")
     parser.add_argument("--no-self-check", action="store_true", help="run BEFORE once a round, and trust the machine")
     return parser
 
 
-def measure(script: str, before: Checkout, after: Checkout, options: Sequence[str]) -> Callable[[int], Figures]:
+def measure(
+    script: str, before: Checkout, after: Checkout, options: Sequence[str], copy: str = "own"
+) -> Callable[[int], Figures]:
     """Return what runs side 0 (BEFORE), 1 (AFTER) or 2 (BEFORE again) and returns its figures, after a run of each."""
     sides = (before, after, before)
-    paths = [side.script(script, after) for side in sides]
+    owners = {"own": sides, "before": (before,) * 3, "after": (after,) * 3}[copy]
+    paths = [owner.script(script, after) for owner in owners]
 
     def run(side: int) -> Figures:
         begin = time.perf_counter()

@@ -208,7 +208,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="X does not have valid feature names")
     bars = Bars()
-    results = measure(*((40, 2000) if options.quick else (400, ROWS)), bars)
+    results = measure(*((10, 1000) if options.quick else (400, ROWS)), bars)
     bars.figures |= {"bar_us": BAR_US, "figures": results}
     warm = [f[str(SIZES[0])]["warm"] for f in results.values()]
     compared = f"{len(results)} heads, {max(warm):.1f} us at most, warm, {SIZES[0]} logits (bar: {BAR_US:g})"

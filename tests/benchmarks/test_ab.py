@@ -199,6 +199,34 @@ def test_a_bar_that_is_not_met_is_named_and_a_failing_script_shown(
     assert "got no-such-revision" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("copy", "name", "expected"),
+    [
+        ("own", "fake", ["old", "new", "old"]),
+        ("before", "fake", ["old", "old", "old"]),
+        ("after", "fake", ["new", "new", "new"]),
+        ("own", "later", ["new", "new", "new"]),
+    ],
+)
+def test_each_state_runs_the_copy_of_a_script_that_was_asked_for(
+    ab: ModuleType, states: tuple[Path, Path], copy: str, name: str, expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    ran = []
+
+    def note(self: object, path: Path, options: Sequence[str]) -> dict[str, float]:
+        ran.append((self.name, path.parents[1].name))
+        return {}
+
+    monkeypatch.setattr(ab.Checkout, "run", note)
+    before, after = (ab.Checkout(state.name, state, Path("python")) for state in states)
+    run = ab.measure(name, before, after, [], copy)
+    assert ran == [("old", expected[0]), ("new", expected[1])], "each runs once before it counts"
+    for side in range(3):
+        run(side)
+    assert ran[2:] == list(zip(["old", "new", "old"], expected, strict=True))
+
+
 def test_a_bar_within_the_interval_or_on_an_unsure_figure_is_not_met(ab: ModuleType) -> None:
     bars = script("bars").Bars()
     sure = rows(ab, machine((5.0, 4.9, 5.0), drift=1.01))["fake.us"]
