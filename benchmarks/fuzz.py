@@ -18,6 +18,7 @@ from typing import Any
 from bars import NO_PAIR, Bars, arguments
 
 FAMILIES = ("policy_folders", "profiles", "commands", "configs", "plugins")
+FAMILIES = ("policy_folders", "profiles", "signals")
 
 
 def main() -> int:

@@ -1,0 +1,248 @@
+"""Signals at random moments: a command ends with 130 or 143 and one line, or had ended before; nothing is half-written.
+
+Each case runs one command as a process of its own and sends it SIGINT or SIGTERM after a random share of the time that the
+undisturbed command took; a fifth of them wait until something is being written. What it leaves must be whole: a trace goes
+on to the same rows, a policy or a report is the undisturbed one or not there, no file of a temporary name stays, and the
+inputs have not changed by a byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kills import same_rows
+from specstop.collect.prompts import read_prompts
+from specstop.collect.run import collect
+from specstop.collect.store import open_trace
+from specstop.decode.pair import load_pair
+from specstop.policies.costs import Profile
+from specstop.policies.errors import SpecstopError
+from specstop.policies.files import STAGE_PREFIX, sha256
+from specstop.policies.folder import load_policy_folder
+
+from .profiles import good_profiles
+from .random_pair import save_pair
+
+COUNT, QUICK = 60, 4
+"""Signals in a full run, and in a quick one."""
+
+COMMANDS = ("collect", "train", "evaluate", "demo")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AIMED = 0.2
+HEADS = ("mlp", "xgboost", "logistic", "tokens")
+RUN = "from specstop.cli.main import run; run()"
+WORDS, DEPTH, TOKENS, SHARDS = 24, 3, 16, 3
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that was sent a signal.
+
+    Attributes:
+        command: its arguments.
+        number: of the signal.
+        code: how it ended, as `subprocess` has it.
+        out, err: what it said.
+        heard: it was there to hear the signal: it had set its handlers, and had not ended.
+    """
+
+    command: tuple[str, ...]
+    number: signal.Signals
+    code: int
+    out: str
+    err: str
+    heard: bool
+
+    @property
+    def outcome(self) -> str:
+        """One or two words for the tally."""
+        before = "done before" if self.code == 0 else "before the handlers"
+        return f"{self.command[0]}: {f'ended by {self.number.name}' if self.code > 0 else before}"
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with how it ended."""
+        if self.code == 0:
+            return []
+        if not self.heard and (self.code == -self.number or self.err.rstrip().endswith("KeyboardInterrupt")):
+            return []  # the interpreter had not come to the first line of the command
+        lines = self.err.splitlines()
+        found = [] if self.code == 128 + self.number else [f"exit code {self.code}"]
+        if len(lines) != 1 or not lines[0].startswith("specstop: "):
+            found.append(f"said {self.err!r}")
+        if self.out:
+            found.append(f"wrote {self.out!r} to standard output")
+        return found
+
+
+class Bench:
+    """Inputs, what the undisturbed commands make of them, and how long they take."""
+
+    def __init__(self, room: Path) -> None:
+        self.room, self.inputs = room, room / "inputs"
+        pair = save_pair(self.inputs / "pair", words=WORDS)
+        chance = random.Random(0)
+        for side, count in (("train", 14), ("test", 6)):
+            texts = [" ".join(f"w{chance.randrange(3, WORDS)}" for _ in range(1 + i % 5)) for i in range(count)]
+            lines = [json.dumps({"id": f"{side} {i}", "prompt": text}) for i, text in enumerate(texts)]
+            (pair / f"prompts-{side}.jsonl").write_text("\n".join(lines))
+        self.pair = load_pair(pair / "target", pair / "draft")
+        good_profiles()[0].save(self.inputs / "profile.json")
+        for side in ("train", "test"):
+            self.collect(side, self.inputs / side)
+        self.whole: dict[tuple[str, ...], tuple[Path, float]] = {}
+
+    def collect(self, side: str, out: Path, resume: bool = False) -> None:
+        """Collect, or go on with what the command has left."""
+        pair = self.inputs / "pair"
+        collect(
+            self.pair, read_prompts(pair / f"prompts-{side}.jsonl"), out, target=str(pair / "target"),
+            draft=str(pair / "draft"), depth=DEPTH, temperature=0.7, max_new_tokens=TOKENS, shards=SHARDS, resume=resume,
+        )  # fmt: skip
+
+    def command(self, name: str, chance: random.Random) -> tuple[str, ...]:
+        """Return the arguments of a command, all but --out."""
+        pair, profile = self.inputs / "pair", str(self.inputs / "profile.json")
+        if name == "collect":
+            return (name, "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts",
+                    str(pair / "prompts-test.jsonl"), "--depth", str(DEPTH), "--temperature", "0.7", "--max-new-tokens",
+                    str(TOKENS), "--shards", str(SHARDS), "--quiet")  # fmt: skip
+        if name == "train":
+            head = chance.choice(HEADS)
+            return (name, "--head", head, "--traces", str(self.inputs / "train"), "--profile", profile, "--quiet")
+        if name == "evaluate":
+            return (name, "--traces", str(self.inputs / "test"), "--profile", profile, "--quiet")
+        return (name, "--pair", str(pair), "--temperature", "1", "--quiet")
+
+    def undisturbed(self, command: tuple[str, ...]) -> tuple[Path, float]:
+        """Return where the command's own result is, and the seconds it took."""
+        if command not in self.whole:
+            out = self.room / "whole" / str(len(self.whole))
+            began = time.monotonic()
+            subprocess.run([*python(), *command, "--out", str(out)], check=True, capture_output=True)
+            self.whole[command] = out, time.monotonic() - began
+        return self.whole[command]
+
+    def disturb(self, command: tuple[str, ...], place: Path, chance: random.Random) -> Ended:
+        """Run the command into `place`/out, with temporary files in `place`/tmp, and send it a signal."""
+        seconds = self.undisturbed(command)[1]
+        (place / "tmp").mkdir(parents=True)
+        number = chance.choice(SIGNALS)
+        process = subprocess.Popen(
+            [*python(), *command, "--out", str(place / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(place / "tmp")}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        due, aimed = time.monotonic() + chance.random() * seconds, chance.random() < AIMED
+        while process.poll() is None and (not staged(place) if aimed else time.monotonic() < due):
+            time.sleep(0.0005 if aimed else 0.01)
+        heard = process.poll() is None and handles(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            process.send_signal(number)
+        out, err = process.communicate()
+        return Ended(command, number, process.returncode, out, err, heard)
+
+    def leavings(self, ended: Ended, place: Path) -> list[str]:
+        """Return what is wrong with what the command left."""
+        names = sorted(path.name for path in place.iterdir())
+        found = [] if set(names) <= {"out", "tmp"} else [f"left {names}"]
+        found += [f"left {path.relative_to(place)}" for path in (*staged(place), *(place / "tmp").iterdir())]
+        out, whole = place / "out", self.undisturbed(ended.command)[0]
+        if ended.code == 0 and not out.exists():
+            found.append("ended well without a result")
+        if out.exists():
+            try:
+                CHECKS[ended.command[0]](self, out, whole, ended.code == 0)
+            except (SpecstopError, AssertionError, OSError, ValueError) as error:
+                found.append(f"left a broken result: {error}")
+        return found
+
+
+def check_trace(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
+    """What `collect` left goes on to the same rows."""
+    assert not complete or open_trace(out).complete, "not complete"
+    bench.collect("test", out, resume=True)
+    assert same_rows(open_trace(out), open_trace(whole)), "other rows"
+
+
+def check_policy(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
+    """What `train` left is a policy, and the same one."""
+    load_policy_folder(out)
+    assert contents(out) == contents(whole), "another policy"
+
+
+def check_report(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
+    """What `evaluate` left is the whole report; a folder for it may be there already."""
+    assert contents(out) == contents(whole) or not (complete or contents(out)), "another report, or a part of one"
+
+
+def check_demo(bench: Bench, out: Path, whole: Path, complete: bool) -> None:
+    """Each part of what `demo` left is whole."""
+    parts = {path.name for path in out.iterdir()}
+    assert parts <= {path.name for path in whole.iterdir()}, f"unknown parts {sorted(parts)}"
+    for side in ("train", "test"):
+        if (out / f"traces-{side}" / "index.json").exists():
+            assert same_rows(open_trace(out / f"traces-{side}"), open_trace(whole / f"traces-{side}")), "other rows"
+    if (out / "profile.json").exists():
+        Profile.load(out / "profile.json")
+    for policy in (out / "policies").glob("*"):
+        load_policy_folder(policy)
+    names = [set(contents(folder / "report")) for folder in (out, whole)]
+    assert names[0] == names[1] or not (complete or names[0]), "a part of a report"
+
+
+CHECKS: dict[str, Callable[[Bench, Path, Path, bool], None]] = {
+    "collect": check_trace, "train": check_policy, "evaluate": check_report, "demo": check_demo,
+}  # fmt: skip
+
+
+def python() -> list[str]:
+    """Return how a command line begins that runs specstop with this interpreter."""
+    return [sys.executable, "-c", RUN]
+
+
+def staged(folder: Path) -> list[Path]:
+    """Return what has a temporary name below `folder`."""
+    return list(folder.rglob(f"{STAGE_PREFIX}*"))
+
+
+def handles(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal; a process that has just ended has none."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return False
+    mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(mask >> (number - 1) & 1)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return the checksums of a folder's files, the options left out: they name the folder."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.yaml"]
+    return {str(path.relative_to(folder)): sha256(path) for path in paths}
+
+
+def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
+    """Send `count` signals; return how often what happened, and the faults found."""
+    chance, seen = random.Random(seed), Counter[str]()
+    bench = Bench(room)
+    before, faults = contents(bench.inputs), []
+    for case in range(count):
+        command = bench.command(COMMANDS[case % len(COMMANDS)], chance)
+        place = room / f"case-{case}"
+        ended = bench.disturb(command, place, chance)
+        seen[ended.outcome] += 1
+        found = [*ended.faults(), *bench.leavings(ended, place)]
+        if contents(bench.inputs) != before:
+            found.append("inputs have changed")
+            before = contents(bench.inputs)
+        faults += [f"case {case}, {' '.join(command[:3])}, {ended.number.name}: {fault}" for fault in found]
+    return seen, faults

@@ -1,0 +1,122 @@
+"""How large the numbers of a run may be: one table, which commands and functions check alike."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InputError
+
+MOST_ROWS = 1024
+"""Tokens of a round, the anchor included."""
+
+_TOKENS = 1 << 20
+_SEED = 2**31 - 1  # every library that is seeded takes it, with some more added
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the number of an option may be.
+
+    Attributes:
+        least, most: both are allowed.
+        unit: of the number, for messages.
+    """
+
+    least: int
+    most: int
+    unit: str = ""
+
+    def wanted(self, value: Any, least: int) -> str:
+        """Return what was expected in the place of `value`, or nothing where that is all right."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+            return f"{least}{self.unit} or more"
+        return "" if value <= self.most else f"at most {self.most}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """What the number of an option may be that need not be whole.
+
+    Attributes:
+        least, most: both are allowed.
+        words: what is expected.
+        zero: 0 is allowed as well.
+    """
+
+    least: float
+    most: float
+    words: str
+    zero: bool = False
+
+    def wanted(self, value: Any, least: int) -> str:
+        """Return what was expected in the place of `value`, or nothing where that is all right."""
+        good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        good = good and (self.least <= value <= self.most or (self.zero and value == 0))
+        return "" if good else self.words
+
+
+_TINY = 2.0**-53
+
+LIMITS: Mapping[str, Limit | Range] = {
+    "batch-size": Limit(1, 1 << 24),
+    "depth": Limit(0, MOST_ROWS - 1),
+    "epochs": Limit(1, 100_000),
+    "explore": Range(0, 1, "a share between 0 and 1"),
+    "folds": Limit(2, 1000),
+    "learning-rate": Range(1e-9, 10, "more than 0, from 1e-9 to 10"),
+    "limit": Limit(1, _SEED),
+    "max-batch": Limit(1, 1 << 16),
+    "max-new-tokens": Limit(1, _TOKENS),
+    "memory": Limit(1, 1 << 20, " MiB"),
+    "min-new-tokens": Limit(0, _TOKENS),
+    "min-p": Range(0, 1, "between 0 and 1"),
+    "mix": Range(0, 1, "a share between 0 and 1"),
+    "no-repeat-ngram": Limit(0, _TOKENS),
+    "passes": Limit(1, 100),
+    "rejection-weight": Range(1e-6, 1e6, "a number above 0, from 1e-6 to 1e6"),
+    "repeats": Limit(1, 1000),
+    "repetition-penalty": Range(0.01, 100, "above 0, from 0.01 to 100"),
+    "seed": Limit(0, _SEED),
+    "shards": Limit(1, 99_999),  # five digits in the names of the files
+    "shuffle-seed": Limit(0, _SEED),
+    "split-seed": Limit(0, _SEED),
+    # Logits divided by less leave the range of half precision, and a float32 row turns into infinities.
+    "temperature": Range(0.01, 100, "0 or more: 0 is greedy, others from 0.01 to 100", zero=True),
+    "test-share": Range(_TINY, 1 - _TINY, "more than 0 and less than 1"),
+    "threshold": Range(0, 1, "between 0 and 1"),
+    "top-k": Limit(0, _SEED),
+    "top-p": Range(_TINY, 1, "above 0 and at most 1"),
+    "tune": Limit(1, 100_000, " trial"),
+    "tune-folds": Limit(2, 1000),
+}
+"""By the name of the option."""
+
+
+def check_limit(name: str, value: Any, least: int | None = None) -> None:
+    """Check the number of an option.
+
+    Args:
+        name: a key of `LIMITS`.
+        value: what was given.
+        least: in the place of the table's, where one use of a whole number asks for more than others.
+
+    Raises:
+        InputError: it is no such number, or out of range.
+    """
+    limit = LIMITS[name]
+    wanted = limit.wanted(value, int(limit.least) if least is None else least)
+    if wanted:
+        shown = str(value) if isinstance(value, numbers.Number) else repr(value)
+        raise InputError(f"--{name}: expected {wanted}, not {shown[:_SHOWN]}{'...' * (len(shown) > _SHOWN)}")
+
+
+def check_limits(**values: Any) -> None:
+    """Check several, by their names with underscores; those that are None or have no limits are left out."""
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if value is not None and name in LIMITS:
+            check_limit(name, value)
