@@ -17,8 +17,7 @@ from typing import Any
 
 from bars import NO_PAIR, Bars, arguments
 
-FAMILIES = ("policy_folders", "profiles", "commands", "configs", "plugins")
-FAMILIES = ("policy_folders", "profiles", "signals")
+FAMILIES = ("policy_folders", "profiles", "commands", "configs", "plugins", "signals")
 
 
 def main() -> int:

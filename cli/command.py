@@ -1,14 +1,18 @@
-"""What every command does before its own work: see that its results do not land on what it reads."""
+"""What every command does before its own work: check numbers and texts, and that no result lands on what is read."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
+from ..policies.errors import InputError
+from ..policies.limits import check_limits
 from ..policies.outputs import RUN_FILE, Input, beside, refuse_inputs
+from ..policies.text import is_text
 from .config import given_config
 
 NAMES = ("prompts", "target", "draft", "policy", "logging_policy")
@@ -16,14 +20,17 @@ NAMES = ("prompts", "target", "draft", "policy", "logging_policy")
 
 
 class Command(TyperCommand):
-    """A command that refuses an output that is, holds or lies in anything that its other options name."""
+    """A command that refuses numbers out of range and an output that is, holds or lies in what its other options name."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Check the paths, then run the command.
+        """Check what the options say, then run the command: before a model is loaded or a prompt read.
 
         Raises:
-            InputError: see `refuse_inputs`.
+            InputError: a value is no text, or see `check_limits` and `refuse_inputs`.
         """
+        for name, value in ctx.params.items():
+            _check_text(name, value)
+        check_limits(**ctx.params)
         values = dict(ctx.params)
         out, work, config = (values.pop(name, None) for name in ("out", "checkpoints", "config"))
         read: list[Input] = [path for name, value in values.items() for path in _paths(name, value)]
@@ -42,3 +49,12 @@ def _paths(name: str, value: Any) -> Iterator[str | Path]:
     for one in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(one, Path) or (name in NAMES and isinstance(one, str)):
             yield one
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not is_text(value):
+        given = ascii([*map(str, value)] if isinstance(value, (list, tuple)) else str(value))
+        raise InputError(
+            f"--{name.replace('_', '-')}: {given} is no text in the encoding of this locale "
+            f"({sys.getfilesystemencoding()}); choose a locale of UTF-8, or another name"
+        )

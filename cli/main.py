@@ -6,10 +6,10 @@ import os
 import sys
 from typing import NoReturn
 
-from ..policies.errors import InputError, SpecstopError
+from ..policies.errors import SpecstopError
 from ..policies.files import disk_text
 from .interrupt import Interrupted, Signals
-from .streams import let_go, prepare, say
+from .streams import failure, let_go, prepare, say
 
 INTERRUPTED = 130
 
@@ -45,7 +45,6 @@ def _answer() -> tuple[int, str]:
     """Run the command; return its exit code and a line to say, if there is one."""
     try:
         prepare()
-        _check_text(sys.argv)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -60,14 +59,14 @@ def _answer() -> tuple[int, str]:
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
     except OSError as error:
-        unwritten = let_go(sys.stdout)
+        unwritten = failure(sys.stdout)
         if unwritten is None and error.errno is None:
             raise
         if unwritten is None:
             return 2, disk_text(error)
         # A reader that has seen enough, such as `head`, wants no word.
         quiet = isinstance(unwritten, BrokenPipeError)
-        return 1, "" if quiet else f"standard output cannot be written to: {error.strerror}; files are complete"
+        return 1, "" if quiet else f"standard output cannot be written to: {unwritten.strerror}; files are complete"
     except Exception as error:
         # Usage errors are of a class that typer keeps to itself; they know their text and their exit code.
         if not hasattr(error, "format_message"):
@@ -76,12 +75,3 @@ def _answer() -> tuple[int, str]:
     if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into an exit code
         return INTERRUPTED, "interrupted"
     return (code if isinstance(code, int) else 0), ""
-
-
-def _check_text(arguments: list[str]) -> None:
-    """Raise `InputError` for an argument whose bytes are no text: it could not be written down in a header or a report."""
-    for number, argument in enumerate(arguments[1:], 1):
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise InputError(f"argument {number}: expected UTF-8 text, not {os.fsencode(argument)!r}") from None

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from ..policies.errors import InputError
 
@@ -36,16 +36,38 @@ def prepare() -> None:
         raise InputError("standard output is closed; to see nothing of the results, send it to /dev/null")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # one that is no file, as in tests
+            raw = _Output(sys.stdout.fileno(), "w", closefd=False)
+            lines = sys.stdout.line_buffering
+            sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), sys.stdout.encoding, "replace", line_buffering=lines)
 
 
-def let_go(stream: TextIO) -> OSError | None:
-    """Write out what a stream still holds; where that fails, drop it and return why.
+class _Output(io.FileIO):
+    """A file that remembers why it could not be written to: an error of the system does not say whose it is."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write bytes; see `io.FileIO`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def failure(stream: Any) -> OSError | None:
+    """Return why a stream that `prepare` has seen could not be written to, if it could not."""
+    error: OSError | None = getattr(getattr(getattr(stream, "buffer", None), "raw", None), "failure", None)
+    return error
+
+
+def let_go(stream: TextIO) -> None:
+    """Write out what a stream still holds, or drop it where that fails.
 
     Otherwise it would fail once more when the process ends, with an exit code and lines of the interpreter's own.
     """
     try:
         stream.flush()
-    except OSError as error:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return error
-    return None

@@ -99,8 +99,8 @@ def train(
     from ..train.report.evaluate import load_traces
 
     fit = FitOptions(
-        accelerator, devices, precision, _positive("--epochs", epochs), _positive("--batch-size", batch_size),
-        _positive("--learning-rate", learning_rate), checkpoints, resume, logger, device, out_of_core, _params(param),
+        accelerator, devices, precision, epochs, batch_size, learning_rate, checkpoints, resume, logger, device,
+        out_of_core, _params(param),
     )  # fmt: skip
     common: dict[str, Any] = {
         "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
@@ -164,12 +164,6 @@ def show_trained(trained: Trained, out: Path) -> None:
 
 def _cell(value: Any) -> str:
     return "all" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _positive(option: str, value: Any) -> Any:
-    if value is not None and not value > 0:
-        raise InputError(f"{option}: expected more than 0, not {value}")
-    return value
 
 
 def _params(texts: Sequence[str]) -> dict[str, Any]:

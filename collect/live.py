@@ -22,8 +22,8 @@ from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
-from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, Columns, Need
+from ..policies.limits import check_limits
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors, stored
 from .dense import anchor_columns
 from .explore import Exploring, exploring
@@ -169,8 +169,7 @@ class LiveCollector:
         drafter: Drafter | None = None,
         vectors: Sequence[str] = (),
     ) -> None:
-        if not 0.0 <= explore <= 1.0:
-            raise InputError(f"--explore: expected a share between 0 and 1, not {explore}")
+        check_limits(explore=explore)
         self.tree = settings.topology
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from ..policies.errors import InputError
+from ..policies.text import HALF, is_text
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Prompt:
     completion: str | None = None
     system: str = ""
     templated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("id", "text", "group", "completion", "system"):
+            if not is_text(getattr(self, name)):
+                raise InputError(f"--prompts: the {name} of prompt {self.id!a} has {HALF}")
 
 
 def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..policies.errors import InputError, close_match
+from ..policies.limits import check_limits
+from ..policies.text import HALF, is_text
 from .presets import PLAIN, Layout, find_preset
 from .prompt_files import records
 from .prompt_tokens import Prompt, apply_chat_template, encode
@@ -51,12 +53,9 @@ class Choice:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"--limit: expected 1 or more, not {self.limit}")
+        check_limits(**vars(self))
         if self.side not in (None, *SIDES):
             raise InputError(f"--side: expected train or test, not {self.side!r}{close_match(str(self.side), SIDES)}")
-        if not 0.0 < self.test_share < 1.0:
-            raise InputError(f"--test-share: expected more than 0 and less than 1, not {self.test_share}")
 
     def takes(self, name: str) -> bool:
         """Whether the prompt of this id is on the side asked for."""
@@ -121,6 +120,8 @@ def _prompts(
         name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if own is None else str(own)
         completion = _completion(record, columns.completion, where) if columns.completion else None
         group_name = layout.fixed_group if group is None else str(group)
+        _check_text("id", name, where)
+        _check_text("group", group_name, where)
         yield where, Prompt(name, text, group_name, completion, system), own is not None
 
 
@@ -162,7 +163,7 @@ def _text(record: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[
         if value is None and not any(name in record for name in names):
             raise InputError(_no_column("--column", names[0], record, where))
         raise InputError(f'--prompts: {where}: expected an object with a non-empty string "{names[0]}"')
-    _check_text(value + system, where)
+    _check_text("prompt", value + system, where)
     return system, value
 
 
@@ -170,13 +171,13 @@ def _completion(record: Mapping[str, Any], name: str, where: str) -> str:
     value = record.get(name)
     if not isinstance(value, str) or not value:
         raise InputError(f'--completions: {where}: expected a non-empty string "{name}"')
-    _check_text(value, where)
+    _check_text("completion", value, where)
     return value
 
 
-def _check_text(text: str, where: str) -> None:
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise InputError(f"--prompts: {where}: the prompt has half a surrogate pair, which is no text")
+def _check_text(what: str, text: str, where: str) -> None:
+    if not is_text(text):
+        raise InputError(f"--prompts: {where}: the {what} has {HALF}")
 
 
 def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) -> str:

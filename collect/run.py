@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from ..decode.topology import chain, parse_tree
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
+from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, silent
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
 from .prompts import Prompt, encode
@@ -156,18 +156,18 @@ def plan_run(
         InputError: an option is out of range, or a prompt is too long.
         PolicyError: an unknown vector.
     """
-    if depth < 1:
-        raise InputError(f"--depth: expected 1 or more, not {depth}")
-    if max_new_tokens < 2:
-        raise InputError(f"--max-new-tokens: expected 2 or more to have an anchor, not {max_new_tokens}")
-    if not 0.0 <= temperature < math.inf:
-        raise InputError(f"--temperature: expected 0 or more, not {temperature}")
-    if shards is not None and shards < 1:
-        raise InputError(f"--shards: expected 1 or more, not {shards}")
+    check_limits(
+        depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
+        explore=explore, mix=mix,
+    )  # fmt: skip
+    check_limit("depth", depth, least=1)
+    check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
     topology = chain(depth) if tree is None else parse_tree(tree)
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
+    if shards is not None and shards > len(prompts):
+        raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
     settings = Settings(temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree)
     widths = vector_widths(pair, check_vectors(vectors, "--hidden"))
     way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory)

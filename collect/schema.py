@@ -24,6 +24,7 @@ import pyarrow as pa
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import Kind
+from ..policies.text import HALF, is_text
 from ..policies.vectors import VECTORS
 
 SCHEMA_VERSION = 3
@@ -128,6 +129,8 @@ class Header:
             raw = json.loads(text)
         except ValueError as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
+        if not is_text(json.dumps(raw, ensure_ascii=False)):
+            raise TraceError(f"{where}: the header has {HALF}")
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version not in (BEFORE_VECTORS, SCHEMA_VERSION) or isinstance(version, bool):
             raise TraceError(

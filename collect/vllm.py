@@ -16,6 +16,7 @@ import numpy as np
 from ..decode.topology import chain
 from ..policies.errors import InputError
 from ..policies.outputs import claim_folder, staged_folder
+from ..policies.text import HALF, is_text
 from .schema import TIMES, Header, parents
 from .store import Trace, open_for_writing, open_trace, write_shard
 
@@ -107,6 +108,8 @@ class _Record:
         usage = raw.get("usage") or {}
         self.prompt = int(usage.get("prompt_tokens") or 0)
         self.name = str(raw.get("id") or where)
+        if not is_text(self.name):
+            raise InputError(f"--from-vllm: {where}: the id has {HALF}")
         self.tokens = int(usage.get("completion_tokens") or 1 + sum(self.accepted) + len(self.accepted))
 
     def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:

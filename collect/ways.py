@@ -12,6 +12,7 @@ from ..decode.topology import Topology
 from ..policies.baselines import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
+from ..policies.limits import check_limits
 from .dense import dense_rows
 from .given import completion_rows
 from .live import LiveCollector
@@ -77,8 +78,7 @@ def choose_way(
         return Way(
             features, lambda batch: mixed_rows(pair, batch, limit, settings.temperature, mix, vectors), {"mix": mix}
         )
-    if memory < 1:
-        raise InputError(f"--memory: expected 1 MiB or more, not {memory}")
+    check_limits(memory=memory)
     unroller = Unroller(pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors)
     if completions is not None:
         given = dict(completions)

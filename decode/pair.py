@@ -191,7 +191,7 @@ def check_device(name: str) -> torch.device:
     """Return the torch device called `name`, or raise `InputError` when this machine has none."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # "meta", for one, has shapes but no numbers
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device: {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from ..policies.errors import InputError
+from ..policies.limits import check_limits
 
 _KEEP_STATE = (
     "SynthIDTextWatermarkLogitsProcessor",
@@ -51,16 +51,7 @@ class Shaping:
     processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, good, wanted in (
-            ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
-            ("no_repeat_ngram", self.no_repeat_ngram >= 0, "0 or more"),
-            ("min_new_tokens", self.min_new_tokens >= 0, "0 or more"),
-        ):
-            if not good:
-                raise InputError(f"--{name.replace('_', '-')}: expected {wanted}, not {getattr(self, name)}")
+        check_limits(**vars(self))
 
     def build(self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device) -> LogitsProcessorList:
         """Return the processors of one text in the order of transformers' `generate`; empty if there is nothing to do.

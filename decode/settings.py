@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from transformers import StoppingCriteria, StopStringCriteria
 from ..policies.contract import State
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
+from ..policies.limits import check_limit, check_limits
 from .noise import Source
 from .pair import Pair
 from .sampling import Sampler, Shaping
@@ -51,12 +51,8 @@ class Settings:
     guard: str = "off"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise InputError(f"--temperature: expected 0 or more, not {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise InputError(f"--max-new-tokens: expected 1 or more, not {self.max_new_tokens}")
-        if self.max_depth < 0 or self.fallback < 0:
-            raise InputError("depth and fallback: expected 0 or more")
+        check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, depth=self.max_depth)
+        check_limit("depth", self.fallback)
 
     @property
     def topology(self) -> Topology:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..policies.errors import InputError
-
-MOST_ROWS = 1024
+from ..policies.limits import MOST_ROWS
 
 
 class Topology:

@@ -14,7 +14,6 @@ MOST_ROWS = 1024
 
 _TOKENS = 1 << 20
 _SEED = 2**31 - 1  # every library that is seeded takes it, with some more added
-_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class Limit:
 
     def wanted(self, value: Any, least: int) -> str:
         """Return what was expected in the place of `value`, or nothing where that is all right."""
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            return f"a whole number of {least}{self.unit} or more"
+        if value < least:
             return f"{least}{self.unit} or more"
         return "" if value <= self.most else f"at most {self.most}{self.unit}"
 
@@ -110,8 +111,7 @@ def check_limit(name: str, value: Any, least: int | None = None) -> None:
     limit = LIMITS[name]
     wanted = limit.wanted(value, int(limit.least) if least is None else least)
     if wanted:
-        shown = str(value) if isinstance(value, numbers.Number) else repr(value)
-        raise InputError(f"--{name}: expected {wanted}, not {shown[:_SHOWN]}{'...' * (len(shown) > _SHOWN)}")
+        raise InputError(f"--{name}: expected {wanted}, not {_shown(value)}")
 
 
 def check_limits(**values: Any) -> None:
@@ -120,3 +120,9 @@ def check_limits(**values: Any) -> None:
         name = key.replace("_", "-")
         if value is not None and name in LIMITS:
             check_limit(name, value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, numbers.Integral) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    return str(value) if isinstance(value, numbers.Number) else repr(value)[:40]

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 from unittest import mock
 
 from specstop.cli.interrupt import SIGNALS
@@ -25,8 +25,11 @@ class Answer(NamedTuple):
     err: str
 
 
-def cli(*args: object) -> Answer:
-    """Run `specstop` with these arguments as its own process would; leave the process as it was."""
+def cli(*args: object, stdout: TextIO | None = None) -> Answer:
+    """Run `specstop` with these arguments as its own process would; leave the process as it was.
+
+    With another `stdout` nothing is caught of what is written there.
+    """
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with (
@@ -34,7 +37,7 @@ def cli(*args: object) -> Answer:
         mock.patch.object(sys, "argv", ["specstop", *map(str, args)]),
         mock.patch.dict(os.environ),
         warnings.catch_warnings(),
-        contextlib.redirect_stdout(out),
+        contextlib.redirect_stdout(stdout or out),
         contextlib.redirect_stderr(err),
     ):
         try:

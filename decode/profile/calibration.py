@@ -20,6 +20,7 @@ from ...policies.costs import Profile
 from ...policies.errors import InputError
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
+from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..loop import Speculator
 from ..pair import Pair
@@ -73,6 +74,8 @@ def measure_profile(
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
     """
+    check_limits(depth=depth, temperature=temperature)
+    check_limit("depth", depth, least=1)
     effort = effort or Effort()
 
     def calibration(tokens: int) -> CalibrationRun:

@@ -77,7 +77,7 @@ def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> N
         (["--tune", 2, "--threshold", 0.4], "--tune: leave out --threshold"),
         (["--tune", 0], "--tune: expected 1 trial or more"),
         (["--param", "C"], "--param: expected key=value, not 'C'"),
-        (["--epochs", 0], "--epochs: expected more than 0"),
+        (["--epochs", 0], "--epochs: expected 1 or more"),
         (["--folds", 1], "--folds: expected 2 or more"),
         (["--passes", 0], "--passes: expected 1 or more"),
         (["--rule", "never"], "--rule: expected derived"),

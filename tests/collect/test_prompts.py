@@ -61,7 +61,12 @@ def test_a_line_separator_inside_a_string_does_not_end_the_record(tmp_path: Path
         ('{"prompt": 3}', "line 1: expected an object"),
         ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}', "line 2: id '1' stands in line 1 too"),
         ('{"prompt": "a"}\n{"prompt": "a"}', "line 2: id .* stands in line 1 too"),
-        (r'{"prompt": "\ud800"}', "line 1"),
+        (r'{"prompt": "\ud800"}', "line 1: the prompt has half a surrogate pair"),
+        (r'{"prompt": "a", "id": "b\udc00"}', "line 1: the id has half a surrogate pair"),
+        (
+            r'{"prompt": "a"}' + "\n" + r'{"prompt": "b", "category": "\udfff"}',
+            "line 2: the group has half a surrogate",
+        ),
         ("", "is empty"),
         ("\n \n", "is empty"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
@@ -75,6 +80,8 @@ def test_a_line_separator_inside_a_string_does_not_end_the_record(tmp_path: Path
         "same id",
         "same text",
         "surrogate",
+        "surrogate in an id",
+        "surrogate in a group",
         "empty",
         "blank",
         "bytes",
@@ -84,6 +91,14 @@ def test_a_bad_file_is_one_line_with_the_place(tmp_path: Path, text: str | bytes
     with pytest.raises(InputError, match=message) as caught:
         read_prompts(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["id", "text", "group", "completion", "system"])
+def test_a_prompt_is_text_throughout(name: str) -> None:
+    good = {"id": "a", "text": "b", "group": "c", "completion": "d", "system": "e"}
+    assert Prompt(**{**good, name: "\U0001f600"})
+    with pytest.raises(InputError, match=f"the {name} of prompt .* has half a surrogate pair"):
+        Prompt(**{**good, name: "\ud83d"})
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
-from specstop.decode.topology import MOST_ROWS, Topology, chain, from_parents, from_widths, parse_tree
+from specstop.decode.topology import Topology, chain, from_parents, from_widths, parse_tree
 from specstop.policies.errors import InputError
+from specstop.policies.limits import MOST_ROWS
 
 
 def random_parents(seed: int) -> list[int]:

@@ -21,6 +21,7 @@ from ...policies.folder import load_policy_folder, save_policy
 from ...policies.heads import Head
 from ...policies.history import HISTORY_FEATURES
 from ...policies.learned import Facts, LearnedPolicy
+from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ..heads.crossfit import (
     FOLDS,
@@ -172,10 +173,7 @@ def check_plan(plan: Plan) -> None:
     check_rule(plan.rule, plan.threshold)
     for wanted in plan.features:
         feature(wanted)
-    if plan.folds < 2:
-        raise InputError(f"--folds: expected 2 or more, not {plan.folds}")
-    if plan.passes is not None and plan.passes < 1:
-        raise InputError(f"--passes: expected 1 or more, not {plan.passes}")
+    check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)
 
 
 def train_arrays(

@@ -23,6 +23,7 @@ from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import InputError, SpecstopError
+from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ...policies.specs import load_policy
 from ..heads.fitting import HEAD_KINDS, FitOptions
@@ -210,8 +211,7 @@ def search(
         InputError: no trials, or none that could be run.
     """
     trials = options.trials
-    if trials < 1:
-        raise InputError(f"--tune: expected 1 trial or more, not {trials}")
+    check_limits(tune=trials, tune_folds=options.folds, seed=plan.seed)
     for rule in options.rules:
         check_rule(rule)
     jobs = head_trials(options.heads, options.rules, trials, plan.seed)

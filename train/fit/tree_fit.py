@@ -21,6 +21,7 @@ from ...policies.features import TOKEN_FEATURES, feature
 from ...policies.folder import save_policy
 from ...policies.heads import Head
 from ...policies.learned import Facts
+from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ...policies.tree_gain import TreeGain
 from ...policies.tree_rule import TreeRule
@@ -96,8 +97,7 @@ def train_tree(
     if form(head).vectors:
         raise InputError(f"--head: {head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost")
     passes = PASSES if passes is None else passes
-    if passes < 1:
-        raise InputError(f"--passes: expected 1 or more, not {passes}")
+    check_limits(passes=passes, seed=seed)
     names = tuple(features) if features else tree_features(head)
     for wanted in names:
         feature(wanted)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...policies.heads import Head
+from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from .rows import FitRows
 
@@ -40,6 +41,9 @@ class FitOptions:
     device: str = "cpu"
     out_of_core: bool | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_limits(epochs=self.epochs, batch_size=self.batch_size, learning_rate=self.learning_rate)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr, stdtrit
 
+from ...policies.limits import check_limits
 from .records import Ratio
 
 REPLICATES = 2000
@@ -35,6 +36,7 @@ class Resamples:
     """
 
     def __init__(self, prompt_ids: Sequence[Any], seed: int = 0, replicates: int = REPLICATES) -> None:
+        check_limits(seed=seed)
         _, self._prompt = np.unique(np.asarray(prompt_ids), return_inverse=True)
         self.prompts = int(self._prompt.max()) + 1
         self.replicates = replicates

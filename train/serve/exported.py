@@ -14,9 +14,9 @@ from ...collect.store import Trace
 from ...decode.hub import deploy_hf
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
-from ...policies.errors import InputError
 from ...policies.files import write_atomic, write_json
 from ...policies.learned import LearnedPolicy
+from ...policies.limits import check_limits
 from ...policies.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
 from ...policies.specs import load_policy
@@ -248,8 +248,7 @@ def find_sizes(most: int) -> list[int]:
     Raises:
         InputError: `most` is below 1.
     """
-    if most < 1:
-        raise InputError(f"--max-batch: expected 1 or more, not {most}")
+    check_limits(max_batch=most)
     sizes, power = [1], 1
     while sizes[-1] < most:
         sizes += [size for size in (2 * power, 3 * power) if sizes[-1] < size]

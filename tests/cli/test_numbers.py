@@ -1,0 +1,152 @@
+"""Numbers out of range: refused by name before anything is loaded, by commands and functions alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import cli
+from specstop.collect.prompts import Choice, Prompt
+from specstop.collect.run import collect
+from specstop.decode.noise import stream_key
+from specstop.decode.pair import Pair, check_device, load_pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.run import decode
+from specstop.decode.sampling import Shaping
+from specstop.decode.settings import Settings
+from specstop.policies.baselines import FixedLength
+from specstop.policies.errors import InputError
+from specstop.policies.limits import LIMITS, check_limit
+from specstop.train.heads.fitting import FitOptions
+
+HUGE = 10**20
+COLD = "--temperature: expected 0 or more: 0 is greedy, others from 0.01 to 100, not"
+REFUSED: dict[str, tuple[str, str]] = {
+    "a temperature below all floats of 32 bits": ("decode w7 --temperature 1e-320", f"{COLD} 1e-320"),
+    "a temperature at the end of float32": ("decode w7 --temperature 1e-45", f"{COLD} 1e-45"),
+    "a temperature that is no number": ("bench --temperature nan", f"{COLD} nan"),
+    "an endless temperature": ("demo --temperature inf", f"{COLD} inf"),
+    "a cold trace": ("collect --out {new} --temperature 1e-45", f"{COLD} 1e-45"),
+    "a cold profile": ("profile --out {new} --temperature 1e-45", f"{COLD} 1e-45"),
+    "a deep trace": ("collect --out {new} --depth 100000", "--depth: expected at most 1023, not 100000"),
+    "a deep text": ("decode w7 --depth 100000", "--depth: expected at most 1023, not 100000"),
+    "a deep profile": (f"profile --out {{new}} --depth {HUGE}", f"--depth: expected at most 1023, not {HUGE}"),
+    "many shards": ("collect --out {new} --shards 100000", "--shards: expected at most 99999, not 100000"),
+    "no end of shards": (f"collect --out {{new}} --shards {HUGE}", f"--shards: expected at most 99999, not {HUGE}"),
+    "no end of tokens": (f"decode w7 --max-new-tokens {HUGE}", "--max-new-tokens: expected at most 1048576"),
+    "no end of memory": (f"collect --out {{new}} --memory {HUGE}", "--memory: expected at most 1048576 MiB"),
+    "no end of repeats": (f"profile --out {{new}} --repeats {HUGE}", "--repeats: expected at most 1000"),
+    "a large seed": (f"collect --out {{new}} --seed {HUGE}", "--seed: expected at most 2147483647"),
+    "a seed below 0": ("evaluate --traces {new} --profile {new} --out {new} --seed -1", "--seed: expected 0 or more"),
+    "no end of epochs": (f"train --traces {{new}} --profile {{new}} --out {{new}} --epochs {HUGE}", "--epochs: expected at"),
+    "a rate of nothing": (
+        "train --traces {new} --profile {new} --out {new} --learning-rate 1e-320",
+        "--learning-rate: expected more than 0, from 1e-9 to 10, not 1e-320",
+    ),
+    "a penalty of nothing": ("decode w7 --repetition-penalty 1e-320", "--repetition-penalty: expected above 0, from 0.01"),
+    "a whole number in e": ("collect --out {new} --depth 1e20", "Invalid value for '--depth'"),
+    "a setting": ("collect --out {new} --set depth=100000", "--depth: expected at most 1023, not 100000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_command_refuses_it_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    """There is no pair, trace or profile that could be loaded."""
+    command, message = REFUSED[name]
+    answer = cli(*command.format(new=tmp_path / "new").split())
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("specstop: ") and answer.err.count("\n") == 1
+    assert message in answer.err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 0.009, -0.7, 100.5, 1e308, float("nan"), float("inf")])
+def test_functions_refuse_the_same_temperatures(temperature: float, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--temperature: expected 0 or more"):
+        Settings(temperature)
+    with pytest.raises(InputError, match="--temperature: expected 0 or more"):
+        collect(pair, [Prompt("a", "w7")], tmp_path / "new", temperature=temperature)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Settings(max_depth=100_000), "--depth: expected at most 1023, not 100000"),
+        (lambda: Settings(max_new_tokens=HUGE), "--max-new-tokens: expected at most 1048576"),
+        (lambda: Settings(max_new_tokens=2.5), "--max-new-tokens: expected a whole number of 1 or more, not 2.5"),
+        (lambda: Settings(max_depth=True), "--depth: expected a whole number of 0 or more, not True"),
+        (lambda: Settings("0.7"), "--temperature: expected 0 or more.*, not '0.7'"),
+        (lambda: Shaping(repetition_penalty=1e-45), "--repetition-penalty: expected above 0"),
+        (lambda: Shaping(top_k=10**5000), "--top-k: expected at most 2147483647, not a number of more than 40 digits"),
+        (lambda: Choice(split_seed=-1), "--split-seed: expected 0 or more, not -1"),
+        (lambda: Choice(test_share=1.0), "--test-share: expected more than 0 and less than 1, not 1.0"),
+        (lambda: FitOptions(learning_rate=0.0), "--learning-rate: expected more than 0"),
+        (lambda: FitOptions(batch_size=0), "--batch-size: expected 1 or more, not 0"),
+    ],
+)
+def test_functions_refuse_numbers_out_of_range(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 100_000}, "--depth: expected at most 1023"),
+        ({"depth": 0}, "--depth: expected 1 or more, not 0"),
+        ({"shards": 3}, "--shards: expected at most 2, one for each prompt, not 3"),
+        ({"max_new_tokens": 1}, "--max-new-tokens: expected 2 or more, not 1"),
+        ({"memory": 0}, "--memory: expected 1 MiB or more, not 0"),
+        ({"seed": 2**31}, "--seed: expected at most 2147483647"),
+    ],
+)
+def test_collect_refuses_them_as_its_command_does(
+    options: dict[str, Any], message: str, pair: Pair, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        collect(pair, [Prompt("a", "w7"), Prompt("b", "w8")], tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
+    limit = LIMITS[name]
+    beyond = 1 if isinstance(limit.least, int) and isinstance(limit.most, int) else limit.least / 2
+    for value in (limit.least, limit.most, np.int64(limit.most) if float(limit.most).is_integer() else limit.most):
+        check_limit(name, value)
+    for value in (limit.least - beyond, limit.most + max(beyond, 1e-9), float("nan"), "7", None, True):
+        if not (value == 0 and getattr(limit, "zero", False)):
+            with pytest.raises(InputError, match=f"--{name}: expected "):
+                check_limit(name, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0.01, 100.0])
+def test_the_ends_of_the_temperatures_give_the_targets_text(
+    temperature: float, dtype: torch.dtype, pair_folder: Path
+) -> None:
+    pair = load_pair(pair_folder / "target", pair_folder / "draft", dtype=str(dtype).removeprefix("torch."))
+    assert pair.tokenizer is not None
+    ids = [list(pair.tokenizer("w7 w8 w9")["input_ids"])]
+    plain = plain_texts(pair, ids, [stream_key(0, "a")], 12, temperature).tokens
+    for verification in ("match", "rejection"):
+        settings = Settings(temperature, 12, verification=verification)
+        (made,) = decode(pair, ["w7 w8 w9"], FixedLength(3), settings=settings, ids=["a"])
+        assert made.tokens
+        if verification == "match" and dtype == torch.float32:  # half precision rounds a row by itself otherwise
+            assert list(made.tokens) == plain[0]
+
+
+def test_a_device_without_numbers_is_refused(pair_folder: Path) -> None:
+    assert check_device("cpu").type == "cpu"
+    with pytest.raises(InputError, match="--device: 'meta' cannot be used here"):
+        check_device("meta")
+    answer = cli(
+        "decode", "w7", "--target", pair_folder / "target", "--draft", pair_folder / "draft", "--device", "meta"
+    )
+    assert (answer.code, answer.err.count("\n"), answer.out) == (2, 1, "")
+    assert answer.err.startswith("specstop: --device: 'meta' cannot be used here")

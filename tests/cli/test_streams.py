@@ -1,0 +1,160 @@
+"""Standard output that is full, closed or cannot show a character; arguments and names that are no text."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import cli
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace, open_trace
+from specstop.decode.pair import Pair
+from specstop.policies.costs import Profile
+from specstop.policies.errors import TraceError
+from specstop.policies.folder import load_policy_folder
+
+FULL = "specstop: standard output cannot be written to: No space left on device; files are complete\n"
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+
+
+def test_results_that_cannot_be_shown_are_still_written(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    full_profile.save(tmp_path / "profile.json")
+    options = ["--traces", sides[0].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "policy"]
+    with open("/dev/full", "w") as full:
+        answer = cli("train", *options, "--quiet", stdout=full)
+    assert (answer.code, answer.err) == (1, FULL)
+    assert load_policy_folder(tmp_path / "policy").head.kind == "logistic"
+    assert (tmp_path / "policy" / "run.yaml").is_file()
+
+
+def test_one_line_of_json_that_cannot_be_shown() -> None:
+    with open("/dev/full", "w") as full:
+        assert cli("policies", "--json", stdout=full)[::2] == (1, FULL)
+
+
+SCRIPT = [sys.executable, "-c", "from specstop.cli.main import run; run()"]
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "err"),
+    [
+        (">/dev/full", 1, FULL),
+        (">&-", 2, "specstop: standard output is closed; to see nothing of the results, send it to /dev/null\n"),
+        (">&- 2>&-", 2, ""),
+        ("2>&-", 0, ""),
+        ("2>/dev/full", 0, ""),
+        ("<&-", 0, ""),
+        ("| true", 0, ""),
+    ],
+)  # fmt: skip
+def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None:
+    command = f'"$@" --version {streams}'
+    run = subprocess.run(["sh", "-c", command, "sh", *SCRIPT], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (code, err)
+
+
+def test_what_is_opened_later_does_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = "import os; from specstop.cli.streams import prepare; prepare(); print(os.open(os.devnull, 0))"
+    command = ["sh", "-c", '"$@" <&- 2>&-', "sh", sys.executable, "-c", code]
+    assert int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout) > 2
+
+
+def on_ascii(*args: object) -> str:
+    """Return what a command shows on a console that knows ASCII only."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    answer = cli(*args, stdout=console)
+    assert (answer.code, answer.err) == (0, "")
+    console.seek(0)
+    return console.read()
+
+
+def test_a_console_without_a_character_shows_another_one(pair: Pair, tmp_path: Path) -> None:
+    named = [Prompt("naïve-日本-😀", "w7 w8", "größe"), Prompt("b", "w9", "größe")]
+    collect(pair, named, tmp_path / "trace-é", depth=2, max_new_tokens=5)
+    shown = on_ascii("info", tmp_path / "trace-é")
+    assert "1: gr??e" in shown
+    assert "trace-?" in shown
+    assert json.loads(on_ascii("info", tmp_path / "trace-é", "--json"))["groups"] == "1: größe"
+
+
+def test_an_ascii_locale(tmp_path: Path, pair_folder: Path) -> None:
+    """PYTHONUTF8 and PYTHONCOERCECLOCALE keep Python from choosing UTF-8 in its place."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "w7 w8", "id": "é", "group": "größe"}))
+    ascii_locale = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    models = ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft")]
+    command = ["collect", *models, "--prompts", "prompts.jsonl", "--depth", "2", "--max-new-tokens", "5", "--quiet"]
+    for out, code in (("trace", 0), ("trace-é", 2)):
+        run = subprocess.run(
+            [*SCRIPT, *command, "--out", out], capture_output=True, check=False, cwd=tmp_path, env=ascii_locale
+        )
+        assert run.returncode == code, run.stderr
+    assert b"--out: 'trace-\\udcc3\\udca9' is no text in the encoding of this locale" in run.stderr
+    assert run.stderr.count(b"\n") == 1
+    assert open_trace(tmp_path / "trace").rows["group"][0] == "größe"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["collect", "--out", "a\udcff"],
+        ["decode", "w7", "\udcff", "--target", "a", "--draft", "b"],
+        ["evaluate", "--traces", "a", "--profile", "b", "--out", "c", "--policy", "fixed:2", "--policy", "\udcff"],
+        ["collect", "--out", "a", "--set", 'target="\\ud800"'],
+        ["info", "\udcff"],
+    ],
+)
+def test_an_argument_that_is_no_text_is_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = cli(*arguments)
+    assert (answer.code, answer.err.count("\n"), answer.out) == (2, 1, "")
+    assert "is no text in the encoding of this locale" in answer.err
+    assert "\\ud" in answer.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("field", ["id", "group", "category"])
+def test_half_a_surrogate_pair_in_a_prompt_is_one_line(field: str, tmp_path: Path, pair_folder: Path) -> None:
+    lines = [json.dumps({"prompt": "w7", "id": "a"}), json.dumps({"prompt": "w8", "id": "b", field: "c\ud800"})]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    models = ["--target", pair_folder / "target", "--draft", pair_folder / "draft"]
+    for command in (
+        ["collect", "--out", tmp_path / "out"],
+        ["decode"],
+        ["bench"],
+        ["profile", "--out", tmp_path / "out"],
+    ):
+        answer = cli(*command, *models, "--prompts", tmp_path / "prompts.jsonl")
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+        name = "group" if field == "category" else field
+        assert f"prompts.jsonl, line 2: the {name} has half a surrogate pair, which is no text" in answer.err
+        assert not (tmp_path / "out").exists()
+
+
+def test_half_a_surrogate_pair_in_a_trace_is_one_line(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(sides[1].folder, tmp_path / "trace")
+    raw = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps({**raw, "target": "\ud800"}))
+    full_profile.save(tmp_path / "profile.json")
+    with pytest.raises(TraceError, match="the header has half a surrogate pair"):
+        open_trace(folder)
+    for command in (
+        ["info", folder],
+        ["evaluate", "--traces", folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "report"],
+    ):
+        answer = cli(*command)
+        assert (answer.code, answer.err.count("\n"), answer.out) == (2, 1, "")
+        assert "the header has half a surrogate pair" in answer.err
+    assert not (tmp_path / "report").exists()
