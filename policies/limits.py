@@ -123,6 +123,6 @@ def check_limits(**values: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, numbers.Integral) and abs(value) >= 10**40:
+    if isinstance(value, int) and abs(value) >= 10**40:
         return "a number of more than 40 digits"
     return str(value) if isinstance(value, numbers.Number) else repr(value)[:40]

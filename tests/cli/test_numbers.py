@@ -98,7 +98,7 @@ def test_functions_refuse_numbers_out_of_range(make: Any, message: str) -> None:
     [
         ({"depth": 100_000}, "--depth: expected at most 1023"),
         ({"depth": 0}, "--depth: expected 1 or more, not 0"),
-        ({"shards": 3}, "--shards: expected at most 2, one for each prompt, not 3"),
+        ({"shards": 3, "max_new_tokens": 8}, "--shards: expected at most 2, one for each prompt, not 3"),
         ({"max_new_tokens": 1}, "--max-new-tokens: expected 2 or more, not 1"),
         ({"memory": 0}, "--memory: expected 1 MiB or more, not 0"),
         ({"seed": 2**31}, "--seed: expected at most 2147483647"),
