@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..policies.errors import InputError
 from .common import find_pair, find_prompts, flat, open_pair
 from .config import given_config, save_config
 from .console import print_json, progress_bars, table
@@ -65,10 +63,6 @@ def profile(
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
-    if repeats is not None and repeats < 1:
-        raise InputError(f"--repeats: expected 1 or more, not {repeats}")
-    if not 0.0 < budget < math.inf:
-        raise InputError(f"--budget: expected seconds above 0, not {budget:g}")
     with progress_bars(quiet or json) as progress:
         names = find_pair(target, draft, progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]

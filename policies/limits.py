@@ -64,6 +64,7 @@ _TINY = 2.0**-53
 
 LIMITS: Mapping[str, Limit | Range] = {
     "batch-size": Limit(1, 1 << 24),
+    "budget": Range(_TINY, 1e6, "seconds above 0"),
     "depth": Limit(0, MOST_ROWS - 1),
     "epochs": Limit(1, 100_000),
     "explore": Range(0, 1, "a share between 0 and 1"),

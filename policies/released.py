@@ -25,12 +25,12 @@ from torch import Tensor
 
 from .calibration import Calibrator
 from .errors import InputError, PolicyError
-from .folder import save_policy
+from .folder import DEEPEST, save_policy
 from .heads import build_head
 from .heads_dynasd import HARD_FEATURES, THRESHOLD
 from .heads_specdec import MOST, STOP_THRESHOLD, unbiased
 from .learned import Facts, LearnedPolicy
-from .limits import check_limit, check_limits
+from .limits import check_limits
 from .outputs import claim_folder
 from .rules import AnyFork, Rule, Threshold
 from .state_dicts import find_weights, read_state
@@ -84,8 +84,8 @@ def import_weights(
     if layout != "auto" and layout not in LAYOUTS:
         raise InputError(f"--layout: expected auto, {', '.join(LAYOUTS)}, not {layout!r}")
     check_limits(rejection_weight=rejection_weight, threshold=threshold)
-    if depth is not None:
-        check_limit("depth", depth, least=1)
+    if depth is not None and not 1 <= depth <= DEEPEST:
+        raise InputError(f"--depth: expected 1 to {DEEPEST}, not {depth}")
     path = find_weights(Path(weights).expanduser())
     folder = claim_folder(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()

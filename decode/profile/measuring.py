@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.noise import judge
+from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 
 Seconds = Mapping[Key, Sequence[float]]
@@ -47,6 +48,9 @@ class Effort:
     budget_s: float = BUDGET_S
     fewest: int = FEWEST
     repetitions: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(budget=self.budget_s, repeats=self.repetitions)
 
     def is_enough(self, timed: Sequence[Seconds]) -> bool:
         """Whether a case has been timed often enough; the budget is another matter."""
