@@ -46,7 +46,9 @@ def _settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), _device.CURRENT_DEVICE, torch.is_grad_enabled(), torch.get_num_threads()
 
 
-_SETTERS = (torch.set_default_dtype, torch.set_default_device, torch.set_grad_enabled, torch.set_num_threads)
+_SETTERS: tuple[Callable[[Any], Any], ...] = (
+    torch.set_default_dtype, torch.set_default_device, torch.set_grad_enabled, torch.set_num_threads,
+)  # fmt: skip
 
 STATES: tuple[Setting, ...] = (
     (torch.get_rng_state, torch.set_rng_state),

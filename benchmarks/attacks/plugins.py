@@ -80,7 +80,7 @@ RAISED = (
 PRINTED = (f"print('{SAYS} hello')", f"sys.stdout.write('{SAYS} x\\n')", f"print('{SAYS} a', flush=True)")
 CHANGED = (
     "torch.set_default_dtype(torch.float16)", "torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')",
- "torch.set_grad_enabled(False)", "torch.set_num_threads(3)",
+    "torch.set_grad_enabled(False)", "torch.set_num_threads(3)",
     "sys.stdout = open(os.devnull, 'w')", "sys.stderr = open(os.devnull, 'w')",
 )  # fmt: skip
 SEEDED = (
@@ -177,6 +177,8 @@ def _cases() -> Iterator[Case]:
         body = f"def keep_one(self, depth, features, state):\n    return {answer}"
         yield Case(f"keep_one answers {answer}", _module(body=body), live=FAILS, chain_only=True)
     for method, statement, returns in (
+        ("keep", "self.features = ()", KEPT),
+        ("keep", "self.name = None", KEPT),
         ("keep", "step.alive.fill_(True); step.features.zero_()", "step.alive.logical_not(), state"),
         ("keep", "step.alive.logical_not_()", "torch.ones_like(step.alive), state"),
         ("keep", "step.parent.fill_(99)", KEPT),

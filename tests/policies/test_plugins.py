@@ -222,6 +222,58 @@ def test_a_plugin_with_the_name_of_a_built_in_fails_under_that_name_alone(
         assert answered(cli("decode", "w7 w8", *pair, "--policy", name, "--json", "--max-new-tokens", 4))
 
 
+ODD = """
+import signal
+from specstop.policies import StopPolicy
+print("noise at import")
+class Odd(StopPolicy):
+    features, name, max_depth = ("top1",), "odd", 4
+    def __init__(self, how="works"):
+        print("noise in __init__")
+        self.how = how
+        if how == "exits":
+            raise SystemExit
+    def keep(self, step, state):
+        print("noise in keep")
+        if self.how == "leaves":
+            raise SystemExit(0)
+        if self.how == "interrupted":
+            signal.raise_signal(signal.SIGINT)
+        return step.alive, state
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("works", 0, []),
+        ("exits", 2, ["specstop: --policy: 'odd?how=exits': making it failed: SystemExit"]),
+        (
+            "leaves",
+            0,
+            ["warning: policy odd failed (keep() failed: SystemExit: 0); drafting 4 tokens a round from here on"],
+        ),
+        ("interrupted", 130, ["specstop: interrupted"]),
+    ],
+)
+def test_prints_exits_and_ctrl_c_of_a_plugin_on_the_command_line(
+    how: str, code: int, said: list[str], pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd_plugin.py").write_text(ODD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(specs, "entry_points", lambda group: [EntryPoint("odd", "odd_plugin:Odd", group)])
+    pair = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    answer = cli("decode", "w7 w8", *pair, "--policy", f"odd?how={how}", "--json", "--max-new-tokens", 12)
+    sys.modules.pop("odd_plugin")
+    assert answer.code == code
+    assert [line for line in answer.err.splitlines() if not line.startswith("noise")] == said
+    assert "noise at import" in answer.err and "noise in __init__" in answer.err
+    if code:
+        assert answer.out == ""
+    else:
+        assert len(json.loads(answer.out)["texts"]) == 1
+
+
 def test_misbehaving_plugins_are_refused_or_replaced(tmp_path: Path) -> None:
     """A sample of the misbehaviours of `benchmarks/fuzz.py`, in three modes."""
     plugins = family("plugins")

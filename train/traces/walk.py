@@ -162,9 +162,11 @@ class Walk:
         cut = (made.capped | ends) & active
         before = self.history.values()[active]
         self.history = self.history.after(accepted, made.verified, active & ~cut)
-        counts = (values.clone() for values in (active, made.drafted, made.verified, accepted))  # may be written into
-        outcome = RoundOutcome(*counts, cut, seconds.clone())
-        self.state = checked_observe(self.policy, outcome, self.state)
+        told = RoundOutcome(active, made.drafted, made.verified, accepted, cut, seconds)
+        copies = {
+            name: values.clone() for name, values in vars(told).items()
+        }  # a plugin may write into what it is told
+        self.state = checked_observe(self.policy, RoundOutcome(**copies), self.state)
         log = torch.stack([self.sequence, self.anchor, made.drafted, made.verified, accepted], 1)[active]
         # The draft has read what was fed of the accepted path; what was rejected is forgotten.
         backlog = committed + torch.where(made.drafted > 0, -made.read, self.backlog)
