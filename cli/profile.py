@@ -28,13 +28,22 @@ from .options import (
 )
 from .streams import say
 
+NEW_TOKENS = 96
+"""Of each text that decisions are timed on."""
+
 
 def profile(
-    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     prompts: Prompts = None,
     target: Target = None,
     draft: Draft = None,
     policy: Policies = [],  # noqa: B006
+    add_policy: Annotated[
+        list[str], typer.Option(help="Time this policy's decisions alone and add them to --profile; repeatable.")
+    ] = [],  # noqa: B006
+    profile: Annotated[
+        Path | None, typer.Option(help="With --add-policy: the profile, replaced unless --out is given.")
+    ] = None,
     depth: Depth = 10,
     temperature: Temperature = 0.0,
     tree: Annotated[str | None, typer.Option(help="Time rounds of this tree too: 4,2,2,1, fork:4x5, ...")] = None,
@@ -60,6 +69,12 @@ def profile(
     from ..policies.outputs import claim_file, refuse_inputs
     from ..policies.specs import load_policy
 
+    if add_policy:
+        pair_options = (target, draft, device, dtype, engine)
+        _add_policies(profile, add_policy, out, prompts, pair_options, overwrite=overwrite, json=json, quiet=quiet)
+        return
+    if out is None:
+        raise InputError("--out: expected a JSON file for the profile to go to")
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
@@ -83,10 +98,54 @@ def profile(
     if measured.noise is not None and measured.noise.is_noisy:
         say(f"warning: {measured.noise.text}")
     save_config(saved.parent, saved.name)
+    _show(out, json)
+
+
+def _add_policies(
+    known: Path | None,
+    specs: list[str],
+    out: Path | None,
+    prompts: Path | None,
+    pair_options: tuple[str | None, str | None, str, str, str],
+    *,
+    overwrite: bool,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
+    from ..collect.prompts import encode
+    from ..collect.run import reading_room
+    from ..decode.profile import loop_decisions
+    from ..decode.settings import Settings
+    from ..policies.costs import MARK, Profile
+    from ..policies.outputs import claim_file
+    from ..policies.specs import load_policy
+
+    if known is None:
+        raise InputError("--add-policy: expected the profile to add to; give it with --profile")
+    costs = Profile.load(known)
+    place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
+    rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
+    target, draft, device, dtype, engine = pair_options
+    with progress_bars(quiet or json) as progress:
+        names = find_pair(target, draft, progress)
+        pair = open_pair(*names[:2], device, dtype, engine)
+        tokens = encode(find_prompts(prompts, names[2], "train", 32), pair.tokenizer, reading_room(pair, 1))
+        settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True)
+        timed = loop_decisions(pair, rules, tokens, settings)
+    if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
+        raise InputError(
+            f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
+        )
+    costs.with_measured_decisions(timed).save(place)
+    _show(place, json)
+
+
+def _show(path: Path, json: bool) -> None:
     from .info import _profile
 
-    described = _profile(out)
+    described = _profile(path)
     if json:
         print_json(described)
     else:
-        table(str(out), ("what", "value"), flat(described))
+        table(str(path), ("what", "value"), flat(described))
