@@ -18,7 +18,9 @@ from transformers.cache_utils import Cache
 
 from .slots import SlotLayer, Slots
 from .topology import Topology
+from .transfer import upload
 from .tree_masks import TreeMasks
+from .wide_head import wide_head
 
 _SLICED = 64
 """Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
@@ -27,11 +29,10 @@ _SLICED = 64
 def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
     """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
 
-    On the CPU that is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a
-    small model's call).
+    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small
+    model's call).
     """
-    reads_bool = model.config._attn_implementation == "sdpa" and mask.device.type != "cpu"
-    if mask.dtype != torch.bool or reads_bool:
+    if mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=model.dtype, device=mask.device)
     return torch.where(mask, zero, torch.finfo(model.dtype).min)
@@ -75,7 +76,11 @@ class CachedModel:
         self._cache = Cache(layers=list(self._layers))
         self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))
         self._windows = window_layers(model)
-        self._maskless = getattr(model, "takes_no_mask", False) and self._windows is None
+        # Told nothing, sdpa has a faster kernel for a single token and for a prompt on a GPU: no mask is read.
+        fast = model.device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
+        self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
+        self._maskless_prompt = fast
+        self._wide = wide_head(model)
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=model.device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=model.device)[None]
@@ -97,6 +102,9 @@ class CachedModel:
         assert length <= self.length
         for layer in self._layers:
             layer.length = length
+
+    def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+        """Do once what the first calls of (tokens, rows) behind texts of these lengths would have to do."""
 
     def keep(self, base: int, slots: Sequence[int]) -> None:
         """Forget all tokens after the first `base` but those in `slots`, rising, which move up to it in place."""
@@ -126,26 +134,37 @@ class CachedModel:
         """
         start, count = self.length, tokens.shape[1]
         end = start + count
-        if mask is None and count <= _SLICED and not (count == 1 and self._maskless):
+        alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
+        if mask is None and count <= _SLICED and not alone:
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         if positions is None:
             positions = self._positions[:, start:end]
-        out = self.model(
-            input_ids=self._known(tokens),
-            attention_mask=self._by_layer(mask, positions, start, end),
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=rows,
-            **({"output_hidden_states": True} if self._hidden else {}),
-        )
-        if self._hidden:
-            self.states = out.hidden_states[-1]
-        return self._scores(out.logits, rows or count)
+        if self._windows:
+            if len(self._position_at) < len(positions):
+                self._position_at = self._position_at.repeat(len(positions), 1)
+            self._position_at[:, start:end] = positions
+        mask = self._by_layer(mask, positions, end)
+        logits, self.states = self._run(self._known(tokens), mask, positions, rows)
+        return logits
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Return the tokens as the model can read them."""
         return tokens.masked_fill(tokens >= self.vocabulary - self._lacks, 0) if self._lacks else tokens
+
+    def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of the last `rows` [B, rows, V] and, if they are kept, the last hidden states."""
+        with self._wide:
+            out = self.model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=rows,
+                **({"output_hidden_states": True} if self._hidden else {}),
+            )
+        states = out.hidden_states[-1] if self._hidden else None
+        return self._scores(out.logits, rows or tokens.shape[1]), states
 
     def _scores(self, logits: Tensor, rows: int) -> Tensor:
         """Return the last `rows` of a model's logits [B, rows, V] in the precision that is computed with."""
@@ -171,15 +190,12 @@ class CachedModel:
         if topology not in self._trees:
             self._trees[topology] = TreeMasks(topology, self.capacity, self._behind_prefix)
         mask, depth = self._trees[topology].part(base, before, rows)
-        return self.read(torch.tensor([list(tokens)], device=self.model.device), 0, mask, base + depth)
+        return self.read(upload([list(tokens)], self.model.device), 0, mask, base + depth)
 
-    def _by_layer(self, mask: Tensor | None, positions: Tensor, start: int, end: int) -> Any:
-        """Return the mask as the model wants it: one for all layers, or one for each kind of layer."""
+    def _by_layer(self, mask: Tensor | None, positions: Tensor, end: int) -> Any:
+        """Return the mask of the first `end` slots as the model wants it: one for all layers, or one for each kind."""
         if self._windows is None:
             return mask if mask is None else backend_mask(mask, self.model)
-        if len(self._position_at) < len(positions):
-            self._position_at = self._position_at.repeat(len(positions), 1)
-        self._position_at[:, start:end] = positions
         if mask is None:
             return None
         if mask.dtype != torch.bool:

@@ -1,153 +1,245 @@
-"""A cached model whose shapes never change, so that CUDA can record a call once and play it again.
+"""A cached model whose calls are recorded: of a forward of hundreds of launches, CUDA plays one.
 
-Attention reads every slot of the cache under a mask as wide as the capacity; tokens, positions, slots and mask lie in fixed
-buffers, one set for each number of tokens. Recording takes a GPU; without one the same buffers run step by step.
+A recording repeats what was done, at the same addresses and in the same shapes. So tokens and their place lie in fixed
+buffers, one set for each number of tokens; positions and causal mask are made of them on the device; and attention reads not
+the slots in use but the next power of two of them. Recording takes a GPU: without one the model is a plain `CachedModel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import CachedModel, backend_mask, window_layers
+from .cache import CachedModel
+from .grouped import attending_grouped
+from .recording import Recorder
 from .slots import SlotLayer, Slots
 
 MOST_TOKENS = 64
-"""Longest call that is recorded; prompts run as they are."""
+"""Longest call that is recorded. Longer ones, and prompts, come in all lengths and gain little."""
+
+LEAST_SEEN = 256
+"""Slots that attention reads at least; each next size is twice the last, so that a long text takes few recordings."""
+
+Answer = tuple[Tensor, Tensor | None]
+"""Logits and, if asked for, the last hidden states."""
 
 
 @dataclass
-class _Where:
-    """The slots that the next states go to: shared by all layers, [n] int64."""
+class _Now:
+    """Of the call that is being made: the slots [n] that its states go to, and how many slots attention reads."""
 
     slots: Tensor | None = None
+    seen: int = 0
 
 
 class FixedLayer(SlotLayer):
-    """Keys and values of one layer, written where `where` says; all slots are returned, used or not."""
+    """Keys and values of one layer, written where `now` says; as many slots are returned as it says, used or not."""
 
-    def __init__(self, slots: Slots, where: _Where) -> None:
+    def __init__(self, slots: Slots, now: _Now) -> None:
         super().__init__(slots)
-        self._where = where
+        self._now = now
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the states and return the whole buffers."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None and self._where.slots is not None
-        self.keys.index_copy_(2, self._where.slots, key_states)
-        self.values.index_copy_(2, self._where.slots, value_states)
-        return self.keys, self.values
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states and return the first slots of the buffers; append them where nothing is said."""
+        slots, seen = self._now.slots, self._now.seen
+        if slots is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, slots, key_states)
+        self.values.index_copy_(2, slots, value_states)
+        return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
 
 
 @dataclass
 class _Call:
-    """The fixed buffers of calls with n tokens, and how to run them."""
+    """What calls of one shape read, and how they are made; `mask` and `positions` where they are not those of a text.
 
-    tokens: Tensor  # [1, n]
-    positions: Tensor  # [1, n]
-    slots: Tensor  # [n]
-    mask: Tensor  # [1, 1, n, capacity] in the backend's form
-    run: Callable[[], tuple[Tensor, Tensor | None]]
+    `mask` is [B, 1, n, seen] boolean, `positions` [B, n].
+    """
+
+    tokens: Tensor  # [B, n]
+    start: Tensor  # []
+    rows: int
+    seen: int
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    used: bool = False
+    play: Callable[[], Answer] | None = None
+
+
+@dataclass
+class _Memory:
+    """Buffers and recordings. They outlive a `CapturedModel`, for the next one of the same model; they refer to neither.
+
+    Attributes:
+        kind: what else they depend on.
+        positions, position_at: see `CachedModel`.
+        unchecked: the model may have changed since they were recorded.
+    """
+
+    capacity: int
+    kind: tuple[object, ...]
+    recorder: Recorder
+    slots: Slots
+    positions: Tensor
+    position_at: Tensor
+    now: _Now = field(default_factory=_Now)
+    layers: list[FixedLayer] = field(default_factory=list)
+    calls: dict[tuple[int | bool, ...], _Call] = field(default_factory=dict)
+    unchecked: bool = False
+
+
+_KEPT: weakref.WeakKeyDictionary[PreTrainedModel, _Memory] = weakref.WeakKeyDictionary()
+"""By model the last memory that nobody uses any more: `generate`, called again, need not record again."""
 
 
 class CapturedModel(CachedModel):
-    """A `CachedModel` for one stream with fixed shapes.
+    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens behind others when they come for the second time.
 
     Args:
-        model, capacity, vocabulary, hidden: as of `CachedModel`; no sliding windows.
-        record: record calls as CUDA graphs.
+        model, capacity, vocabulary, hidden: as of `CachedModel`; the capacity is rounded up.
+        batch: B, the streams that are read side by side.
+        recorder: of the calls; CUDA graphs by default.
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False, record: bool = True
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        vocabulary: int,
+        hidden: bool = False,
+        batch: int = 1,
+        recorder: Callable[[torch.device], Recorder] = Recorder,
     ) -> None:
-        super().__init__(model, capacity, vocabulary, hidden)
-        self._maskless, self._record = False, record
-        self._where = _Where()
-        self._layers = [FixedLayer(self._slots, self._where) for _ in self._layers]
-        self._cache = Cache(layers=list(self._layers))
-        self._calls: dict[tuple[int, int], _Call] = {}
-        self._hidden_value = backend_mask(torch.zeros((), dtype=torch.bool, device=model.device), model)
+        kind = (vocabulary, hidden, batch, recorder, torch.is_inference_mode_enabled(), _addresses(model))
+        kept = _KEPT.pop(model, None)
+        memory = kept if kept is not None and kept.kind == kind and kept.capacity >= capacity else None
+        del kept  # before another is made
+        step = max(LEAST_SEEN, _seen(capacity) // 4)
+        super().__init__(model, memory.capacity if memory else -(-capacity // step) * step, vocabulary, hidden)
+        if memory is None:
+            at = self._position_at.repeat(batch, 1)
+            memory = _Memory(self.capacity, kind, recorder(model.device), self._slots, self._positions, at)
+            memory.layers = [FixedLayer(self._slots, memory.now) for _ in self._layers]
+        self._memory, self._layers, self._slots = memory, list(memory.layers), memory.slots
+        self._positions, self._position_at = memory.positions, memory.position_at
+        self._cache = Cache(layers=list(memory.layers))
+        self.roll_back(0)
+        weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
 
     def read(
         self, tokens: Tensor, rows: int = 0, mask: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Append `tokens` [1, n] and return logits; see `CachedModel.read`."""
-        start, count = self.length, tokens.shape[1]
+        """Append `tokens` and return logits; see `CachedModel.read`."""
+        start, (batch, count) = self.length, tokens.shape
+        if start == 0 or count > MOST_TOKENS or not self._memory.recorder.works:
+            return super().read(tokens, rows, mask, positions)
         end = start + count
-        if mask is None:
-            at = torch.arange(end, device=self.model.device)
-            mask = backend_mask((at <= at[start:, None])[None, None], self.model)
-        call = self._calls.get((count, rows)) or self._buffers(count, rows)
+        call = self._call(batch, count, rows, min(_seen(end), self.capacity), mask is not None)
         call.tokens.copy_(self._known(tokens))
-        call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
-        call.slots.copy_(self._positions[0, start:end])
-        call.mask[..., :end] = mask
-        call.mask[..., end:] = self._hidden_value
-        logits, states = call.run()
+        call.start.fill_(start)
+        if call.mask is not None and call.positions is not None:
+            assert mask is not None
+            call.mask[..., :end] = mask if mask.dtype == torch.bool else mask == 0
+            call.mask[..., end:] = False
+            call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
+        logits, states = self._answer(call)
         for layer in self._layers:
             layer.length = end
-        if states is not None:
-            self.states = states.clone()
-        return logits.clone()  # the buffers are written again by the next call of this size
+        self.states = None if states is None else states.clone()
+        return logits.clone()  # the next call of this shape writes there again
 
-    def _buffers(self, count: int, rows: int) -> _Call:
-        """Return the buffers of calls with `count` tokens; short ones are kept, and recorded on CUDA."""
-        device = self.model.device
-        ids = torch.zeros(2, count, dtype=torch.int64, device=device)
-        mask = self._hidden_value.expand(1, 1, count, self.capacity).clone()
-        call = _Call(ids[:1], ids[1:], torch.arange(count, device=device), mask, lambda: self._forward(call, rows))
-        if count <= MOST_TOKENS:
-            self._calls[count, rows] = call
-            if self._record and device.type == "cuda":
-                self._recorded(call, rows)
-        return call
+    def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+        """Record calls of (tokens, rows) in texts of these lengths; see `CachedModel.prepare`."""
+        if not self._memory.recorder.works:
+            return
+        for seen in sorted({min(_seen(length), self.capacity) for length in lengths}):
+            for count, rows in calls:
+                for start in (0, seen - count, seen - count):  # the first makes the buffers of the layers
+                    for layer in self._layers:
+                        layer.length = start
+                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.model.device), rows)
+        self.roll_back(0)
 
-    def _forward(self, call: _Call, rows: int) -> tuple[Tensor, Tensor | None]:
-        self._where.slots = call.slots
-        out = self.model(
-            input_ids=call.tokens,
-            attention_mask=call.mask,
-            position_ids=call.positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=rows,
-            output_hidden_states=self._hidden,
-        )
-        logits = self._scores(out.logits, rows or call.tokens.shape[1])
-        return logits, out.hidden_states[-1] if self._hidden else None
+    def _call(self, batch: int, count: int, rows: int, seen: int, told: bool) -> _Call:
+        """Return the calls of a shape, `told` what they see or reading on."""
+        key = (batch, count, rows, seen, told)
+        if key not in self._memory.calls:
+            device = self.model.device
+            tokens, positions = torch.zeros(2, batch, count, dtype=torch.int64, device=device)
+            call = _Call(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
+            if told:
+                call.mask = torch.zeros(batch, 1, count, seen, dtype=torch.bool, device=device)
+                call.positions = positions
+            self._memory.calls[key] = call
+        return self._memory.calls[key]
 
-    def _recorded(self, call: _Call, rows: int) -> None:
-        """Record the call as a CUDA graph, on first use after its warm-up."""
-        graph: torch.cuda.CUDAGraph | None = None
-        out: tuple[Tensor, Tensor | None]
-        warm_up = 2
+    def _answer(self, call: _Call) -> Answer:
+        """Make a call: the first time as it is, which warms up, then recorded."""
+        memory = self._memory
+        if call.play is None and call.used:
+            call.play = memory.recorder.record(lambda: self._forward(call))
+        call.used = True
+        if call.play is None:
+            return self._forward(call)
+        answer = call.play()
+        if memory.unchecked:
+            # An adapter switched on or off, a hook: nothing tells but the logits.
+            now = self._forward(call)
+            memory.unchecked = False
+            if not torch.equal(answer[0], now[0]):
+                memory.calls.clear()
+                return now
+        return answer
 
-        def run() -> tuple[Tensor, Tensor | None]:
-            nonlocal graph, out, warm_up
-            if warm_up:  # kernels are chosen and buffers allocated outside the record
-                warm_up -= 1
-                return self._forward(call, rows)
-            if graph is None:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out = self._forward(call, rows)
-            graph.replay()
-            return out
+    def _forward(self, call: _Call) -> Answer:
+        now, at = self._memory.now, self._positions[0]
+        slots = call.start + at[: call.tokens.shape[1]]
+        positions = slots[None] if call.positions is None else call.positions
+        mask = (at[: call.seen] <= slots[:, None])[None, None] if call.mask is None else call.mask
+        if self._windows:
+            self._position_at.index_copy_(1, slots, positions.expand(len(self._position_at), -1))
+        now.slots, now.seen = slots, call.seen
+        try:
+            with attending_grouped(self.model):
+                return self._run(call.tokens, self._by_layer(mask, positions, call.seen), positions, call.rows)
+        finally:
+            now.slots = None
 
-        call.run = run
+
+def _seen(slots: int) -> int:
+    """Return the next power of two, `LEAST_SEEN` at least."""
+    return max(LEAST_SEEN, 1 << max(slots - 1, 0).bit_length())
 
 
-def open_cache(model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False) -> CachedModel:
-    """Return the cached model for one stream: with fixed shapes on CUDA, where its calls are recorded."""
-    if model.device.type == "cuda" and window_layers(model) is None:
-        return CapturedModel(model, capacity, vocabulary, hidden)
+def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
+    """Return where a model's weights lie and how it attends: recordings hold for these alone."""
+    weights = itertools.chain(model.parameters(), model.buffers())
+    return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
+
+
+def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
+    """Keep what a captured model leaves, in the place of what another has left."""
+    alive = model()
+    if alive is not None and memory.calls:
+        memory.unchecked = True
+        _KEPT[alive] = memory
+
+
+def open_cache(
+    model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False, batch: int = 1
+) -> CachedModel:
+    """Return the cached model for B streams: one that records its calls where all of the model lies on one GPU."""
+    spread = set(getattr(model, "hf_device_map", {}).values())
+    if model.device.type == "cuda" and len(spread) < 2:
+        return CapturedModel(model, capacity, vocabulary, hidden, batch)
     return CachedModel(model, capacity, vocabulary, hidden)

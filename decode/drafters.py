@@ -15,6 +15,7 @@ from .captured import open_cache
 from .finite import check_rows
 from .hidden import hidden_width
 from .pair import Pair
+from .transfer import upload
 
 
 class Drafter(Protocol):
@@ -88,6 +89,10 @@ class ModelDrafter:
         self._model.roll_back(0)
         self._looked_at = False
 
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Do ahead what drafting chains in texts of these lengths takes to be done once (`CachedModel.prepare`)."""
+        self._model.prepare([(1, 1), (2, 1)], lengths)
+
     def backlog(self, text: Sequence[int]) -> int:
         """See `Drafter`."""
         return len(text) - self._model.length
@@ -118,7 +123,7 @@ class ModelDrafter:
         return logits
 
     def _read(self, tokens: Sequence[int]) -> Tensor:
-        return self._model.read(torch.tensor([list(tokens)], device=self._pair.device), rows=1)[0]
+        return self._model.read(upload([list(tokens)], self._pair.device), rows=1)[0]
 
     def commit(self, base: int, path: Sequence[int]) -> None:
         """See `Drafter`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
+import torch
 from torch import Tensor
 
 from ..policies.errors import PairError
@@ -20,11 +22,40 @@ def check_rows(logits: Tensor, role: str = "target", void: Tensor | None = None)
     Raises:
         PairError: a row is broken.
     """
-    best = logits.amax(-1)  # NaN where the row has one
-    if void is not None:
-        best = best.masked_fill(void, 0.0)
-    if not all(map(math.isfinite, best.flatten().tolist())):
-        raise broken(role)
+    with FiniteRows(logits, role, void):
+        pass
+
+
+class FiniteRows(contextlib.AbstractContextManager[None]):
+    """Does what `check_rows` does, by the end of the block that it opens: rows that lie on a device are looked at meanwhile.
+
+    The block waits for the device for its own sake, and so waits once. What it raises over rows that are broken gives way to
+    the error that says so.
+
+    Args:
+        logits, role, void: as of `check_rows`. On the CPU it raises at once.
+    """
+
+    def __init__(self, logits: Tensor, role: str = "target", void: Tensor | None = None) -> None:
+        self._role = role
+        best = logits.amax(-1)  # NaN where the row has one
+        if void is not None:
+            best = best.masked_fill(void, 0.0)
+        if best.device.type == "cpu":
+            self._best, self._copied = best, None
+            self._check()
+        else:
+            self._best = best.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+
+    def __exit__(self, *error: object) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._check()
+
+    def _check(self) -> None:
+        if not all(map(math.isfinite, self._best.flatten().tolist())):
+            raise broken(self._role)
 
 
 def broken(role: str) -> PairError:

@@ -24,7 +24,7 @@ from .captured import open_cache
 from .charge import Guard
 from .drafters import Drafter, ModelDrafter
 from .drafting import DraftPhase
-from .finite import check_rows
+from .finite import FiniteRows, check_rows
 from .hidden import KeepsStates, ask_for_states, hidden_width
 from .modes import check_mode, find_mode, resolve_mode
 from .noise import Choices, KeyedSource, Source
@@ -33,6 +33,7 @@ from .pair import Pair, readable
 from .records import Generation, Round
 from .sampling import Sampler, check_processors
 from .settings import Settings, Stopwatch, Text
+from .transfer import upload
 
 
 class Speculator:
@@ -101,6 +102,13 @@ class Speculator:
         """Go on as a newly made loop would: under the policy given, with nothing carried over from earlier texts."""
         self._guard.renew()
 
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Have a GPU record what chains in texts of these lengths call for, so that no round that is timed does."""
+        self._reserve(max(lengths))
+        self._target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
+        if isinstance(self._drafter, ModelDrafter):
+            self._drafter.prepare(lengths)
+
     @property
     def policy(self) -> StopPolicy:
         """The policy in charge: the one given, until it fails."""
@@ -151,7 +159,7 @@ class Speculator:
         seen = len(padding) + len(prompt)
         processors = settings.shaping.build(settings.temperature, seen, self._eos, self.pair.device)
         source = self._open_source(key, self.topology.deepest + 1)
-        logits = self._target.read(torch.tensor([prompt], device=self.pair.device), rows=1)[0]
+        logits = self._target.read(upload([prompt], self.pair.device), rows=1)[0]
         check_rows(logits)
         sampler = Sampler(processors, settings.temperature, padding)
         text = Text(prompt, len(prompt), source, sampler, [], logits, None, HistoryOne(), self._hidden(-1))
@@ -205,8 +213,9 @@ class Speculator:
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
         found = self._phase.run(text, base, choices, allowed, watch)
         sent = found.sent()
-        logits, sampled = self._verify(text, base, found, sent, watch)
-        path, roots = self.mode.accept(found, sent, sampled, choices)
+        logits, sampled, finite = self._verify(text, base, found, sent, watch)
+        with finite:
+            path, roots = self.mode.accept(found, sent, sampled, choices)
         committed = self._commit(text, base, found, sent, path, roots, logits)
         accepted, verified, cut = len(path) - 1, len(sent) - found.roots, text.ended or found.capped
         watch.start()
@@ -214,8 +223,9 @@ class Speculator:
             text.history.add(accepted, verified)
         if self._guard.listens:
             self._guard.finished(text, accepted, verified, cut)
-            elapsed = watch.mark - begin
-            self._guard.ended(text, lambda: self._outcome(context, found, verified, accepted, backlog, cut, elapsed))
+            self._guard.ended(
+                text, lambda: self._outcome(context, found, verified, accepted, backlog, cut, watch.now() - begin)
+            )
         watch.lap("policy")
         laps = watch.laps
         record = Round(
@@ -240,20 +250,20 @@ class Speculator:
 
     def _verify(
         self, text: Text, base: int, found: Candidates, sent: Sequence[int], watch: Stopwatch
-    ) -> tuple[Tensor, Tensor]:
-        """Return the target's raw and processed logits [len(sent), V] behind each place sent."""
+    ) -> tuple[Tensor, Tensor, FiniteRows]:
+        """Return the target's raw and processed logits [len(sent), V] behind each place sent, and the check of them."""
         tokens = [found.tokens[place] for place in sent]
         watch.start()
         if len(sent) == found.depth[sent[-1]] + 1:  # a single path
             padding = self._padding(len(text.tokens), len(sent) - 1)
-            read = torch.tensor([tokens + tokens[-1:] * padding], device=self.pair.device)
+            read = upload([tokens + tokens[-1:] * padding], self.pair.device)
             logits = self._target.read(read)[0, : len(sent)]
         else:
             logits = self._target.read_tree(tokens, base, found.topology, [], [found.rows[p] for p in sent])[0]
-        check_rows(logits)
+        finite = FiniteRows(logits)
         watch.lap("verify")
         sampled = text.sampler(logits, lambda: [[*text.tokens[:base], *found.tokens_to(p)] for p in sent])
-        return logits, sampled
+        return logits, sampled, finite
 
     def _padding(self, context: int, proposed: int) -> int:
         """Return how many tokens to fill a verification up with: a larger one may be cheaper."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from .candidates import Candidates
 from .matching import Match, best_tokens
 from .noise import Choices, Purpose
-from .rejection import Rejection, without
+from .rejection import Rejection, first_ratios, without
+from .transfer import download
 from .verify import Drawn
 
 
@@ -48,16 +49,17 @@ class TargetInit(Rejection):
     ) -> tuple[list[int], list[int]]:
         """Return the longest accepted branch, the first of equals; see `Verification.accept`."""
         probs = dict(zip(sent, sampled if choices.greedy else torch.softmax(sampled.double(), -1), strict=True))
+        ratios = {} if choices.greedy else first_ratios(found, probs)
         best: list[int] = []
         after = sampled[0]
         for root in range(found.roots):
-            path, left = self._branch(found, root, probs, choices)
+            path, left = self._branch(found, root, probs, ratios, choices)
             if len(path) > len(best):
                 best, after = path, left
         return best, self._roots(after, found.topology.roots, choices)
 
     def _branch(
-        self, found: Candidates, root: int, probs: dict[int, Tensor], choices: Choices
+        self, found: Candidates, root: int, probs: dict[int, Tensor], ratios: dict[int, float], choices: Choices
     ) -> tuple[list[int], Tensor]:
         """Return the accepted path below one root, and what the next roots are drawn from."""
         path = [root]
@@ -67,7 +69,7 @@ class TargetInit(Rejection):
                 below = next((c for c in found.children[path[-1]] if c in probs and found.tokens[c] == own), None)
                 left = probs[path[-1]]
             else:
-                below, left = self._try(found, path[-1], probs, choices)
+                below, left = self._try(found, path[-1], probs, ratios, choices)
             if below is None:
                 return path, left
             path.append(below)
@@ -107,14 +109,15 @@ class Typical(Match):
         self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
     ) -> tuple[list[int], list[int]]:
         """Return the longest path of typical tokens, the likeliest of equals; see `Verification.accept`."""
-        p = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+        p = torch.softmax(sampled.double(), -1)
+        row = {place: at for at, place in enumerate(sent)}
+        tried = [place for place in sent if found.parent[place] in row]
+        chances = [p[row[found.parent[place]], found.tokens[place]] for place in tried]
+        entropy, probs = download(torch.special.entr(p).sum(-1), torch.stack([p.new_ones(()), *chances]))
         likely: dict[int, float] = {0: 0.0}  # log-probability of each typical path
-        for place in sent:
+        for place, prob in zip(tried, probs[1:], strict=True):
             above = found.parent[place]
-            if above in likely:
-                row = p[above]
-                prob = float(row[found.tokens[place]])
-                if prob > min(self.epsilon, self.delta * math.exp(-float(torch.special.entr(row).sum()))):
-                    likely[place] = likely[above] + math.log(prob)
+            if above in likely and prob > min(self.epsilon, self.delta * math.exp(-entropy[row[above]])):
+                likely[place] = likely[above] + math.log(prob)
         end = max(likely, key=lambda place: (found.depth[place], likely[place]))
-        return found.path(end), [choices.draw(p[end], end, Purpose.RESIDUAL)]
+        return found.path(end), [choices.draw(p[row[end]], end, Purpose.RESIDUAL)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .candidates import Candidates
 from .noise import Choices
+from .transfer import download, upload
 from .verify import Drawn, Verification
 
 NOTHING = float("-inf")
@@ -33,8 +34,8 @@ class Match(Verification):
             return Drawn([[int(scores.argmax(-1))]], scores)
         # One more: the best score that was not drawn tells policies how near it came.
         top = scores.topk(min(max(widths) + 1, scores.shape[-1]), -1)
-        best = top.values.tolist()
-        return Drawn(_possible(top.indices.tolist(), best, widths), scores, best=best)
+        best, tokens = download(top.values, top.indices)
+        return Drawn(_possible(tokens, best, widths), scores, best=best)
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return the target's first own token."""
@@ -49,7 +50,7 @@ class Match(Verification):
         if not choices.greedy:
             noise = choices.noise(1, found.depth[sent[-1]] + 1)
             if not found.topology.is_chain:
-                noise = noise[[found.depth[place] for place in sent]]
+                noise = noise[upload([found.depth[place] for place in sent], noise.device)]
             scores = torch.log_softmax(sampled, -1) + noise
         own = dict(zip(sent, scores.argmax(-1).tolist(), strict=True))
         path = [0]
@@ -64,7 +65,8 @@ class Match(Verification):
 def best_tokens(scores: Tensor, widths: Sequence[int]) -> list[list[int]]:
     """Return for each row of [R, V] its `widths[row]` best tokens in falling order, none of score -inf."""
     top = scores.topk(min(max(widths), scores.shape[-1]), -1)
-    return _possible(top.indices.tolist(), top.values.tolist(), widths)
+    values, tokens = download(top.values, top.indices)
+    return _possible(tokens, values, widths)
 
 
 def _possible(tokens: list[list[int]], best: list[list[float]], widths: Sequence[int]) -> list[list[int]]:

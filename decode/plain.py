@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from ..policies.vectors import stored
-from .cache import CachedModel, backend_mask
-from .finite import check_rows
+from .cache import backend_mask
+from .captured import open_cache
+from .finite import broken
 from .hidden import hidden_width
 from .noise import gumbel, match_scores
 from .pair import Pair
+from .transfer import download
+
+ENDED_EVERY = 8
+"""Steps on a device after which it is asked whether all texts have ended: the host would wait each time."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ def plain_texts(
     """
     device = pair.device
     longest = max(map(len, prompts))
-    model = CachedModel(pair.target, longest + max_new_tokens, pair.vocabulary, hidden)
+    model = open_cache(pair.target, longest + max_new_tokens, pair.vocabulary, hidden, len(prompts))
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     real, positions = _columns(padding, model.capacity)
     stream = torch.tensor(list(keys), device=device)[:, None]
@@ -75,12 +80,14 @@ def plain_texts(
         size = (len(prompts), max_new_tokens, hidden_width(pair.target))
         states = torch.zeros(size, dtype=torch.float16, device=device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    bad = torch.zeros_like(ended)
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = backend_mask(_prompt_mask(real[:, :longest])[:, None], pair.target)
     logits = model.read(tokens, 1, mask, positions[:, :longest])[:, 0]
     later = backend_mask(real[:, None, None, :], pair.target)
+    ask = 1 if device.type == "cpu" else ENDED_EVERY
     for step in range(max_new_tokens):
-        check_rows(logits, void=ended)
+        bad |= ~logits.amax(-1).isfinite() & ~ended
         rows[:, step] = logits
         if states is not None and model.states is not None:
             states[:, step] = stored(model.states[:, -1])
@@ -92,8 +99,13 @@ def plain_texts(
         out[:, step] = match_scores(logits, temperature, drawn_with).argmax(-1)
         ended |= torch.isin(out[:, step], eos)
         end = longest + step
-        if step + 1 == max_new_tokens or bool(ended.all()):
-            break
+        last = step + 1 == max_new_tokens
+        if last or (step + 1) % ask == 0:
+            are_bad, have_ended = download(bad, ended)
+            if any(are_bad):
+                raise broken("target")
+            if last or all(have_ended):
+                break
         logits = model.read(out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1])[:, 0]
     return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states, kept)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from .candidates import Candidates
 from .finite import broken
 from .noise import Choices, Purpose
+from .transfer import download
 from .verify import Drawn, Verification
 
 
@@ -37,11 +38,11 @@ class Rejection(Verification):
         tokens: list[list[int]] = []
         for q, width in zip(probs, widths, strict=True):
             tokens.append([])
-            for _ in range(width):
+            for left in reversed(range(width)):
                 token = choices.draw(q, node, Purpose.DRAFT)
                 tokens[-1].append(token)
                 node += 1
-                if not self.replacement:
+                if left and not self.replacement:
                     q = without(q, token)
                     if q is None:  # every token that q knows is a candidate already
                         break
@@ -56,27 +57,30 @@ class Rejection(Verification):
     ) -> tuple[list[int], list[int]]:
         """Walk down from the root; see `Verification.accept`."""
         probs = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+        ratios = first_ratios(found, probs)
         path = [0]
         while True:
-            below, left = self._try(found, path[-1], probs, choices)
+            below, left = self._try(found, path[-1], probs, ratios, choices)
             if below is None:
                 return path, [choices.draw(left, path[-1], Purpose.RESIDUAL)]
             path.append(below)
 
     def _try(
-        self, found: Candidates, place: int, probs: dict[int, Tensor], choices: Choices
+        self, found: Candidates, place: int, probs: dict[int, Tensor], ratios: dict[int, float], choices: Choices
     ) -> tuple[int | None, Tensor]:
         """Return the accepted child of `place`, or None, and the distribution to draw from then."""
         left = probs[place]
         q: Tensor | None = found.drawn_from.get(place)
-        for child in found.children[place]:
+        children = found.children[place]
+        for child in children:
             token = found.tokens[child]
             assert q is not None
             if child in probs:
-                if choices.accept(min(1.0, ratio(left, q, token)), child):
+                ratio = ratios[child] if child in ratios else checked([float(left[token] / q[token])])[0]
+                if choices.accept(min(1.0, ratio), child):
                     return child, left
                 left = residual(left, q)
-            if not self.replacement:
+            if child != children[-1] and not self.replacement:
                 q = without(q, token)
         return None, left
 
@@ -97,15 +101,19 @@ class Block(Rejection):
     ) -> tuple[list[int], list[int]]:
         """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept`."""
         p = torch.softmax(sampled.double(), -1)
-        weight, weights, taken = 1.0, [1.0], 0
+        joint, rest, taken = [p.new_ones(())], [p.new_zeros(())], 0
         last = len(sent) - 1
         for i in range(1, last + 1):
             token, q = found.tokens[sent[i]], found.drawn_from[sent[i - 1]]
-            weight = min(1.0, weight * ratio(p[i - 1], q, token))
-            weights.append(weight)
-            chance = weight
+            joint.append((joint[-1] * (p[i - 1, token] / q[token])).clamp_max(1.0))
             if i < last:
-                left = float((weight * p[i] - found.drawn_from[sent[i]]).clamp_min(0.0).sum())
+                rest.append((joint[-1] * p[i] - found.drawn_from[sent[i]]).clamp_min(0.0).sum())
+        weights, sums = download(torch.stack(joint), torch.stack(rest))
+        checked(weights)
+        for i in range(1, last + 1):
+            chance = weight = weights[i]
+            if i < last:
+                left = sums[i]
                 chance = left / (left + 1.0 - weight) if left > 0.0 else float(weight >= 1.0)
             if choices.accept(chance, sent[i]):
                 taken = i
@@ -115,21 +123,30 @@ class Block(Rejection):
         return list(sent[: taken + 1]), [choices.draw(after, sent[taken], Purpose.RESIDUAL)]
 
 
-def ratio(p: Tensor, q: Tensor, token: int) -> float:
-    """Return p / q of a token drawn from q [V]; a q that is NaN is a `PairError`, lest NaN pass for acceptance."""
-    value = float(p[token] / q[token])
-    if math.isnan(value):
+def checked(ratios: list[float]) -> list[float]:
+    """Return p/q of tokens drawn from q; a q that is NaN is a `PairError`, lest NaN pass for acceptance."""
+    if any(map(math.isnan, ratios)):
         raise broken("draft")
-    return value
+    return ratios
+
+
+def first_ratios(found: Candidates, probs: dict[int, Tensor]) -> dict[int, float]:
+    """Return p/q of the first candidate after each place that was sent: none of them waits for what others leave of p."""
+    first = [child for place in probs for child in found.children[place][:1] if child in probs]
+    if not first:
+        return {}
+    ratios = []
+    for child in first:
+        place, token = found.parent[child], found.tokens[child]
+        ratios.append(probs[place][token] / found.drawn_from[place][token])
+    return dict(zip(first, checked(download(torch.stack(ratios))[0]), strict=True))
 
 
 def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
     """Return norm((p - q)_+) [V]; `otherwise` (or p) where nothing is left, which then happens with probability 0."""
     left = (p - q).clamp_min(0.0)
     total = left.sum()
-    if float(total) > 0.0:
-        return left / total
-    return p if otherwise is None else otherwise
+    return torch.where(total > 0.0, left / total, p if otherwise is None else otherwise)
 
 
 def without(q: Tensor, token: int) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,30 +61,50 @@ class Settings:
         return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
 
 
-@dataclass
 class Stopwatch:
-    """Seconds by phase of one round; waits for the device before each reading."""
+    """Seconds by phase of one round.
 
-    device: torch.device
-    laps: dict[str, float] = field(default_factory=lambda: {"first": 0.0, "draft": 0.0, "verify": 0.0, "policy": 0.0})
-    mark: float = 0.0
+    On CUDA a lap lies between two events in the stream: the host does not wait, and what it does while the device is still
+    busy counts for nothing, as it costs nothing.
+    """
 
-    def __post_init__(self) -> None:
-        self._waits = self.device.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._waits = device, device.type == "cuda"
+        self._seconds = {"first": 0.0, "draft": 0.0, "verify": 0.0, "policy": 0.0}
+        self._mark: Any = 0.0
+        self._pending: list[tuple[str, Any, Any]] = []
 
     def now(self) -> float:
         """Return the clock, once the device has finished."""
         if self._waits:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def start(self) -> None:
         """Begin a lap."""
-        self.mark = self.now()
+        self._mark = self._event() if self._waits else self.now()
 
     def lap(self, phase: str) -> None:
         """Add the time since `start` to a phase."""
-        self.laps[phase] += self.now() - self.mark
+        if self._waits:
+            self._pending.append((phase, self._mark, self._event()))
+        else:
+            self._seconds[phase] += self.now() - self._mark
+
+    @property
+    def laps(self) -> dict[str, float]:
+        """Seconds of the laps so far, by phase."""
+        if self._pending:
+            self._pending[-1][2].synchronize()
+        for phase, begin, end in self._pending:
+            self._seconds[phase] += begin.elapsed_time(end) * 1e-3
+        self._pending.clear()
+        return self._seconds
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 @dataclass

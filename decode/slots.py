@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+from .transfer import upload
 
 
 class Slots:
@@ -45,7 +46,7 @@ class Slots:
             if len(slots) == 1:
                 shared[:, :, :, to] = shared[:, :, :, slots[0]]
             else:
-                at = torch.tensor(slots, device=shared.device)
+                at = upload(list(slots), shared.device)
                 shared.narrow(3, to, len(slots)).copy_(shared.index_select(3, at))
 
 

@@ -127,6 +127,8 @@ class CalibrationRun:
         self._script = Speculator(pair, Scripted(depth), self.settings)
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
         self._plain = Speculator(pair, FixedLength(0), self.settings)
+        for speculator in (self._script, self._plain):
+            speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
         self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens) if tree else None
         self._played: list[Seconds] = []
         self._contexts: tuple[list[int], list[int]] = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import torch
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy, checked_start
 from ...policies.costs import Profile
+from ...policies.errors import SpecstopWarning
 from ...policies.history import HistoryOne
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
@@ -140,6 +142,21 @@ def add_decisions(
         check_policy(policy)
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
     for policy in missing.values():
-        timed = measure_decision(policy, vocabulary, profile.temperature, widths=widths)
+        timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths)
         profile = profile.with_measured_decisions(timed)
     return profile
+
+
+def device_of(profile: Profile) -> torch.device:
+    """Return the device that a profile was measured on: what a decision costs depends on where the logits lie.
+
+    The CPU, with a warning, in the place of one that this machine has not.
+    """
+    name = profile.facts.get("device", "cpu")
+    for number in range(torch.cuda.device_count()):
+        if torch.cuda.get_device_name(number) == name:
+            return torch.device("cuda", number)
+    if "cpu" not in name:
+        message = f"the profile is of {name}, which is not here: what decisions cost is measured on the CPU"
+        warnings.warn(message, SpecstopWarning, stacklevel=2)
+    return torch.device("cpu")

@@ -1,71 +1,223 @@
-"""Fixed shapes: the same logits and texts as with a growing cache, step by step on the CPU and recorded on CUDA."""
+"""Recorded calls: the same logits and texts as read one by one; on the CPU a tape does what CUDA graphs do."""
 
 from __future__ import annotations
+
+import functools
+import gc
+import weakref
 
 import pytest
 import torch
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator, parse_tree
+from specstop.decode import captured as captured_module
+from specstop.decode import drafters as drafters_module
 from specstop.decode import loop as loop_module
 from specstop.decode.cache import CachedModel
 from specstop.decode.captured import CapturedModel, open_cache
 from specstop.decode.pair import Pair, join
 from specstop.policies import FixedLength
+from specstop.policies.errors import SpecstopWarning
+from tape import Graphs, recorder, simulate_graphs
+from tiny import table
+from transformers import PreTrainedModel
+from transformers.integrations import sdpa_attention
 
 TREE = parse_tree("2,2,1")
 
 
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let texts of dozens of tokens pass through several sizes of attention."""
+    monkeypatch.setattr(captured_module, "LEAST_SEEN", 16)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return simulate_graphs(monkeypatch)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A model of its own: recordings are kept by model."""
+    return build_model()
+
+
 def readings(cache: CachedModel, device: str = "cpu") -> list[torch.Tensor]:
-    """Return logits of a prompt, single tokens, several, trees, and what follows a compaction; each size three times."""
+    """Return logits of a prompt, single tokens, several, trees, and what follows a compaction; each size several times."""
     generator, out = torch.Generator().manual_seed(4), []
 
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(1, VOCABULARY, (1, count), generator=generator).to(device)
 
-    out.append(cache.read(tokens(70), 1))
-    for _ in range(4):
+    out.append(cache.read(tokens(5), 1))
+    for _ in range(6):
         out += [cache.read(tokens(1), 1), cache.read(tokens(3))]
         base = cache.length
         row = tokens(len(TREE))[0].tolist()
         out.append(cache.read_tree(row[:3], base, TREE, [], [0, 1, 2]))
         out.append(cache.read_tree([row[4]], base, TREE, [0, 1, 2], [4]))
+        if cache.states is not None:
+            out.append(cache.states)
         cache.keep(base, [base, base + 2])
     return out
 
 
+def same(some: list[torch.Tensor], others: list[torch.Tensor], near: float = 1e-10) -> None:
+    assert len(some) == len(others)
+    for a, b in zip(some, others, strict=True):
+        torch.testing.assert_close(b, a, atol=near, rtol=near)
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_fixed_shapes_give_the_same_logits(pair: Pair, eager_pair: Pair, attention: str) -> None:
-    model = (pair if attention == "sdpa" else eager_pair).target
-    for hidden in (False, True):
-        grown = CachedModel(model, 120, VOCABULARY, hidden)
-        fixed = CapturedModel(model, 120, VOCABULARY, hidden)
-        near = 1e-10 if attention == "sdpa" else 1e-4  # eager attention takes its softmax in float32
-        for a, b in zip(readings(grown), readings(fixed), strict=True):
-            torch.testing.assert_close(b, a, atol=near, rtol=near)
-        assert (grown.states is None) == (fixed.states is None) == (not hidden)
-
-
-def test_buffers_are_made_once_for_each_number_of_tokens(pair: Pair) -> None:
-    cache = CapturedModel(pair.target, 120, VOCABULARY)
-    with torch.no_grad():
-        readings(cache)
-        calls = dict(cache._calls)
-        cache.roll_back(0)
-        readings(cache)
-    assert cache._calls == calls and {count for count, _ in calls} == {1, 3}
-
-
-def test_texts_with_fixed_shapes_are_the_same(
-    pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+def test_recorded_calls_give_the_same_logits(
+    model: PreTrainedModel, graphs: Graphs, attention: str, hidden: bool
 ) -> None:
+    model.set_attn_implementation(attention)
+    fixed = CapturedModel(model, 120, VOCABULARY, hidden, recorder=recorder)
+    near = 1e-10 if attention == "sdpa" else 1e-4  # eager attention takes its softmax in float32
+    same(readings(CachedModel(model, 120, VOCABULARY, hidden)), readings(fixed), near)
+    assert graphs.played >= graphs.recorded > 4, "and calls of several sizes of attention were recorded"
+    assert len(graphs.pools) == 1, "one pool for all of a model"
+    assert model.config._attn_implementation == attention
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", table.CONFIGS)
+def test_every_architecture_can_be_recorded(name: str, graphs: Graphs) -> None:
+    attention = "eager" if name in table.EAGER_ONLY else "sdpa"
+    model = table.build(name, torch.float64, attention)
+    fixed = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    same(readings(CachedModel(model, 120, VOCABULARY)), readings(fixed), 1e-10 if attention == "sdpa" else 1e-4)
+    assert graphs.recorded > 4
+
+
+@torch.no_grad()
+def test_a_call_is_recorded_when_it_comes_again_and_a_prompt_never(model: PreTrainedModel, graphs: Graphs) -> None:
+    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    for _ in range(3):
+        cache.read(one.repeat(1, 9), 1)
+        cache.roll_back(0)
+    assert graphs.recorded == 0, "prompts come in all lengths"
+    cache.read(one.repeat(1, 9), 1)
+    for count in (0, 1, 1, 1):
+        cache.read(one, 1)
+        assert graphs.recorded == count
+    assert graphs.played == 3
+    for _ in range(10):  # past 16 tokens: attention reads the next size, anew at the second call
+        cache.read(one, 1)
+    assert graphs.recorded == 2
+
+
+@torch.no_grad()
+def test_calls_can_be_recorded_before_anything_is_timed(model: PreTrainedModel, graphs: Graphs) -> None:
+    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    cache.prepare([(1, 1), (3, 0)], [10, 12, 40])
+    assert (graphs.recorded, cache.length) == (4, 0), "two sizes of attention, two calls"
+    reference = CachedModel(model, 120, VOCABULARY)
+    prompt, row = torch.full((1, 9), 3), torch.full((1, 3), 5)
+    same([reference.read(prompt), reference.read(row)], [cache.read(prompt), cache.read(row)])
+    assert graphs.recorded == 4
+
+
+def test_texts_from_recorded_calls_are_the_same(
+    prompt_ids: list[list[int]], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = build_model()
+    pair = join(target, build_draft(target))
     for tree in (None, "2,2,1"):
         settings = Settings(0.7, 20, tree=tree)
-        texts = [Speculator(pair, FixedLength(3), settings).generate(ids, 5).tokens for ids in prompt_ids]
+        texts = [Speculator(pair, FixedLength(3), settings).generate(ids, 5).tokens for ids in prompt_ids[:4]]
         with monkeypatch.context() as patch:
-            patch.setattr(loop_module, "open_cache", CapturedModel)
-            fixed = [Speculator(pair, FixedLength(3), settings).generate(ids, 5).tokens for ids in prompt_ids]
-        assert fixed == texts
+            for module in (loop_module, drafters_module):
+                patch.setattr(module, "open_cache", functools.partial(CapturedModel, recorder=recorder))
+            before = graphs.played
+            speculator = Speculator(pair, FixedLength(3), settings)
+            assert [speculator.generate(ids, 5).tokens for ids in prompt_ids[:4]] == texts
+            assert graphs.played > before + 20
+
+
+@torch.no_grad()
+def test_what_cannot_be_recorded_says_so_once_and_runs_as_it_is(model: PreTrainedModel, graphs: Graphs) -> None:
+    def read_back(module: object, inputs: object, output: torch.Tensor) -> None:
+        output.sum().item()
+
+    model.lm_head.register_forward_hook(read_back)
+    expected = readings(CachedModel(model, 120, VOCABULARY))
+    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    with pytest.warns(
+        SpecstopWarning, match=r"cuda:1 cannot be recorded .*not permitted when stream is capturing"
+    ) as told:
+        same(expected, readings(cache))
+    assert len(told) == 1 and graphs.recorded == 0
+
+
+@torch.no_grad()
+def test_recordings_serve_the_next_text_of_a_model_and_go_with_it(model: PreTrainedModel, graphs: Graphs) -> None:
+    gc.disable()  # nothing here may wait for the collector: it holds a device's memory
+    try:
+        cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+        expected, gone = readings(cache), weakref.ref(cache)
+        cache.roll_back(0)
+        same(expected, readings(cache))
+        recorded, kept = graphs.recorded, weakref.ref(cache._memory)
+        del cache
+        assert gone() is None and kept() is not None
+        same(expected, readings(CapturedModel(model, 60, VOCABULARY, recorder=recorder)))
+        assert graphs.recorded == recorded, "a smaller one takes the recordings over"
+        CapturedModel(model, 1000, VOCABULARY, recorder=recorder)
+        assert kept() is None, "a larger one replaces them"
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+def test_recordings_of_a_model_that_has_changed_are_not_played(model: PreTrainedModel, graphs: Graphs) -> None:
+    readings(CapturedModel(model, 120, VOCABULARY, recorder=recorder))
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: output + inputs[0].sum(-1, keepdim=True))
+    expected = readings(CachedModel(model, 120, VOCABULARY))
+    same(expected, readings(CapturedModel(model, 120, VOCABULARY, recorder=recorder)))
+    hook.remove()
+    recorded = graphs.recorded
+    weight = model.lm_head.weight
+    weight.data = weight.data.clone().roll(1, 0)
+    expected = readings(CachedModel(model, 120, VOCABULARY))
+    same(expected, readings(CapturedModel(model, 120, VOCABULARY, recorder=recorder)))
+    assert graphs.recorded > recorded
+
+
+@torch.no_grad()
+def test_grouped_queries_repeat_no_keys(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(num_attention_heads=4, num_key_value_heads=2)
+    expected = readings(CachedModel(model, 120, VOCABULARY))
+    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    cache.read(torch.ones(1, 5, dtype=torch.int64), 1)  # a prompt attends as the library does
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa_attention, "repeat_kv", None)
+        cache.read(torch.ones(1, 3, dtype=torch.int64))
+    cache.roll_back(0)
+    same(expected, readings(cache))
+
+
+@torch.no_grad()
+def test_streams_side_by_side_are_recorded(model: PreTrainedModel, graphs: Graphs) -> None:
+    """As plain decoding of a batch reads them: padded on the left, each told what it sees."""
+    real = torch.tensor([[False, False, True, True], [True] * 4])
+    logits = []
+    for cache in (CachedModel(model, 32, VOCABULARY), CapturedModel(model, 32, VOCABULARY, batch=2, recorder=recorder)):
+        mask = torch.ones(4, 4, dtype=torch.bool).tril_() & real[:, None] | torch.eye(4, dtype=torch.bool)
+        positions = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])
+        out = [cache.read(torch.full((2, 4), 7), 1, mask[:, None], positions)]
+        for step in range(4, 20):
+            seen = torch.cat([real, torch.ones(2, step - 3, dtype=torch.bool)], 1)[:, None, None]
+            at = torch.tensor([[step - 2], [step]])
+            out.append(cache.read(torch.tensor([[3 + step], [5 + step]]), 1, seen, at))
+        logits.append(out)
+    same(*logits)
+    assert graphs.recorded == 2
 
 
 def test_the_cpu_takes_the_growing_cache(pair: Pair) -> None:
@@ -75,10 +227,9 @@ def test_the_cpu_takes_the_growing_cache(pair: Pair) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.no_grad()
-def test_recorded_calls_give_the_same_logits() -> None:
-    target = build_model()
-    model = join(target.cuda(), build_draft(target).cuda()).target
+def test_graphs_give_the_same_logits() -> None:
+    model = build_model().cuda()
     grown, fixed = CachedModel(model, 120, VOCABULARY), open_cache(model, 120, VOCABULARY)
     assert isinstance(fixed, CapturedModel)
-    for a, b in zip(readings(grown, "cuda"), readings(fixed, "cuda"), strict=True):
-        torch.testing.assert_close(b, a, atol=1e-9, rtol=1e-9)
+    same(readings(grown, "cuda"), readings(fixed, "cuda"), 1e-9)
+    assert any(call.play is not None for call in fixed._memory.calls.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,25 +47,36 @@ def test_a_residual_left_out(case: Case, monkeypatch: Patch) -> None:
     assert is_seen(case, monkeypatch, (rejection, "residual", whole))
 
 
+Rows = dict[int, Tensor]
+
+
+def above(found: Candidates, rows: Rows) -> Rows:
+    """Return by place the row of its parent."""
+    return {place: rows[max(found.parent[place], 0)] for place in rows}
+
+
+def tried_with(shown: Callable[[Candidates, Rows], tuple[Candidates, Rows]]) -> list[tuple[Any, str, Any]]:
+    """Return the faults that have candidates tried with other rows than the round's."""
+    ratios, shipped = rejection.first_ratios, Rejection._try
+
+    def tried(self: Rejection, found: Candidates, place: int, probs: Rows, known: Any, choices: Choices) -> Any:
+        found, probs = shown(found, probs)
+        return shipped(self, found, place, probs, known, choices)
+
+    return [(rejection, "first_ratios", lambda *given: ratios(*shown(*given))), (Rejection, "_try", tried)]
+
+
 @pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
 def test_the_targets_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    shipped = Rejection._try
-
-    def shifted(self: Rejection, found: Candidates, place: int, probs: dict[int, Tensor], choices: Choices) -> Any:
-        return shipped(self, found, place, {**probs, place: probs[max(found.parent[place], 0)]}, choices)
-
-    assert is_seen(case, monkeypatch, (Rejection, "_try", shifted))
+    assert is_seen(case, monkeypatch, *tried_with(lambda found, probs: (found, above(found, probs))))
 
 
 @pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
 def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    shipped = Rejection._try
+    def shifted(found: Candidates, probs: Rows) -> tuple[Candidates, Rows]:
+        return replace(found, drawn_from=above(found, found.drawn_from)), probs
 
-    def shifted(self: Rejection, found: Candidates, place: int, probs: dict[int, Tensor], choices: Choices) -> Any:
-        rows = {at: found.drawn_from[max(found.parent[at], 0)] for at in found.drawn_from}
-        return shipped(self, replace(found, drawn_from=rows), place, probs, choices)
-
-    assert is_seen(case, monkeypatch, (Rejection, "_try", shifted))
+    assert is_seen(case, monkeypatch, *tried_with(shifted))
 
 
 def test_the_row_before_the_one_where_a_block_ends(monkeypatch: Patch) -> None:

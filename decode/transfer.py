@@ -1,0 +1,29 @@
+"""Numbers from the host to a device without waiting for it, and from a device to the host waiting once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Any, device: torch.device) -> Tensor:
+    """Return nested lists of numbers as a tensor on the device.
+
+    `torch.tensor(values, device="cuda")` waits until the device has done all it was given before; from pinned memory the copy
+    takes its turn, and the host goes on.
+    """
+    if device.type == "cpu":
+        return torch.tensor(values)
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def download(*tensors: Tensor) -> list[list[Any]]:
+    """Return tensors on one device as nested lists; however many there are, the host waits for it once."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    # Float64 holds float32 and token ids exactly.
+    packed = torch.cat([tensor.flatten().to(torch.float64) for tensor in tensors]).cpu()
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype).view(tensor.shape).tolist() for part, tensor in zip(parts, tensors, strict=True)]

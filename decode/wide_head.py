@@ -1,0 +1,48 @@
+"""Logits that are not rounded to half precision: near 16, bfloat16 knows steps of an eighth, and the best two tokens tie."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+class WideHead(contextlib.AbstractContextManager[None]):
+    """While it is entered, an output layer in half precision answers in float32: what it summed, before it is rounded.
+
+    Args:
+        head: a linear layer on CUDA, whose matrix products can do so.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+
+    def __enter__(self) -> None:
+        setattr(self._head, "forward", self._forward)  # noqa: B010 - it hides the class's own, for this instance
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._head.forward
+
+    def _forward(self, x: Tensor) -> Tensor:
+        weight, bias = self._head.weight, self._head.bias
+        out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), torch.float32)
+        out = out if bias is None else out + bias
+        wide: Tensor = out.view(*x.shape[:-1], len(weight))
+        return wide
+
+
+def wide_head(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Return what makes a model's logits float32 while it is entered; nothing where they are, or where that cannot be."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if model.device.type != "cuda" or model.dtype not in (torch.float16, torch.bfloat16) or not _HAS_OUT_DTYPE:
+        return contextlib.nullcontext()
+    if type(head) is not nn.Linear or "forward" in vars(head):  # quantised, adapted, or moved about by accelerate
+        return contextlib.nullcontext()
+    return WideHead(head)
