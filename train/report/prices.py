@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...collect.schema import Header
-from ...decode.profile import measure_decision
+from ...decode.profile import device_of, measure_decision
 from ...policies.contract import StopPolicy
 from ...policies.costs import Price, Profile
 from ...policies.errors import InputError
@@ -119,12 +119,13 @@ def _of_training(policy: StopPolicy, profile: Profile) -> Profile | None:
 
 def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None) -> dict[str, Any]:
     """Return the record of a policy's decisions: of an earlier run, or timed now."""
-    key = _key(policy, profile, header)
+    device = device_of(profile)
+    key = _key(policy, profile, header, device)
     cache = cache_folder() / "decisions" / f"{digest(key)[:32]}.json"
     earlier = [cache] if out is None else [out / FILE, cache]
     found = next((record for path in earlier for record in _records(path) if record["key"] == key), None)
     if found is None:
-        timed = measure_decision(policy, header.vocabulary, profile.temperature, widths=header.vectors)
+        timed = measure_decision(policy, header.vocabulary, profile.temperature, device, header.vectors)
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():
         _write(cache, {"schema": SCHEMA, "kind": "decisions", "decisions": [found]})
@@ -155,13 +156,13 @@ def _records(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _key(policy: StopPolicy, profile: Profile, header: Header) -> dict[str, Any]:
+def _key(policy: StopPolicy, profile: Profile, header: Header, device: torch.device) -> dict[str, Any]:
     """Return all that a price depends on, as JSON values."""
     costs = {name: value for name, value in profile.to_dict().items() if name != "decision_s"}
     return {
         "policy": policy.cost_name,
         "content": content(policy) if isinstance(policy, LearnedPolicy) else _content(policy),
-        "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads()],
+        "machine": [platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device)],
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),
         "vocabulary": header.vocabulary,
