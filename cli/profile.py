@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..policies.errors import InputError
 from .common import find_pair, find_prompts, flat, open_pair
 from .config import given_config, save_config
 from .console import print_json, progress_bars, table
