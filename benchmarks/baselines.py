@@ -5,7 +5,7 @@
 
 Without `--pair` the embedded pair is used. For temperatures 0 and 0.7 each rule is replayed on held-out traces with the
 latency profile of this machine, decisions included as the live loop measures them: ratio to the best fixed length, with 95%
-intervals over prompts, and the share of the gap to the clairvoyant that is closed. Every rule is tuned by replayed
+intervals over prompts, and the share of the oracle gain. Every rule is tuned by replayed
 throughput over as many settings; `free` is the tuned one if a decision took no time. With `--tree` the same on a tree, whose
 fixed depths are then what is to be beaten. The last line printed is one JSON object; with `--check` the exit code is 1
 where a bar falls short.
@@ -117,8 +117,8 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
         "tuned": judged(sides["test"], profile, tuned),
         "free": judged(sides["test"], free, tuned),
     }
-    fixed, bound = (lines["default"][line] for line in ("best fixed", "clairvoyant bound"))
-    print(f"  best {fixed.note}: {fixed.to_plain.value:.3f} of plain; clairvoyant {bound.to_best_fixed.value:.3f}")
+    fixed, bound = (lines["default"][line] for line in ("best fixed", "oracle bound"))
+    print(f"  best {fixed.note}: {fixed.to_plain.value:.3f} of plain; oracle {bound.to_best_fixed.value:.3f}")
     print(f"  {'rule':<20}{'as published':<23}{'gap':>6}{'us':>6}   {'tuned':<23}{'gap':>6}{'free':>7}   setting")
     table: dict[str, Any] = {}
     for rule, default in defaults.items():
@@ -126,8 +126,8 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
         cost = 1e6 * profile.decision(default.cost_name).each
         changed = setting(tuned[rule], default)
         print(
-            f"  {rule:<20}{_interval(was):<23}{was.gap_closed.value:>6.2f}{cost:>6.0f}   "
-            f"{_interval(now):<23}{now.gap_closed.value:>6.2f}{unpaid.to_best_fixed.value:>7.3f}   {changed}"
+            f"  {rule:<20}{_interval(was):<23}{was.oracle_share.value:>6.2f}{cost:>6.0f}   "
+            f"{_interval(now):<23}{now.oracle_share.value:>6.2f}{unpaid.to_best_fixed.value:>7.3f}   {changed}"
         )
         table[rule] = {way: _numbers(lines[way][rule]) for way in lines} | {"setting": changed, "decision_us": cost}
         lost = was.to_best_fixed.value - now.to_best_fixed.value
@@ -137,7 +137,7 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
             missed.append(f"{name}: {rule} tuned is slower than its default on the training prompts")
     best = max(defaults, key=lambda rule: lines["tuned"][rule].to_best_fixed.value)
     print(f"  best tuned rule on these prompts: {best} {_interval(lines['tuned'][best])}", flush=True)
-    return {"rules": table, "best": best, "clairvoyant": bound.to_best_fixed.value, "best fixed": fixed.note}
+    return {"rules": table, "best": best, "oracle": bound.to_best_fixed.value, "best fixed": fixed.note}
 
 
 def judged(trace: Trace, profile: Profile, rules: dict[str, StopPolicy]) -> dict[str, Line]:
@@ -172,7 +172,7 @@ def _interval(line: Line) -> str:
 
 def _numbers(line: Line) -> list[float]:
     ratio = line.to_best_fixed
-    return [ratio.value, ratio.low, ratio.high, line.gap_closed.value]
+    return [ratio.value, ratio.low, ratio.high, line.oracle_share.value]
 
 
 if __name__ == "__main__":

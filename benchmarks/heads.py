@@ -1,4 +1,4 @@
-"""Learned stop policies beside best fixed, every tuned rule, published heads, the informed estimate and the clairvoyant.
+"""Learned stop policies beside best fixed, every tuned rule, published heads, the achievable estimate and the oracle.
 
     python benchmarks/heads.py --pair path/to/one --text records.jsonl --work traces --check
     python benchmarks/heads.py --quick
@@ -8,7 +8,7 @@ of its models has seen. For temperatures 0 and 0.7 dense traces of training and 
 and the latency of this machine is measured through the loop, decisions included; what lies in `--work` already is taken from
 there. On training prompts every rule is tuned over as many settings, and every head is fitted; the learned policy that is
 fastest on training prompts left out of its fit is named before a test prompt is read. Then all are replayed on test prompts:
-ratios to the best fixed length with 95% intervals over prompts, and the share of the gap to the clairvoyant that is closed.
+ratios to the best fixed length with 95% intervals over prompts, and the share of the oracle gain.
 For the plain engine the named policy is solved again; for a GPU (verifying takes 20 ms whatever it reads, a draft step 3% of
 that) one is named anew. The last line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
 """
@@ -42,7 +42,7 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
-from specstop.train.fit.continuation import informed_estimate
+from specstop.train.fit.continuation import achievable_estimate
 from specstop.train.fit.run import FEATURES, train
 from specstop.train.fit.thresholds import settle_thresholds
 from specstop.train.fit.tune import PRICED, fixed_grid, solve_rate
@@ -53,7 +53,7 @@ from specstop.train.heads.rows import visits
 from specstop.train.heads.scores import policy_survival, survival_scores
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.trust import survival
-from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.bounds import oracle_seconds
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import Replayed, replay
 
@@ -223,11 +223,11 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
             name, played, spent, free(policy, fitting, arrays, profile) if kind == "ours" else None
         )
     told = [in_advance(learned[name], arrays) for name in (TOKENS, HIDDEN) if name in learned]
-    known = {"informed estimate": None, "informed, tokens": told[:1], "informed, hidden states too": told}
+    known = {"achievable estimate": None, "achievable, tokens": told[:1], "achievable, hidden states too": told}
     for name, extra in list(known.items())[: len(told) + 1]:
-        seconds = informed_estimate(arrays, profile, extra=None if extra is None else torch.cat(extra, -1)).seconds
+        seconds = achievable_estimate(arrays, profile, extra=None if extra is None else torch.cat(extra, -1)).seconds
         lines[name] = table.line(name, seconds, 0.0)
-    lines["clairvoyant bound"] = table.line("clairvoyant bound", table.bound, 0.0)
+    lines["oracle bound"] = table.line("oracle bound", table.bound, 0.0)
     mine = replay(arrays, learned[named], profile)
     _bars(place.name, lines[named], table, mine, {n: replay(arrays, p, profile) for n, p in rules.items()}, missed)
     return {
@@ -261,7 +261,7 @@ class Table:
         self.boot = Resamples(arrays.prompt_ids, SEED)
         grid = fixed_grid(arrays, profile)
         self.fixed = np.stack([self.boot.total(r.seconds) for r in grid], 1).min(1)
-        self.bound = clairvoyant_seconds(arrays, profile)
+        self.bound = oracle_seconds(arrays, profile)
         self._least = self.boot.total(self.bound)
         length = int(np.argmin([float(r.seconds.sum()) for r in grid]))
         print(f"  {machine}, best fixed: {length}\n  {'':<24}{'of best fixed':<26}{'gap':>6}{'us':>7}{'gap, free':>11}")
@@ -269,7 +269,7 @@ class Table:
     def line(
         self, name: str, seconds: torch.Tensor, decision_s: float, free: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Print and return ratio, interval, gap closed, what a decision costs, and the gap if it cost nothing."""
+        """Print and return ratio, interval, share of the oracle gain, what a decision costs, and the gap if it cost nothing."""
         mine = self.boot.total(seconds)
         ratio = self.boot.interval(self.fixed / mine)
         interval = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
@@ -282,7 +282,7 @@ class Table:
         return found
 
     def gap(self, mine: np.ndarray[Any, Any]) -> float:
-        """Return the share of the gap from the best fixed length to the clairvoyant that is closed."""
+        """Return the share of the oracle gain."""
         return float((self.fixed[0] / mine[0] - 1.0) / max(self.fixed[0] / self._least[0] - 1.0, 1e-9))
 
 
@@ -292,7 +292,7 @@ def _bars(
     if line["low"] <= 1.0:
         missed.append(f"{place}: {line['ratio']:.3f} of best fixed, from {line['low']:.3f}")
     if line["gap"] < LEAST_GAP:
-        missed.append(f"{place}: {line['gap']:.2f} of the gap closed, of {LEAST_GAP}")
+        missed.append(f"{place}: {line['gap']:.2f} of the share of the oracle gain, of {LEAST_GAP}")
     for name, played in rules.items():
         ratio = table.boot.interval(table.boot.total(played.seconds) / table.boot.total(mine.seconds))
         if ratio.low <= 1.0:

@@ -227,7 +227,7 @@ def gains(offline: Offline, temperature: float, bars: Bars) -> None:
         ratio = line.to_best_fixed
         print(
             f"  {line.name:<22}{line.tokens_per_s:>8.1f} tokens/s  {line.to_plain.value:.3f} of plain  "
-            f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of best fixed  gap {line.gap_closed.value:.2f}"
+            f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}] of best fixed  gap {line.oracle_share.value:.2f}"
         )
     if temperature == 0.0:
         first = report.acceptance[0]

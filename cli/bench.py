@@ -36,15 +36,22 @@ def bench(
     draft: Draft = None,
     policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
     library: Annotated[
-        bool, typer.Option("--library/--no-library", help="Also run transformers' generate and its assisted settings.")
+        bool,
+        typer.Option(
+            "--library/--no-library", help="Measure transformers' own generate and its assisted settings as well."
+        ),
     ] = True,
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     depth: Depth = 20,
-    tree: Annotated[str | None, typer.Option(help="4,2,2,1, fork:4x5, ...; default: chains.")] = None,
-    verification: Annotated[str, typer.Option(help="As of `specstop decode`.")] = "auto",
+    tree: Annotated[
+        str | None, typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5, ...; default: chains.")
+    ] = None,
+    verification: Annotated[str, typer.Option(help="Verification mode, as in `specstop decode`.")] = "auto",
     seed: Seed = 0,
-    limit: Annotated[int, typer.Option(help="Only the first prompts.")] = 20,
+    limit: Annotated[
+        int, typer.Option(help="Use only so many prompts, from the first on: each policy decodes each of them.")
+    ] = 20,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     engine: Engine = "auto",

@@ -56,21 +56,33 @@ if TYPE_CHECKING:
     from ..collect.shards import Plan
     from ..collect.store import Trace
 
-Shards = Annotated[int | None, typer.Option(help="Parts the trace is written in; default: one for every 32 prompts.")]
-Repair = Annotated[bool, typer.Option("--repair", help="With --resume: collect damaged shards again.")]
+Shards = Annotated[
+    int | None, typer.Option(help="Number of files that the trace is split into; default: one for every 32 prompts.")
+]
+Repair = Annotated[
+    bool, typer.Option("--repair", help="With --resume: put damaged shards aside and collect them again.")
+]
 Tree = Annotated[
-    str | None, typer.Option(help="4,2,2,1 (children by depth), fork:4x5, parents:-1,-1,0 in the place of a chain.")
+    str | None,
+    typer.Option(help="Record trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
 ]
 Collector = Annotated[
-    str, typer.Option(help="dense: every position of the target's text. live: the rounds of the running loop, timed.")
+    str,
+    typer.Option(
+        help="dense: draft from every position of the target's text. live: record the rounds of the running loop, with timings."
+    ),
 ]
-Explore = Annotated[float, typer.Option(help="Live: share of rounds drafted to full depth whatever the policy says.")]
+Explore = Annotated[
+    float, typer.Option(help="Live collector: share of rounds that are drafted to full depth whatever the policy says.")
+]
 Mix = Annotated[
     float,
-    typer.Option(help="Dense, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++)."),
+    typer.Option(
+        help="Dense collector, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++'s training data)."
+    ),
 ]
 Completions = Annotated[
-    str | None, typer.Option(help="Dense: column with answers to label in the place of the target's own text.")
+    str | None, typer.Option(help="Dense collector: column of texts to label in the place of the target's own.")
 ]
 LivePolicy = Annotated[
     str | None,
@@ -88,12 +100,16 @@ Hidden = Annotated[
         "target; --dry-run says how much it comes to."
     ),
 ]
-Memory = Annotated[int, typer.Option(help="Dense: MiB for the scores of the positions that are unrolled together.")]
+Memory = Annotated[
+    int, typer.Option(help="Dense collector: MiB for the scores of the positions that are unrolled together.")
+]
 FromVLLM = Annotated[
     Path | None,
-    typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; nothing is run."),
+    typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; no model is run."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it would take, from a few prompts.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Estimate time and disk from a few prompts, and write nothing.")
+]
 
 
 def collect(
@@ -116,7 +132,9 @@ def collect(
     tree: Tree = None,
     collector: Collector = "dense",
     policy: LivePolicy = None,
-    verification: Annotated[str, typer.Option(help="Live: as of `specstop decode`.")] = "match",
+    verification: Annotated[
+        str, typer.Option(help="Live collector: verification mode, as in `specstop decode`.")
+    ] = "match",
     explore: Explore = 0.0,
     mix: Mix = 0.0,
     completions: Completions = None,

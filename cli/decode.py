@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def decode(
-    text: Annotated[list[str] | None, typer.Argument(help="Prompts; or use --prompts.")] = None,
+    text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
     prompts: Prompts = None,
     target: Target = None,
     draft: Draft = None,
@@ -51,16 +51,25 @@ def decode(
         ),
     ] = "auto",
     tree: Annotated[
-        str | None, typer.Option(help="4,2,2,1 (children by depth), fork:4x5, parents:-1,-1,0; default: a chain.")
+        str | None,
+        typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
     ] = None,
-    drafter: Annotated[str, typer.Option(help="model, or lookup (prompt lookup: no draft model is asked).")] = "model",
-    top_k: Annotated[int, typer.Option(help="Sample among so many best tokens; 0 = all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the best tokens of so much mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the best.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text become less likely.")] = 1.0,
-    no_repeat_ngram: Annotated[int, typer.Option(help="No n-gram of this length twice; 0 = any.")] = 0,
-    min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many new tokens.")] = 0,
-    stop: Annotated[list[str], typer.Option(help="End the text behind this string; repeatable.")] = [],  # noqa: B006
+    drafter: Annotated[
+        str, typer.Option(help="Where candidates come from: model (the draft model) or lookup (the text itself).")
+    ] = "model",
+    top_k: Annotated[int, typer.Option(help="Sample among this many most likely tokens; 0 = all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the most likely tokens that add up to this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens that the text already has become less likely.")
+    ] = 1.0,
+    no_repeat_ngram: Annotated[int, typer.Option(help="Let no n-gram of this length come twice; 0 = allow all.")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="Do not end a text before this many new tokens.")] = 0,
+    stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
     guard: Annotated[
         str,
         typer.Option(
@@ -152,7 +161,7 @@ def show_tally(tally: Tally, title: str) -> None:
         ("tokens/s", f"{tally.tokens_per_s:.1f}"),
         ("tokens, seconds", f"{facts['tokens']}, {facts['seconds']:.2f}"),
         ("target calls", str(facts["target_calls"])),
-        ("block efficiency (tokens per call)", f"{tally.block_efficiency:.2f}"),
+        ("mean tokens per target call", f"{tally.block_efficiency:.2f}"),
         ("drafted, verified, wasted", f"{facts['drafted']}, {facts['verified']}, {facts['wasted']}"),
         *(
             (f"time: {phase}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}")

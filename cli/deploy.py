@@ -42,11 +42,11 @@ def deploy(
     held_out: Annotated[
         Path | None,
         typer.Option(
-            help="Traces of other prompts that figures are stated on; default: a quarter of --traces, held out."
+            help="Traces of other prompts, which the stated figures are from; default: a quarter of --traces, held out."
         ),
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option(help="vllm, sglang: the largest batch looked at. Default: 256, 64.")
+        int | None, typer.Option(help="vllm, sglang: the largest batch of the table. Default: 256, 64.")
     ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -167,7 +167,7 @@ def show_export(figures: dict[str, Any]) -> None:
             "to plain decoding": "to_plain",
             f"to the best fixed length ({alone['best_fixed']})": "to_best_fixed",
             f"{alone.get('policy')} to this export": "policy_to_this",
-            "knowing every accepted length, to this": "clairvoyant_bound_to_this",
+            "knowing every accepted length, to this": "oracle_bound_to_this",
         }
         rows = [(what, Ratio(**r).text()) for what, key in named.items() if (r := alone.get(key))]
     for name in ("settings", "older_settings"):

@@ -22,11 +22,13 @@ def estimate(
     policy: Annotated[str, typer.Option(help="What to estimate: fixed:4, a policy folder, or plugin?key=value.")],
     logging_policy: Annotated[
         str | None,
-        typer.Option(help="What was recorded; default: as the trace names it, if that is a built-in policy."),
+        typer.Option(
+            help="Policy that the trace was recorded under; default: as the trace names it, if that is a built-in one."
+        ),
     ] = None,
     rho: Annotated[
         float | None,
-        typer.Option(help="Tokens per second that net tokens price time with; default: the logging policy's."),
+        typer.Option(help="Rate in tokens a second at which net tokens count time; default: the logging policy's."),
     ] = None,
     seed: Seed = 0,
     json: Json = False,

@@ -22,14 +22,14 @@ def evaluate(
     policy: Policies = [],  # noqa: B006
     train_traces: Annotated[
         Path | None,
-        typer.Option(help="Training traces: thresholds and rates are tuned there for this profile."),
+        typer.Option(help="Training traces, on which thresholds and rates are tuned for this profile."),
     ] = None,
     sweep: Annotated[
         bool | None,
         typer.Option(help="Show from which cost of a draft step each policy pays. Default: where it takes seconds."),
     ] = None,
-    informed: Annotated[
-        bool, typer.Option("--informed", help="Add what a policy could reach that knows all features. Takes minutes.")
+    achievable: Annotated[
+        bool, typer.Option("--achievable", help="Add what a policy could reach that knows all features. Takes minutes.")
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -54,7 +54,7 @@ def evaluate(
             train_traces=load_traces(train_traces) if train_traces else None,
             out=out,
             sweep=sweep,
-            informed=informed,
+            achievable=achievable,
             seed=seed,
             overwrite=overwrite,
             progress=progress,

@@ -19,12 +19,15 @@ def import_(
         str, typer.Option(help="dynasd-soft, dynasd-hard, specdec, or auto: by the tensors' names.")
     ] = "auto",
     threshold: Annotated[
-        float | None, typer.Option(help="Of the published rule. Default: 0.4 (DynaSD), 0.3 (SpecDec++, h = 0.7).")
+        float | None,
+        typer.Option(help="Threshold of the published rule. Default: 0.4 (DynaSD), 0.3 (SpecDec++, h = 0.7)."),
     ] = None,
     depth: Annotated[int | None, typer.Option(help="Deepest draft. Default: 5 (DynaSD), 20 (SpecDec++).")] = None,
     rejection_weight: Annotated[
         float,
-        typer.Option(help="Of SpecDec++'s training, whose bias is taken out: 6 for the released head; 1 leaves it."),
+        typer.Option(
+            help="Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released head; 1 leaves it in."
+        ),
     ] = 1.0,
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the layout's.")] = None,
     overwrite: Overwrite = False,

@@ -204,8 +204,8 @@ def _profile(path: Path) -> dict[str, Any]:
                 ("verification of 0, 1, ... tokens, ms", " ".join(f"{v * 1e3:.2f}" for v in table.verify_s)),
             )
         },
-        "outside, ms a round": profile.round_s * 1e3,
-        "outside, ms a drafted token": profile.step_s * 1e3,
+        "framework overhead, ms a round": profile.round_s * 1e3,
+        "framework overhead, ms a drafted token": profile.step_s * 1e3,
         **{f"decision of {name}, us": profile.decision(name).each * 1e6 for name in profile.decision_s},
         **{
             f"the first of a round besides, us: {name}": profile.decision(name).opening * 1e6

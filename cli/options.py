@@ -21,26 +21,31 @@ Policies = Annotated[
     list[str],
     typer.Option("--policy", help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value; repeatable."),
 ]
-Out = Annotated[Path, typer.Option(help="Where the result goes.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Out = Annotated[Path, typer.Option(help="Folder or file that the result is written to.")]
+Device = Annotated[str, typer.Option(help="Device that the models run on: cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="Number type of the models: float32, bfloat16, float16 or float64.")]
 Engine = Annotated[
     str, typer.Option(help="How models compute: auto, plain (transformers), packed (reordered weights), compact.")
 ]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 = greedy.")]
-Seed = Annotated[int, typer.Option(help="Of the noise of every stream, or of splits and fits.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Length limit of each text.")]
-Depth = Annotated[int, typer.Option(help="K, the most tokens drafted in a round.")]
-Limit = Annotated[int | None, typer.Option(help="Only the first prompts.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Complete a run that was interrupted.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random in this command: sampling noise, splits, fits.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest text in new tokens.")]
+Depth = Annotated[int, typer.Option(help="Most tokens drafted in a round.")]
+Limit = Annotated[int | None, typer.Option(help="Use only so many prompts, from the first on.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-Json = Annotated[bool, typer.Option("--json", help="One line of JSON in the place of tables.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON in the place of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", callback=load_config, is_eager=True, help="Options from a YAML file, such as a run.yaml."),
+    typer.Option(
+        "--config",
+        callback=load_config,
+        is_eager=True,
+        help="Read options from a YAML file, such as the run.yaml beside a result.",
+    ),
 ]
 Set = Annotated[
     list[str],
-    typer.Option("--set", callback=apply_settings, is_eager=True, help="An option as key=value; repeatable."),
+    typer.Option("--set", callback=apply_settings, is_eager=True, help="Set an option as key=value; repeatable."),
 ]

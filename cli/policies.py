@@ -13,7 +13,7 @@ from .options import Json
 
 
 def policies(
-    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="Leave installed plugins out.")] = False,
+    no_plugins: Annotated[bool, typer.Option("--no-plugins", help="Do not look for installed plugins.")] = False,
     json: Json = False,
 ) -> None:
     """List built-in and installed policies, their modules, and whether they load."""

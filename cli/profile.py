@@ -34,7 +34,7 @@ NEW_TOKENS = 96
 
 
 def profile(
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file that the profile is written to.")] = None,
     prompts: Prompts = None,
     target: Target = None,
     draft: Draft = None,
@@ -47,7 +47,9 @@ def profile(
     ] = None,
     depth: Depth = 10,
     temperature: Temperature = 0.0,
-    tree: Annotated[str | None, typer.Option(help="Time rounds of this tree too: 4,2,2,1, fork:4x5, ...")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
+    ] = None,
     budget: Annotated[float, typer.Option(help="Seconds at most; a quiet machine needs a fraction of them.")] = 90.0,
     repeats: Annotated[
         int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")

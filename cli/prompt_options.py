@@ -28,8 +28,8 @@ Column = Annotated[str | None, typer.Option(help="Column of the prompt: text, tu
 Group = Annotated[str | None, typer.Option(help="Column of the group that results are reported by.")]
 Side = Annotated[str | None, typer.Option(help="Only one side of the split by prompt: train or test.")]
 TestShare = Annotated[float, typer.Option(help="Share of the prompts on the test side.")]
-SplitSeed = Annotated[int, typer.Option(help="Of the split by prompt.")]
-ShuffleSeed = Annotated[int | None, typer.Option(help="Take the prompts in an order that hangs on this seed.")]
+SplitSeed = Annotated[int, typer.Option(help="Seed of the split by prompt.")]
+ShuffleSeed = Annotated[int | None, typer.Option(help="Shuffle the prompts with this seed; default: as they come.")]
 Deduplicate = Annotated[bool, typer.Option("--deduplicate", help="Drop prompts whose text has come before.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Write prompts through the tokenizer's chat template.")]
 

@@ -30,7 +30,10 @@ def train(
     profile: ProfileFile,
     out: Out,
     head: Annotated[
-        str, typer.Option(help="logistic, tokens, mlp, xgboost, ...; with --tune several, by commas.")
+        str,
+        typer.Option(
+            help="Head to fit: logistic, tokens, mlp, xgboost, ...; with --tune several, separated by commas."
+        ),
     ] = "",
     rule: Annotated[
         str,
@@ -39,7 +42,8 @@ def train(
         ),
     ] = "",
     threshold: Annotated[
-        float | None, typer.Option(help="Of the rules survival, step and any; default: what replays fastest.")
+        float | None,
+        typer.Option(help="Threshold of the rules survival, step and any; default: the one that replays fastest."),
     ] = None,
     feature: Annotated[list[str], typer.Option(help="Feature that the head reads; repeatable. Default: a few.")] = [],  # noqa: B006
     vector: Annotated[list[str], typer.Option(help="Hidden state that the head reads; repeatable.")] = [],  # noqa: B006
@@ -49,10 +53,15 @@ def train(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
     param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
-    folds: Annotated[int, typer.Option(help="Parts of the prompts; the first one stays held out.")] = 4,
+    folds: Annotated[
+        int, typer.Option(help="Number of parts that the prompts are split into; the first one stays held out.")
+    ] = 4,
     passes: Annotated[
         int | None,
-        typer.Option(help="Times heads are fitted, from the second on on their own rounds.", show_default="the head's"),
+        typer.Option(
+            help="How often heads are fitted; from the second time on, on the rounds that their own policy visits.",
+            show_default="the head's",
+        ),
     ] = None,
     cross_fit: Annotated[
         bool, typer.Option(help="Calibrate on all prompts, by a head for each part; else on the first part alone.")
@@ -65,18 +74,24 @@ def train(
         typer.Option(help="With --tune: a policy to try too; ranges as name?x=0.1..0.9 or x=1|2|4; repeatable."),
     ] = [],  # noqa: B006
     tune_folds: Annotated[int, typer.Option(help="Parts of the prompts that --tune leaves out in turn.")] = 3,
-    epochs: Annotated[int | None, typer.Option(help="Of networks, at most.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows a step, of networks.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Of networks.")] = None,
-    accelerator: Annotated[str, typer.Option(help="Of Lightning's Trainer: cpu, gpu, mps, auto.")] = "cpu",
-    devices: Annotated[str, typer.Option(help="Of Lightning's Trainer: a count, 0,1, or auto.")] = "1",
-    precision: Annotated[str, typer.Option(help="Of the Trainer: 32-true, bf16-mixed, 16-mixed.")] = "32-true",
+    epochs: Annotated[int | None, typer.Option(help="Maximum epochs of neural heads.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows in a training step of neural heads.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of neural heads.")] = None,
+    accelerator: Annotated[
+        str, typer.Option(help="Where Lightning trains neural heads: cpu, gpu, mps or auto.")
+    ] = "cpu",
+    devices: Annotated[
+        str, typer.Option(help="Devices that Lightning trains on: a count, a list such as 0,1, or auto.")
+    ] = "1",
+    precision: Annotated[
+        str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")
+    ] = "32-true",
     checkpoints: Annotated[Path | None, typer.Option(help="Work folder for a network's checkpoints and logs.")] = None,
     resume: Resume = False,
     logger: Annotated[
         str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Of XGBoost: cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where XGBoost trains: cpu or cuda.")] = "cpu",
     out_of_core: Annotated[
         bool | None, typer.Option(help="XGBoost reads its rows in pieces from disk; default: where they are many.")
     ] = None,

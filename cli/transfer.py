@@ -24,7 +24,7 @@ def transfer(
     out: Out,
     policy: Policies = [],  # noqa: B006
     by_group: Annotated[
-        bool, typer.Option("--by-group", help="A column for each group of prompts in the traces.")
+        bool, typer.Option("--by-group", help="Show a column for each group of prompts in the traces.")
     ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,

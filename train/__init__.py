@@ -11,7 +11,7 @@ from .report.evaluate import evaluate
 from .report.records import Line, Ratio, Report
 from .report.transfer import transfer
 from .report.whatif import sweep
-from .traces.bounds import clairvoyant_seconds
+from .traces.bounds import oracle_seconds
 from .traces.data import TraceArrays, trace_arrays
 from .traces.replay import Replayed, replay
 
@@ -39,10 +39,10 @@ __all__ = [
     "TraceArrays",
     "TraceDataModule",
     "Trained",
-    "clairvoyant_seconds",
     "compare",
     "estimate_offline",
     "evaluate",
+    "oracle_seconds",
     "replay",
     "sweep",
     "trace_arrays",

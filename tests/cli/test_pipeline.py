@@ -178,7 +178,7 @@ def test_tables_are_for_people(done: dict[str, Any], home: Path, models: list[st
         (("info", home / "profile.json"), ("draft step, ms",)),
         (("decode", "w7 w8 w9", *models, "--max-new-tokens", 8), ("w7 w8 w9", "tokens/s", "lossless")),
         (("evaluate", "--traces", home / "held", "--profile", home / "costs.json", "--out", home / "table"),
-         ("plain decoding", "clairvoyant bound", "P(A >= k)", "Hugging Face default")),
+         ("plain decoding", "oracle bound", "P(A >= k)", "Hugging Face default")),
     ):  # fmt: skip
         answer = cli(*args)
         assert answer.code == 0, answer.err

@@ -1,4 +1,4 @@
-"""The clairvoyant bound: no policy is faster, and exhaustive search over all lengths is not either."""
+"""The oracle bound: no policy is faster, and exhaustive search over all lengths is not either."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import CostTable, Profile
-from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.bounds import oracle_seconds
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 from zoo import ZOO
@@ -19,7 +19,7 @@ from zoo import ZOO
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_no_replayed_policy_is_faster(traces: dict[float, Trace], profile: Profile, temperature: float) -> None:
     arrays = trace_arrays(traces[temperature])
-    bound = clairvoyant_seconds(arrays, profile)
+    bound = oracle_seconds(arrays, profile)
     for policy in [*ZOO.values(), FixedLength(2), FixedLength(3)]:
         assert (replay(arrays, policy, profile).seconds >= bound - 1e-9).all(), policy.name
 
@@ -48,14 +48,14 @@ def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
         return min(cost(8 + t, k) + best(lengths, t + min(lengths[t], k) + 1) for k in range(depth + 1))
 
     expected = [best(lengths, 0) + 0.5 + 7 * 0.01 for lengths in accepted]
-    assert clairvoyant_seconds(made_trace(accepted, depth), profile).tolist() == pytest.approx(expected, abs=1e-9)
+    assert oracle_seconds(made_trace(accepted, depth), profile).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_perfect_draft_makes_the_bound_that_of_the_best_fixed_length() -> None:
     """With every token accepted at no verification cost by length, one round of 3 + 1 tokens serves 4."""
     table = CostTable(8.0, (0.0, 0.0), 0.0, (1.0, 1.0, 1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    assert clairvoyant_seconds(made_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
+    assert oracle_seconds(made_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
 
 
 def test_no_policy_is_faster_where_a_step_reads_two_tokens_cheaper_than_one() -> None:
@@ -63,10 +63,10 @@ def test_no_policy_is_faster_where_a_step_reads_two_tokens_cheaper_than_one() ->
     table = CostTable(8.0, (0.11, 0.10), 0.0, (1.0, 1.0, 1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
     arrays = made_trace([[3] * 12], 3)
-    assert replay(arrays, FixedLength(3), profile).seconds >= clairvoyant_seconds(arrays, profile) - 1e-9
+    assert replay(arrays, FixedLength(3), profile).seconds >= oracle_seconds(arrays, profile) - 1e-9
 
 
 def test_the_bound_of_a_text_does_not_depend_on_the_others(traces: dict[float, Trace], profile: Profile) -> None:
     arrays = trace_arrays(traces[0.7], [])
-    whole = clairvoyant_seconds(arrays, profile)
-    assert torch.allclose(clairvoyant_seconds(arrays.subset([4, 1]), profile), whole[[4, 1]], rtol=1e-12)
+    whole = oracle_seconds(arrays, profile)
+    assert torch.allclose(oracle_seconds(arrays.subset([4, 1]), profile), whole[[4, 1]], rtol=1e-12)

@@ -12,7 +12,7 @@ from specstop.policies.errors import InputError
 from specstop.train.report.compare import PAIRED, UNPAIRED, compare, per_prompt_figures, read_report
 
 PROMPTS = [f"p{i}" for i in range(20)]
-LINES = ("plain decoding", "best fixed", "mine", "clairvoyant bound")
+LINES = ("plain decoding", "best fixed", "mine", "oracle bound")
 
 
 def line(name: str, rate: float, low: float, value: float, high: float) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
         if x.kind != "bound":
             assert x.gain is not None
             assert (x.gain.value, x.gain.low, x.gain.high) == (1.0, 1.0, 1.0)
-    assert found.line("clairvoyant bound").gain is None
+    assert found.line("oracle bound").gain is None
 
 
 def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.rules import Continuation, build_rule
-from specstop.train.fit.continuation import backward, informed_estimate
+from specstop.train.fit.continuation import achievable_estimate, backward
 from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, with_memory
 from specstop.train.fit.refit import Turn, distance, refit
 from specstop.train.fit.run import train
@@ -104,7 +104,7 @@ def test_noise_is_worth_nothing() -> None:
     noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
     arrays = told(arrays, noise, noise[:, 0])
     fixed = float(arrays.text_tokens.sum() / ToGo(arrays, FLAT).fixed()[1].seconds.sum())
-    assert informed_estimate(arrays, FLAT, ("entropy", "depth")).rate < 1.03 * fixed
+    assert achievable_estimate(arrays, FLAT, ("entropy", "depth")).rate < 1.03 * fixed
 
 
 @pytest.mark.parametrize("kind", list(VALUE_FITTERS))

@@ -26,7 +26,7 @@ from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate, load_traces
 from specstop.train.report.files import FILES, to_markdown, write_report
 from specstop.train.report.records import Line, Ratio, Report
-from specstop.train.traces.bounds import clairvoyant_seconds
+from specstop.train.traces.bounds import oracle_seconds
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
 from zoo import DEPTH
@@ -63,7 +63,7 @@ def test_the_lines_are_those_promised(report: Report) -> None:
         ("logistic", "learned"),
         ("fixed:2", "rule"),
         ("confidence:0.7", "rule"),
-        ("clairvoyant bound", "bound"),
+        ("oracle bound", "bound"),
     ]
 
 
@@ -74,9 +74,9 @@ def test_plain_is_1_and_so_is_the_best_fixed_length(report: Report) -> None:
     assert report.line("best fixed").tokens_per_s == max(report.fixed)
     assert report.line("plain decoding").tokens_per_s == pytest.approx(report.fixed[0], rel=EXACT)
     assert len(report.fixed) == DEPTH + 1
-    assert report.line("best fixed").gap_closed.value == 0.0
-    assert report.line("clairvoyant bound").gap_closed == one
-    assert report.line("clairvoyant bound").tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+    assert report.line("best fixed").oracle_share.value == 0.0
+    assert report.line("oracle bound").oracle_share == one
+    assert report.line("oracle bound").tokens_per_s >= max(line.tokens_per_s for line in report.lines)
 
 
 def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
@@ -88,11 +88,11 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
     assert line.tokens_per_s == pytest.approx(rate, rel=EXACT)
     assert line.to_plain.value == pytest.approx(rate / report.fixed[0], rel=EXACT)
     assert line.to_best_fixed.value == pytest.approx(rate / max(report.fixed), rel=EXACT)
-    bound = float(arrays.text_tokens.sum() / clairvoyant_seconds(arrays, full_profile).sum())
+    bound = float(arrays.text_tokens.sum() / oracle_seconds(arrays, full_profile).sum())
     best = max(report.fixed)
-    assert line.gap_closed.value == pytest.approx((rate - best) / (bound - best), rel=1e-9)
+    assert line.oracle_share.value == pytest.approx((rate - best) / (bound - best), rel=1e-9)
     for line in report.lines:
-        for ratio in (line.to_plain, line.gap_closed):
+        for ratio in (line.to_plain, line.oracle_share):
             assert ratio.low <= ratio.value <= ratio.high
         # The best length is chosen again in each replicate, so the ratio to it leans down.
         assert line.to_best_fixed.low <= line.to_best_fixed.high
@@ -174,7 +174,7 @@ def test_the_report_on_disk(report: Report, written: Path) -> None:
     raw = json.loads((written / "report.json").read_text(), parse_constant=pytest.fail)
     assert raw == json.loads(json.dumps(report.to_dict()))
     assert Line(**{**raw["lines"][4], **{k: Ratio(**raw["lines"][4][k]) for k in
-                   ("to_plain", "to_best_fixed", "gap_closed")}}) == report.lines[4]  # fmt: skip
+                   ("to_plain", "to_best_fixed", "oracle_share")}}) == report.lines[4]  # fmt: skip
     text = (written / "report.md").read_text()
     assert text == to_markdown(report)
     for line in report.lines:

@@ -187,7 +187,7 @@ def test_ratios_are_those_of_replay_on_the_other_prompts(
     assert alone["policy_to_this"]["value"] == pytest.approx(
         replay(held, Confidence(0.3, 4), full_profile).rate / fixed
     )
-    assert alone["clairvoyant_bound_to_this"]["value"] >= 1.0
+    assert alone["oracle_bound_to_this"]["value"] >= 1.0
     for _, figures in written.values():
         assert figures["alone"]["to_plain"]["low"] <= figures["alone"]["to_plain"]["value"]
 

@@ -19,7 +19,7 @@ from specstop.train.report.evaluate import evaluate
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.pricing import Draws, Priced, Vary
 from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, Ratio, verdict
-from specstop.train.traces.bounds import clairvoyant_plan
+from specstop.train.traces.bounds import oracle_plan
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.metered import Played, play, scaled
 from specstop.train.traces.verdicts import planned_rounds
@@ -111,7 +111,7 @@ def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_
 
 def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: TraceArrays, profile: Profile) -> None:
     for arrays in (chains, tree):
-        plan = clairvoyant_plan(arrays, profile)
+        plan = oracle_plan(arrays, profile)
         rounds = planned_rounds(arrays, plan)
         torch.testing.assert_close(rounds.of_texts(profile, arrays.prompt_tokens), plan.seconds, rtol=EXACT, atol=0.0)
 

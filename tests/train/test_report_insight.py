@@ -33,7 +33,7 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.trust import _at_depth, reliability, survival
-from specstop.train.traces.bounds import clairvoyant_plan, clairvoyant_seconds
+from specstop.train.traces.bounds import oracle_plan, oracle_seconds
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.metered import play, scaled
 from specstop.train.traces.replay import replay
@@ -104,19 +104,19 @@ def test_rounds_under_another_latency_cost_what_a_replay_says(
     assert not torch.equal(again, replay(arrays, policy, profile).seconds)
 
 
-# The clairvoyant's plan
+# The oracle's plan
 
 
 def test_the_plan_is_the_bounds(arrays: TraceArrays, profile: Profile) -> None:
-    plan = clairvoyant_plan(arrays, profile)
-    assert torch.equal(plan.seconds, clairvoyant_seconds(arrays, profile))
+    plan = oracle_plan(arrays, profile)
+    assert torch.equal(plan.seconds, oracle_seconds(arrays, profile))
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_what_rounds_lost_adds_up_to_the_distance_from_the_bound(
     arrays: TraceArrays, profile: Profile, name: str
 ) -> None:
-    played, plan = play(arrays, ZOO[name], profile), clairvoyant_plan(arrays, profile)
+    played, plan = play(arrays, ZOO[name], profile), oracle_plan(arrays, profile)
     found = judge(arrays, played.rounds, plan, profile)
     lost = found.choice_s + found.decision_s + found.backlog_s
     by_text = played.rounds.by_sequence(lost, arrays.sequences)
@@ -143,7 +143,7 @@ def test_stops_are_early_or_late_as_they_are(profile: Profile) -> None:
     """Verification costs 1 and a draft step .1, so that the ideal round drafts just what is accepted."""
     arrays = made_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
     costs = steep(0.1)
-    plan = clairvoyant_plan(arrays, costs)
+    plan = oracle_plan(arrays, costs)
     early = judge(arrays, play(arrays, FixedLength(1), costs).rounds, plan, costs)
     assert (bool(early.early[0]), bool(early.late[0])) == (True, False)
     played = play(arrays, FixedLength(4), costs)
@@ -306,7 +306,7 @@ def test_calibration_error_tells_true_predictions_from_wrong_ones() -> None:
 
 
 def test_the_largest_losses_are_the_largest(chains: TraceArrays, profile: Profile, pair_folder: Path) -> None:
-    played, plan = play(chains, Confidence(0.4, DEPTH), profile), clairvoyant_plan(chains, profile)
+    played, plan = play(chains, Confidence(0.4, DEPTH), profile), oracle_plan(chains, profile)
     best = play(chains, FixedLength(2), profile)
     verdicts = judge(chains, played.rounds, plan, profile)
     found = largest_losses(chains, played, best, verdicts, str)
@@ -356,5 +356,5 @@ def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile
     assert not report.answer.deploy
     fixed = f"fixed:{report.fixed.index(max(report.fixed))}"
     assert report.answer.use == ("best static tree" if static.tokens_per_s > max(report.fixed) else fixed)
-    assert all("clairvoyant" not in finding for finding in report.findings)
+    assert all("oracle" not in finding for finding in report.findings)
     assert {stop.name for stop in report.details["stops"]} >= {"best static tree", "confidence:0.4", "best fixed"}

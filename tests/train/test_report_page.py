@@ -21,7 +21,7 @@ from specstop.decode.pair import Pair
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
-from specstop.train.fit.continuation import Informed, informed_estimate
+from specstop.train.fit.continuation import Achievable, achievable_estimate
 from specstop.train.fit.run import train
 from specstop.train.report.answer import answer, findings, why
 from specstop.train.report.compare import compare
@@ -215,7 +215,7 @@ def test_one_prompt_gives_no_verdict_and_no_interval(
     report = evaluate(alone, full_profile, [Confidence(0.7, DEPTH)], out=tmp_path / "a", sweep=True)
     assert report.facts["prompts"] == 1
     for line in report.lines:
-        assert {ratio.low for ratio in (line.to_plain, line.to_best_fixed, line.gap_closed)} == {None}
+        assert {ratio.low for ratio in (line.to_plain, line.to_best_fixed, line.oracle_share)} == {None}
         assert line.verdict in ("", TOO_FEW)
     assert report.answer is not None and not report.answer.deploy
     assert report.answer.verdict == NO_VERDICT
@@ -239,7 +239,7 @@ def test_markdown_and_csv_say_the_same(report: Report, data: dict[str, Any], wri
     for row, line in zip(rows, data["lines"], strict=True):
         assert (row["policy"], row["kind"], row["note"]) == (line["name"], line["kind"], line["note"])
         assert float(row["tokens_per_s"]) == line["tokens_per_s"]
-        for name in ("to_plain", "to_best_fixed", "gap_closed"):
+        for name in ("to_plain", "to_best_fixed", "oracle_share"):
             found = [float(row[f"{name}{part}"]) for part in ("", "_low", "_high")]
             assert found == [line[name][key] for key in ("value", "low", "high")]
     text = to_markdown(report)
@@ -347,29 +347,29 @@ def test_findings_name_what_cannot_or_should_not_be() -> None:
     above, below = spread(BOOT, 1.01, 1.05), spread(BOOT, 0.9, 0.95)
     found = findings(lines, BOOT, ["x"], {"x": above, "y": below, "best fixed": above}, {"x": above, "y": below})
     assert len(found) == 3
-    assert "x is faster than the clairvoyant bound" in found[0]
-    assert found[1].startswith("x is above the informed estimate beyond its interval (1.030 times")
+    assert "x is faster than the oracle bound" in found[0]
+    assert found[1].startswith("x is above the achievable estimate beyond its interval (1.030 times")
     assert found[2].startswith("y is slower than the best static tree")
 
 
-def test_an_informed_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=True)
-    line = report.line("informed estimate")
-    expected = informed_estimate(trace_arrays(sides[1]), full_profile)
-    assert line.kind == "informed" and line.tokens_per_s == pytest.approx(expected.rate)
-    assert line.tokens_per_s <= report.line("clairvoyant bound").tokens_per_s
+def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
+    line = report.line("achievable estimate")
+    expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
+    assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
+    assert line.tokens_per_s <= report.line("oracle bound").tokens_per_s
     Page(to_html(plain(report)))
 
 
-def test_a_policy_above_the_informed_estimate_is_a_finding(
+def test_a_policy_above_the_achievable_estimate_is_a_finding(
     sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
-    known = Informed(poor.seconds, poor.rate, torch.zeros(0))
-    monkeypatch.setattr("specstop.train.fit.continuation.informed_estimate", lambda *_, **__: known)
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], informed=True)
-    assert report.line("informed estimate").to_plain == Ratio(1.0, 1.0, 1.0)
-    assert any(text.startswith("fixed:2 is above the informed estimate") for text in report.findings)
+    known = Achievable(poor.seconds, poor.rate, torch.zeros(0))
+    monkeypatch.setattr("specstop.train.fit.continuation.achievable_estimate", lambda *_, **__: known)
+    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
+    assert report.line("achievable estimate").to_plain == Ratio(1.0, 1.0, 1.0)
+    assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)
     Page(to_html(plain(report)))
 
 
@@ -396,7 +396,7 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     assert found.tokens_per_s == pytest.approx(values.rate)
     assert found.block_efficiency == pytest.approx(float(values.committed.mean()))
     assert report.caveats == values.caveats
-    bound = report.line("clairvoyant bound")
+    bound = report.line("oracle bound")
     assert bound.tokens_per_s >= max(x.tokens_per_s for x in report.lines)
     page = Page((tmp_path / "out" / "report.html").read_text())
     words = "".join(page.words)

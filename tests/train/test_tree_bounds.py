@@ -1,4 +1,4 @@
-"""Bounds of trees: the clairvoyant one, the best static tree, the ceiling of several candidates; single rounds."""
+"""Bounds of trees: the oracle, the best static tree, the ceiling of several candidates; single rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.baselines_online import Online
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
-from specstop.train.traces.bounds import clairvoyant_seconds, optimal_acceptance
+from specstop.train.traces.bounds import optimal_acceptance, oracle_seconds
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import replay, replay_many
 from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
@@ -34,8 +34,8 @@ def arrays(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
     return trace_arrays(collect(pair, prompts, folder, tree=TREE, temperature=0.7, max_new_tokens=NEW))
 
 
-def test_no_policy_is_faster_than_the_clairvoyant_one(arrays: TraceArrays, profile: Profile) -> None:
-    bound = clairvoyant_seconds(arrays, profile)
+def test_no_policy_is_faster_than_the_oracle(arrays: TraceArrays, profile: Profile) -> None:
+    bound = oracle_seconds(arrays, profile)
     policies = [
         *ZOO.values(),
         *(StaticTree(arrays.tree, nodes) for _, nodes in best_subtrees(arrays.tree, [0.5] * 24, 3)),

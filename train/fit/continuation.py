@@ -127,7 +127,7 @@ def value_rows(stages: Stages, togo: ToGo, seen: Tensor, visits: Tensor) -> Valu
 
 
 @dataclass(frozen=True)
-class Informed:
+class Achievable:
     """What the best policy on all scalars would do, decisions for nothing: a limit for any that is fitted on as much.
 
     Attributes:
@@ -141,14 +141,14 @@ class Informed:
     lengths: Tensor
 
 
-def informed_estimate(
+def achievable_estimate(
     arrays: TraceArrays,
     profile: Profile,
     features: Sequence[str] | None = None,
     extra: Tensor | None = None,
     rounds: int = 2,
     seed: int = 0,
-) -> Informed:
+) -> Achievable:
     """Estimate what could be reached on a trace by a policy that knows all recorded scalars and decides for nothing.
 
     The best cross-fitted continuation value: each prompt is decided on by models of the other ones. It is an estimate from
@@ -180,7 +180,7 @@ def informed_estimate(
         if best is None or stages.rate > best.rate:
             best = stages
     assert best is not None
-    return Informed(best.seconds, best.rate, best.lengths)
+    return Achievable(best.seconds, best.rate, best.lengths)
 
 
 def recorded_scalars(arrays: TraceArrays) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def findings(
     lines: Sequence[Line],
     boot: Resamples,
     below_bound: Sequence[str],
-    to_informed: Mapping[str, Values],
+    to_achievable: Mapping[str, Values],
     to_static: Mapping[str, Values],
 ) -> tuple[str, ...]:
     """Return what must be looked into.
@@ -144,20 +144,20 @@ def findings(
     Args:
         lines: of the report.
         boot: resamples of the prompts.
-        below_bound: policies that need less time than the clairvoyant on some text, which cannot be.
-        to_informed: by policy, its speed against the informed estimate.
+        below_bound: policies that need less time than the oracle on some text, which cannot be.
+        to_achievable: by policy, its speed against the achievable estimate.
         to_static: the same against the best static tree.
     """
     kinds = {line.name: line.kind for line in lines}
     found = [
-        f"{name} is faster than the clairvoyant bound on some text: the bound, the profile or the trace is wrong"
+        f"{name} is faster than the oracle bound on some text: the bound, the profile or the trace is wrong"
         for name in below_bound
     ]
-    for name, values in to_informed.items():
+    for name, values in to_achievable.items():
         ratio = boot.interval(values)
         if kinds.get(name) in ("rule", "learned") and ratio.is_above:
             found.append(
-                f"{name} is above the informed estimate beyond its interval ({ratio.value:.3f} times, {span(ratio)}): it "
+                f"{name} is above the achievable estimate beyond its interval ({ratio.value:.3f} times, {span(ratio)}): it "
                 "knows something that the estimate does not, or has seen these prompts"
             )
     for name, values in to_static.items():

@@ -29,7 +29,7 @@ class Material:
         arrays, draws: the trace, and its latency with draws of it.
         entries: the policies.
         fixed: every fixed length 0..K; `best` the fastest.
-        ideal: the clairvoyant's plan.
+        ideal: the oracle's plan.
         candidate: name of the entry that sections on one policy are about.
     """
 
@@ -97,7 +97,7 @@ def details(material: Material, boot: Resamples, seed: int, progress: Progress) 
     }
     replays = {"plain decoding": material.fixed[0], **{e.name: e.played for e in material.everyone}}
     seconds = {name: played.result.seconds.tolist() for name, played in replays.items()}
-    seconds["clairvoyant bound"] = material.ideal.seconds.tolist()
+    seconds["oracle bound"] = material.ideal.seconds.tolist()
     out: dict[str, Any] = {
         "subject": subject.name,
         "per_prompt": per_prompt_figures(arrays.prompt_ids, arrays.text_tokens.tolist(), seconds),

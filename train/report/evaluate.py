@@ -18,7 +18,7 @@ from ...policies.learned import LearnedPolicy
 from ...policies.outputs import claim_folder
 from ...policies.progress import Progress, silent
 from ..fit.tune import PRICED, solve_rate, tune_confidence
-from ..traces.bounds import clairvoyant_plan
+from ..traces.bounds import oracle_plan
 from ..traces.data import TraceArrays, trace_arrays
 from ..traces.metered import play
 from ..traces.rounds import ROUND_COLUMNS
@@ -38,7 +38,7 @@ from .whatif import sweep as run_sweep
 from .whatif_records import Transfer
 
 if TYPE_CHECKING:
-    from ..fit.continuation import Informed
+    from ..fit.continuation import Achievable
 
 HUGGING_FACE = 0.4
 FAST_SWEEP_S = 15.0
@@ -57,7 +57,7 @@ def evaluate(
     train_traces: Trace | None = None,
     out: str | Path | None = None,
     seed: int = 0,
-    informed: bool = False,
+    achievable: bool = False,
     detailed: bool | None = None,
     sweep: bool | None = None,
     transfer: Transfer | None = None,
@@ -68,7 +68,7 @@ def evaluate(
 
     Besides the given policies the report has plain decoding, the best fixed length (the whole grid, chosen on these very
     prompts and again in each bootstrap replicate), Hugging Face's default rule, the tuned confidence threshold, the
-    clairvoyant bound, and on trees the best static tree. Live traces, whose text depends on the policy, are answered round
+    oracle bound, and on trees the best static tree. Live traces, whose text depends on the policy, are answered round
     by round (`single_rounds`), with their caveats.
 
     Args:
@@ -79,7 +79,7 @@ def evaluate(
             saved rates serve and the tuned confidence threshold is left out.
         out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
         seed: of the bootstrap.
-        informed: add the informed estimate (`continuation.informed_estimate`; it takes minutes); a policy above it beyond its
+        achievable: add the achievable estimate (`continuation.achievable_estimate`; it takes minutes); a policy above it beyond its
             interval is a finding.
         detailed: compute the sections behind the table of speeds; by default where there is an `out`.
         sweep: also say from which cost of a draft step each of `policies` pays (`whatif.sweep`); by default where there is
@@ -89,7 +89,7 @@ def evaluate(
         progress: see `Progress`.
 
     Raises:
-        TraceError: a policy does not fit the trace, both traces share prompts, or an informed estimate is asked of traces
+        TraceError: a policy does not fit the trace, both traces share prompts, or an achievable estimate is asked of traces
             that are not dense chains.
         InputError: `out` is not empty, or as `claim_folder`.
     """
@@ -110,12 +110,12 @@ def evaluate(
     draws = Draws(profile, seed)
     facts = _facts(traces, arrays, draws)
     limit = None
-    if informed:
-        progress("informed estimate", 0, 1)
-        from ..fit.continuation import informed_estimate  # brings xgboost, which nothing else here needs
+    if achievable:
+        progress("achievable estimate", 0, 1)
+        from ..fit.continuation import achievable_estimate  # brings xgboost, which nothing else here needs
 
-        limit = informed_estimate(arrays, profile, seed=seed)
-        progress("informed estimate", 1, 1)
+        limit = achievable_estimate(arrays, profile, seed=seed)
+        progress("achievable estimate", 1, 1)
     if live:
         report = round_report(arrays, jobs, draws, facts, seed, progress)
     else:
@@ -205,7 +205,7 @@ def _replayed(
     jobs: Sequence[Job],
     draws: Draws,
     facts: dict[str, Any],
-    informed: Informed | None,
+    achievable: Achievable | None,
     detailed: bool,
     seed: int,
     progress: Progress,
@@ -229,8 +229,8 @@ def _replayed(
         entries.append(Entry("best static tree", "static", name, play(arrays, policy, profile)))
     boot = Resamples(arrays.prompt_ids, seed)
     best = max(fixed, key=lambda one: one.result.rate)
-    plan = clairvoyant_plan(arrays, profile)
-    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, informed)
+    plan = oracle_plan(arrays, profile)
+    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, achievable)
     lines = table.lines(best)
     asked = [line for line in lines if line.kind in ASKED]
     material = Material(arrays, draws, entries, fixed, best, plan, max(asked, key=lambda line: line.tokens_per_s).name)
@@ -247,7 +247,7 @@ def _replayed(
         facts,
         acceptance_bands(arrays, boot),
         found,
-        (*noise_findings(profile), *findings(lines, boot, below, table.to_informed, table.to_static)),
+        (*noise_findings(profile), *findings(lines, boot, below, table.to_achievable, table.to_static)),
         (),
         details(material, boot, seed, progress) if detailed else {},
     )

@@ -58,7 +58,7 @@ def to_csv(report: Report) -> str:
     """Return a line a policy, all figures in full: those of the JSON."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    ratios = ("to_plain", "to_best_fixed", "gap_closed")
+    ratios = ("to_plain", "to_best_fixed", "oracle_share")
     counts = ("block_efficiency", "drafted", "verified", "accepted")
     spreads = [f"{name}{part}" for name in ratios for part in ("", "_low", "_high")]
     writer.writerow(["policy", "kind", "tokens_per_s", *spreads, *counts, "note"])

@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How deep a policy drafted against how deep the clairvoyant would have, in the same rounds.
+    """How deep a policy drafted against how deep the oracle would have, in the same rounds.
 
     Attributes:
         name: of the policy.
@@ -54,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StopCost:
-    """What a policy's stops cost against the clairvoyant; the four parts add up to `total_s`.
+    """What a policy's stops cost against the oracle; the four parts add up to `total_s`.
 
     Attributes:
         name: of the policy.
@@ -63,7 +63,7 @@ class StopCost:
         early_s, late_s: seconds lost by committing less than the ideal round, and by drafting or sending more for nothing.
         decision_s: seconds of decisions.
         other_s: reading what the draft had not read, and ties.
-        total_s: seconds slower than the clairvoyant.
+        total_s: seconds slower than the oracle.
         ms_per_token: (early, late, decisions, other).
     """
 

@@ -47,8 +47,8 @@ class LossRound:
     Attributes:
         anchor: tokens generated before it.
         kind: too early, or too late.
-        chosen, ideal, accepted: depth drafted, depth the clairvoyant would have drafted, tokens accepted.
-        ms: lost against the clairvoyant.
+        chosen, ideal, accepted: depth drafted, depth the oracle would have drafted, tokens accepted.
+        ms: lost against the oracle.
         context: the tokens before it.
         pieces: the round's tokens; in a tree those of the accepted path, then the first candidates.
     """

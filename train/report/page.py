@@ -66,7 +66,7 @@ def _figures(data: Data) -> list[dict[str, Any]]:
         above = Num(("answer", "above"), ".1f", 100.0)
         out.append({"label": "of resamples ahead of it", "num": above, "low": None, "unit": "%"})
     if any(line["kind"] == "bound" for line in data["lines"]):
-        out.append(_with_interval("gap to the clairvoyant closed", ("lines", candidate, "gap_closed"), ".2f"))
+        out.append(_with_interval("share of the oracle gain", ("lines", candidate, "oracle_share"), ".2f"))
     return out
 
 

@@ -14,12 +14,12 @@ Interval = Mapping[str, Any]
 """A ratio as the JSON has it: value, low and high, the latter two null where there is no interval."""
 
 _MOST_LINES = 6
-_KINDS = {"fixed": "s0", "static": "s0", "rule": "s1", "learned": "s2", "informed": "s3", "bound": "s4"}
+_KINDS = {"fixed": "s0", "static": "s0", "rule": "s1", "learned": "s2", "achievable": "s3", "bound": "s4"}
 
 
 def speed(data: Data) -> list[Picture]:
     """Every policy against the best fixed length, and the curve of fixed lengths."""
-    shown = [x for x in data["lines"] if x["kind"] not in ("bound", "informed") and x["name"] != "plain decoding"]
+    shown = [x for x in data["lines"] if x["kind"] not in ("bound", "achievable") and x["name"] != "plain decoding"]
     ratios = [line["to_best_fixed"] for line in shown]
     limits = room(_ends(ratios), 1.0, share=0.12)
 
@@ -151,9 +151,9 @@ def time(data: Data) -> list[Picture]:
 
 
 def stops(data: Data) -> list[Picture]:
-    """Milliseconds per token lost against the clairvoyant."""
+    """Milliseconds per token lost against the oracle."""
     found = data["details"]["stops"]
-    title = "Lost against the clairvoyant, ms per token"
+    title = "Lost against the oracle, ms per token"
     names, parts = [one["name"] for one in found], [one["ms_per_token"] for one in found]
     return [stacked_rows(title, names, parts, STOP_PARTS, "ms per token", "ms per token")]
 

@@ -14,7 +14,7 @@ _COLOURS = {
     "static": "#6b7280",
     "rule": "#b45309",
     "learned": "#2563eb",
-    "informed": "#047857",
+    "achievable": "#047857",
     "bound": "#111827",
 }
 

@@ -61,9 +61,9 @@ class Line:
     """One policy of a report.
 
     Attributes:
-        name: shown; `kind` is fixed, static (a tree that never changes), rule, learned, informed or bound.
+        name: shown; `kind` is fixed, static (a tree that never changes), rule, learned, achievable or bound.
         tokens_per_s: modelled.
-        to_plain, to_best_fixed, gap_closed: ratios with intervals; gap closed is against the clairvoyant bound.
+        to_plain, to_best_fixed, oracle_share: ratios with intervals; share of the oracle gain is against the oracle bound.
         block_efficiency: committed tokens per target call.
         drafted, verified, accepted: per round.
         note: what a reader must know.
@@ -77,7 +77,7 @@ class Line:
     tokens_per_s: float
     to_plain: Ratio
     to_best_fixed: Ratio
-    gap_closed: Ratio
+    oracle_share: Ratio
     block_efficiency: float = 0.0
     drafted: float = 0.0
     verified: float = 0.0

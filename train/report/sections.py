@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from .cells import Cell, Data, Mark, Num, Path, Section, Spread, Table
 from .records import REFUSE, Ratio
 
-_REFERENCES = ("plain decoding", "best fixed", "clairvoyant bound")
+_REFERENCES = ("plain decoding", "best fixed", "oracle bound")
 
 
 def speed_table(data: Data) -> Table:
@@ -16,9 +16,9 @@ def speed_table(data: Data) -> Table:
     for at, line in enumerate(data["lines"]):
         path: Path = ("lines", at)
         counts: list[Cell] = ["", "", ""]
-        if line["kind"] not in ("bound", "informed"):
+        if line["kind"] not in ("bound", "achievable"):
             counts = [Num((*path, name), ".2f") for name in ("block_efficiency", "drafted", "accepted")]
-        gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else Spread((*path, "gap_closed"), 2)
+        gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else Spread((*path, "oracle_share"), 2)
         told = Mark(line["verdict"]) if line["verdict"] else ""
         ratios = (Spread((*path, "to_plain")), Spread((*path, "to_best_fixed")))
         rows.append((line["name"], Num((*path, "tokens_per_s"), ".1f"), told, *ratios, gap, *counts))
@@ -32,7 +32,7 @@ COLUMNS = (
     "verdict",
     "vs plain",
     "vs best fixed",
-    "gap closed",
+    "share of the oracle gain",
     "block eff.",
     "drafted",
     "accepted",
@@ -50,8 +50,8 @@ def speeds(data: Data) -> Section:
         "speed",
         "Speed",
         (
-            f"Ratios, paired between policies ({data['facts']['intervals']}). Gap closed: 0 is the best fixed length, 1 the "
-            "clairvoyant bound. Verdict: the interval against the best fixed length (on trees, the best static tree as well) "
+            f"Ratios, paired between policies ({data['facts']['intervals']}). Share of the oracle gain: 0 is the best fixed length, 1 the "
+            "oracle bound. Verdict: the interval against the best fixed length (on trees, the best static tree as well) "
             "lies above 1 (deploy), holds 1 (no gain) or lies below it (do not deploy).",
         ),
         (speed_table(data), Table("Tokens/s by fixed length", ("length", "tokens/s"), fixed)),
@@ -131,7 +131,7 @@ def lengths(data: Data) -> Section | None:
         "lengths",
         "Chosen against ideal length",
         (
-            f"Rounds of {mine['name']} by the depth it drafted to, beside what the clairvoyant would have drafted at the "
+            f"Rounds of {mine['name']} by the depth it drafted to, beside what the oracle would have drafted at the "
             "same anchors.",
         ),
         (
@@ -189,7 +189,7 @@ TIME_PARTS = (
     ("draft_ms", "draft"),
     ("verify_ms", "verification"),
     ("decision_ms", "decisions"),
-    ("outside_ms", "outside the models"),
+    ("outside_ms", "framework overhead"),
     ("prompt_ms", "reading prompts"),
 )
 STOP_PARTS = ("too early", "too late", "decisions", "catching up")
@@ -235,11 +235,11 @@ def stops(data: Data) -> Section | None:
         "stops",
         "The cost of wrong stops",
         (
-            "Against the clairvoyant going on from the same anchor. Too early: the round committed less than the ideal one. "
+            "Against the oracle going on from the same anchor. Too early: the round committed less than the ideal one. "
             "Too late: it drafted or sent more for nothing. Catching up: reading what the draft had not read. The parts add "
             "up to the time by which a policy is slower than the bound.",
         ),
-        (Table("Losses against the clairvoyant", columns, tuple(rows)),),
+        (Table("Losses against the oracle", columns, tuple(rows)),),
     )
 
 

@@ -68,7 +68,7 @@ def round_report(
         lines.append(made.line(name, kind, made.found.of[name], _counts(of), note))
     if made.ceiling is not None:
         note = "of single rounds; knows what every depth brings"
-        lines.append(made.line("clairvoyant bound", "bound", made.ceiling, None, note))
+        lines.append(made.line("oracle bound", "bound", made.ceiling, None, note))
     reached = acceptance_bands(arrays, Resamples(arrays.prompt_ids, seed))
     return Report(
         tuple(lines),

@@ -20,7 +20,7 @@ from .pricing import Draws, Priced, Vary
 from .records import Line, Ratio, verdict
 
 if TYPE_CHECKING:
-    from ..fit.continuation import Informed
+    from ..fit.continuation import Achievable
 
 ASKED = ("rule", "learned")
 """Kinds of lines that get a verdict."""
@@ -69,7 +69,7 @@ class Comparison:
         to_rivals: by entry, [1 + R] its speed against the best of what needs no policy.
         by_profile: the same with its interval where the profile's timings of model calls alone are drawn; empty where it
             kept none.
-        ceiling: [1 + R] of the clairvoyant; None without.
+        ceiling: [1 + R] of the oracle; None without.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class SpeedTable(Comparison):
         arrays, boot, draws: the trace, resamples of its prompts, and of its latency.
         fixed: every fixed length 0..K.
         entries: policies.
-        plan: the clairvoyant's.
-        informed: an estimate, or None.
+        plan: the oracle's.
+        achievable: an estimate, or None.
 
     Attributes:
-        to_static, to_informed: [1 + R] against the best static tree and the informed estimate; empty without.
+        to_static, to_achievable: [1 + R] against the best static tree and the achievable estimate; empty without.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class SpeedTable(Comparison):
         fixed: Sequence[Played],
         entries: Sequence[Entry],
         plan: Ideal,
-        informed: Informed | None,
+        achievable: Achievable | None,
     ) -> None:
         replays, ideal = [*fixed, *(e.played for e in entries)], planned_rounds(arrays, plan)
         spent_s = torch.stack([*(one.result.seconds for one in replays), plan.seconds], 1)
@@ -142,16 +142,18 @@ class SpeedTable(Comparison):
         kinds = {e.name: e.kind for e in entries}
         super().__init__(boot, draws, tokens, {vary: some[:, :-1] for vary, some in spent.items()}, kinds)
         self._fixed, self._entries = fixed, entries
-        # An estimate is no replay: it costs more or less as the clairvoyant's plan does.
+        # An estimate is no replay: it costs more or less as the oracle's plan does.
         pace = spent[Vary.ALL][:, -1] / spent[Vary.PROMPTS][:, -1]
         self.ceiling = bound = tokens / spent[Vary.ALL][:, -1]
         self._bound: Values = bound
-        self._informed: Values | None = None if informed is None else tokens / (boot.total(informed.seconds) * pace)
+        self._achievable: Values | None = (
+            None if achievable is None else tokens / (boot.total(achievable.seconds) * pace)
+        )
         static = [self.found.of[name] for name, kind in kinds.items() if kind == "static"]
         self.to_static = {name: rate / one for one in static for name, rate in self.found.of.items()}
-        self.to_informed = {}
-        if self._informed is not None:
-            self.to_informed = {name: rate / self._informed for name, rate in self.found.of.items()}
+        self.to_achievable = {}
+        if self._achievable is not None:
+            self.to_achievable = {name: rate / self._achievable for name, rate in self.found.of.items()}
 
     def lines(self, best: Played) -> list[Line]:
         """Return all lines; `best` is the best fixed length."""
@@ -160,10 +162,10 @@ class SpeedTable(Comparison):
         note = f"{best.result.name}, chosen on these prompts"
         out.append(self.line("best fixed", "fixed", found.best, _counts(best.result), note))
         out += [self.line(e.name, e.kind, found.of[e.name], _counts(e.played.result), e.note) for e in self._entries]
-        if self._informed is not None:
+        if self._achievable is not None:
             note = "best cross-fitted continuation value on all scalars, decisions for nothing"
-            out.append(self.line("informed estimate", "informed", self._informed, None, note))
-        out.append(self.line("clairvoyant bound", "bound", self._bound, None, "knows every accepted length"))
+            out.append(self.line("achievable estimate", "achievable", self._achievable, None, note))
+        out.append(self.line("oracle bound", "bound", self._bound, None, "knows every accepted length"))
         return out
 
 

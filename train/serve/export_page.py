@@ -60,7 +60,7 @@ def alone_table(alone: Mapping[str, Any]) -> str:
     ]
     if "policy" in alone:
         rows.append((f"the policy `{alone['policy']}`, to this export", alone["policy_to_this"].text()))
-    rows.append(("knowing every accepted length, to this export", alone["clairvoyant_bound_to_this"].text()))
+    rows.append(("knowing every accepted length, to this export", alone["oracle_bound_to_this"].text()))
     return f"One request at a time, replayed on {alone['prompts']}; {alone['intervals']}:\n\n" + grid_text(
         ("times as fast", "ratio"), rows
     )

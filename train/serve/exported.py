@@ -26,7 +26,7 @@ from ..report.intervals import Resamples, Values
 from ..report.prices import with_prices
 from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
-from ..traces.bounds import clairvoyant_plan
+from ..traces.bounds import oracle_plan
 from ..traces.data import trace_arrays
 from ..traces.metered import Rounds, play
 from ..traces.verdicts import planned_rounds
@@ -121,7 +121,7 @@ class Export:
     def alone(self, mine: Rounds) -> dict[str, Any]:
         """Return the figures of an export at one request: ratios of its held-out rounds to those of the others."""
         held, boot = self.sides.held, self.held_boot
-        plan = clairvoyant_plan(held, self.profile)
+        plan = oracle_plan(held, self.profile)
         replays = [mine, self.held_fixed.rounds(0), self.held_fixed.rounds(self.best), planned_rounds(held, plan)]
         spent = [one.of_texts(self.profile, held.prompt_tokens) for one in replays]
         priced = Priced(boot, self.draws, replays, held.prompt_tokens, torch.stack([*spent[:-1], plan.seconds], 1))
@@ -131,7 +131,7 @@ class Export:
             "to_plain": boot.interval(plain / this),
             "best_fixed": self.best,
             "to_best_fixed": boot.interval(best / this),
-            "clairvoyant_bound_to_this": boot.interval(this / bound),
+            "oracle_bound_to_this": boot.interval(this / bound),
             "intervals": self.draws.text,
         }
         if self.policy is not None:

@@ -1,4 +1,4 @@
-"""What no policy can beat: the clairvoyant bound, a shortest path over anchors."""
+"""What no policy can beat: the oracle bound, a shortest path over anchors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ideal:
     Attributes:
         value: [S, L] float64 seconds from the anchor first + t to the end of the text, t = 0, 1, ...; 0 beyond it.
         steps: [S, L] how deep it drafts there, the shallowest of equally good plans.
-        seconds: [S] of whole texts, prompts included: the clairvoyant bound.
+        seconds: [S] of whole texts, prompts included: the oracle bound.
         profile: that its rounds are priced with: the given one, no first step dearer than one that reads two tokens.
     """
 
@@ -32,7 +32,7 @@ class Ideal:
     profile: Profile
 
 
-def clairvoyant_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
+def oracle_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
     """Return how someone who knows every accepted length would decode each text in the least seconds.
 
         V(t) = min over 0 <= k <= K of cost(k) + V(t + min(A_t, k) + 1)
@@ -65,9 +65,9 @@ def clairvoyant_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
     return Ideal(value, chosen, value[:, 0] + profile.prefill_seconds(arrays.prompt_tokens), cheap)
 
 
-def clairvoyant_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
-    """Return [S], the least seconds in which anyone could decode each text: the bound of `clairvoyant_plan`."""
-    return clairvoyant_plan(arrays, profile).seconds
+def oracle_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
+    """Return [S], the least seconds in which anyone could decode each text: the bound of `oracle_plan`."""
+    return oracle_plan(arrays, profile).seconds
 
 
 def _sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What each round of a policy lost against the clairvoyant's plan."""
+"""What each round of a policy lost against the oracle's plan."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .metered import Rounds
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What each round lost against the clairvoyant going on from the same anchor; all [R].
+    """What each round lost against the oracle going on from the same anchor; all [R].
 
     Attributes:
-        ideal: how deep the clairvoyant would have drafted.
+        ideal: how deep the oracle would have drafted.
         early: bool, committed less than the ideal round.
         late: bool, drafted or sent more than it for nothing.
         choice_s: seconds lost by where the policy stopped, what the rest of the text costs included.
@@ -35,7 +35,7 @@ class Verdicts:
 
 
 def planned_rounds(arrays: TraceArrays, ideal: Ideal) -> Rounds:
-    """Return the rounds of the clairvoyant's plan, drafting and verifying one path each, text by text side by side."""
+    """Return the rounds of the oracle's plan, drafting and verifying one path each, text by text side by side."""
     sequence = torch.arange(arrays.sequences)
     anchor, parts = arrays.first_anchor, []
     while len(sequence):
@@ -53,10 +53,10 @@ def planned_rounds(arrays: TraceArrays, ideal: Ideal) -> Rounds:
 
 
 def judge(arrays: TraceArrays, rounds: Rounds, ideal: Ideal, profile: Profile) -> Verdicts:
-    """Compare rounds with the clairvoyant's.
+    """Compare rounds with the oracle's.
 
     A round that took c seconds from t to t' loses c + V(t') - V(t). Summed over a text the V's cancel, so that the losses
-    add up to exactly the seconds by which the policy is slower than the clairvoyant.
+    add up to exactly the seconds by which the policy is slower than the oracle.
     """
     sequence = rounds.sequence
     at = rounds.anchor - arrays.first_anchor[sequence]
