@@ -269,7 +269,7 @@ class Table:
     def line(
         self, name: str, seconds: torch.Tensor, decision_s: float, free: torch.Tensor | None = None
     ) -> dict[str, float]:
-        """Print and return ratio, interval, share of the oracle gain, what a decision costs, and the gap if it cost nothing."""
+        """Print and return ratio, interval, share of the oracle gain, a decision's cost, and the share if it cost nothing."""
         mine = self.boot.total(seconds)
         ratio = self.boot.interval(self.fixed / mine)
         interval = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"

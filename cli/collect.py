@@ -69,7 +69,7 @@ Tree = Annotated[
 Collector = Annotated[
     str,
     typer.Option(
-        help="dense: draft from every position of the target's text. live: record the rounds of the running loop, with timings."
+        help="dense: draft from every position of the target's text. live: record the running loop, with timings."
     ),
 ]
 Explore = Annotated[
@@ -78,7 +78,7 @@ Explore = Annotated[
 Mix = Annotated[
     float,
     typer.Option(
-        help="Dense collector, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++'s training data)."
+        help="Dense collector, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++)."
     ),
 ]
 Completions = Annotated[

@@ -26,7 +26,7 @@ def import_(
     rejection_weight: Annotated[
         float,
         typer.Option(
-            help="Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released head; 1 leaves it in."
+            help="Weight of rejections in SpecDec++'s training, whose bias is taken out: 6 for the released head, 1 for none."
         ),
     ] = 1.0,
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the layout's.")] = None,

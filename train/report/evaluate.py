@@ -79,8 +79,8 @@ def evaluate(
             saved rates serve and the tuned confidence threshold is left out.
         out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
         seed: of the bootstrap.
-        achievable: add the achievable estimate (`continuation.achievable_estimate`; it takes minutes); a policy above it beyond its
-            interval is a finding.
+        achievable: add the achievable estimate (`continuation.achievable_estimate`; it takes minutes); a policy above
+            it beyond its interval is a finding.
         detailed: compute the sections behind the table of speeds; by default where there is an `out`.
         sweep: also say from which cost of a draft step each of `policies` pays (`whatif.sweep`); by default where there is
             an `out` and it takes seconds.
