@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StopStringCriteria
 from ..policies.contract import State
 from ..policies.errors import InputError
 from ..policies.history import HistoryOne
-from ..policies.limits import check_limit, check_limits
+from ..policies.limits import check_limits
 from .noise import Source
 from .pair import Pair
 from .sampling import Sampler, Shaping
@@ -53,7 +53,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, depth=self.max_depth)
-        check_limit("depth", self.fallback)
+        check_limits(fallback=self.fallback)
 
     @property
     def topology(self) -> Topology:

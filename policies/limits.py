@@ -68,6 +68,7 @@ LIMITS: Mapping[str, Limit | Range] = {
     "depth": Limit(0, MOST_ROWS - 1),
     "epochs": Limit(1, 100_000),
     "explore": Range(0, 1, "a share between 0 and 1"),
+    "fallback": Limit(0, MOST_ROWS - 1),
     "folds": Limit(2, 1000),
     "learning-rate": Range(1e-9, 10, "more than 0, from 1e-9 to 10"),
     "limit": Limit(1, _SEED),
