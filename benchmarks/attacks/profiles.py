@@ -8,28 +8,32 @@ again, and every `EVALUATED`th replayed by `evaluate`: all numbers must be finit
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from specstop.cli.info import info
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import load_pair
+from specstop.decode.pair import Pair, load_pair
+from specstop.decode.profile import measure_profile
 from specstop.policies.baselines import Confidence
 from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError
 from specstop.train.report.evaluate import evaluate
 
-from .random_pair import PROMPTS, save_pair
+from .random_pair import PROMPTS, prompt_ids, save_pair
 
 COUNT, QUICK = 1000, 60
 """Damaged profiles in a full run, and in a quick one."""
@@ -47,8 +51,8 @@ ODD_VALUES = (
 Damage = Callable[[str, random.Random], str]
 
 
-def good_profiles() -> list[Profile]:
-    """Return the profile of a chain, and one of a tree."""
+def good_profiles(pair: Pair) -> list[str]:
+    """Return the text of the profile of a chain, of a tree, and of one that was measured and keeps its timings."""
     low = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, (4e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.4e-3, 4.9e-3, 5.5e-3))
     high = CostTable(40.0, (1.5e-3, 1.7e-3), 3e-5, (6e-3, 6.2e-3, 6.3e-3, 7e-3, 7.6e-3, 7.1e-3, 8e-3), 1.2e-3)
     prices = {"confidence": 6e-5, "logistic": Price(5e-5, 1e-4)}
@@ -57,7 +61,13 @@ def good_profiles() -> list[Profile]:
     points = ((1, 1e-3), (4, 1.4e-3), (9, 2e-3)), ((0, 4e-3), (1, 4.1e-3), (8, 6e-3), (14, 6.2e-3))
     wide = [CostTable(*(getattr(t, n) for n in ("context", "draft_s", "draft_token_s", "verify_s")), 1e-3, *points, 2e-3)
             for t in (low, high)]  # fmt: skip
-    return [chain, Profile(*wide, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.7, facts, (1e-4, 2e-5, 1e-6))]
+    tree = Profile(*wide, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.7, facts, (1e-4, 2e-5, 1e-6))
+    options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "repeats": 3, "tree": "2,1"}
+    measured = measure_profile(pair, prompt_ids(), policies=[Confidence(0.6, DEPTH)], **options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        measured.save(path)
+        return [json.dumps(chain.to_dict()), json.dumps(tree.to_dict()), path.read_text()]
 
 
 # Damages: each changes the text of a profile, with a random generator.
@@ -161,12 +171,20 @@ DAMAGES: tuple[Damage, ...] = (
 def use(profile: Profile, path: Path) -> None:
     """Ask a profile what every command may ask; raises `AssertionError` where an answer is no time."""
     profile.save(path.with_name("again.json"))
-    assert Profile.load(path.with_name("again.json")) == profile, "another profile once written"
+    again = dataclasses.replace(Profile.load(path.with_name("again.json")), source=profile.source)
+    assert again == profile, "another profile once written"
+    assert profile.noise is None or profile.measurements
+    for draw in (profile, *(profile.resampled(np.random.default_rng(seed)) for seed in range(2))):
+        price_rounds(draw)
     for json_ in (False, True):
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             info(path, json_)
         out.getvalue().encode()
+
+
+def price_rounds(profile: Profile) -> None:
+    """Ask for the seconds of all sorts of rounds; raises `AssertionError` where they are none."""
     seconds = [profile.prefill_seconds(torch.tensor([1, 100]))]
     depth = profile.max_depth
     for name in (*profile.decision_s, "unknown"):
@@ -189,16 +207,16 @@ def replay(profile: Profile, trace: Trace) -> None:
         assert math.isfinite(line.tokens_per_s) and line.tokens_per_s > 0, f"{line.name}: {line.tokens_per_s} tokens/s"
 
 
-def _trace(room: Path) -> Trace:
-    folder = save_pair(room / "pair")
-    pair = load_pair(folder / "target", folder / "draft", dtype="float64")
+def _trace(pair: Pair, room: Path) -> Trace:
     prompts = [Prompt(f"p{i}", text) for i, text in enumerate(PROMPTS)]
     return collect(pair, prompts, room / "trace", depth=DEPTH, temperature=0.0, max_new_tokens=12, shards=1)
 
 
 def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
     """Damage `count` profiles; return how often what happened, and the faults found."""
-    texts, trace, path = [json.dumps(p.to_dict()) for p in good_profiles()], _trace(room), room / "profile.json"
+    folder = save_pair(room / "pair")
+    pair = load_pair(folder / "target", folder / "draft", dtype="float64")
+    texts, trace, path = good_profiles(pair), _trace(pair, room), room / "profile.json"
     seen: Counter[str] = Counter()
     faults, taken = [], 0
     for number in range(count):

@@ -70,3 +70,12 @@ def test_the_bound_of_a_text_does_not_depend_on_the_others(traces: dict[float, T
     arrays = trace_arrays(traces[0.7], [])
     whole = oracle_seconds(arrays, profile)
     assert torch.allclose(oracle_seconds(arrays.subset([4, 1]), profile), whole[[4, 1]], rtol=1e-12)
+
+
+def test_nobody_drafts_deeper_than_was_timed() -> None:
+    """A trace of depth 3 under a profile that ends at 1: two tokens a round at most, in 1.1 seconds each."""
+    table = CostTable(8.0, (0.1, 0.1), 0.0, (1.0, 1.0))
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
+    arrays = made_trace([[3] * 8], 3)
+    assert oracle_seconds(arrays, profile).tolist() == pytest.approx([4.4])
+    assert replay(arrays, FixedLength(1), profile).seconds == pytest.approx(4.4)

@@ -72,8 +72,8 @@ def oracle_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:
 
 def _sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:
     """Return [M] draft steps and [M] tokens verified: of trees, also every larger verification that may be cheaper."""
-    k = torch.arange(arrays.depth + 1)
-    if arrays.tree.is_chain:
+    if arrays.tree.is_chain:  # nobody drafts beyond what was timed
+        k = torch.arange(min(arrays.depth, profile.max_depth) + 1)
         return k, k
     low, high = (side.tree_verify(arrays.tree.nodes) for side in (profile.low, profile.high))
     pairs = [
