@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars, arguments
-from pairs import pair_folder
+from pairs import effort, pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
 from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.costs import Profile
 from specstop.train.fit.tune_rules import BUDGET, rule_defaults, tuned_rules
@@ -59,7 +60,7 @@ def main() -> int:
         for tree in (None, *options.tree):
             name = f"T={temperature:g}, {tree or 'chain'}"
             sides = record(pair, where, folder / name.replace(" ", ""), counts, tokens, temperature, tree)
-            profile = profile or measured(pair, where, sides["train"], temperature, tokens)
+            profile = profile or measured(pair, where, temperature, tokens, effort(options))
             bars.figures[name] = compare(name, sides, profile, bars.missed)
     if options.out is None:
         shutil.rmtree(folder)
@@ -92,11 +93,13 @@ def record(
     return sides
 
 
-def measured(pair: Pair, where: Path, trace: Trace, temperature: float, tokens: int) -> Profile:
+def measured(pair: Pair, where: Path, temperature: float, tokens: int, effort: Effort) -> Profile:
     """Return the latency of this machine on training prompts, with the decisions of every rule."""
     ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
     with progress_bars() as progress:
-        profile = measure_profile(pair, ids, depth=DEPTH, temperature=temperature, facts=facts(pair), progress=progress)
+        profile = measure_profile(
+            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=facts(pair), progress=progress
+        )
     settings = Settings(temperature, tokens, DEPTH)
     return profile.with_measured_decisions(
         loop_decisions(pair, list(rule_defaults(DEPTH).values()), ids, settings, profile)

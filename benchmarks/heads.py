@@ -27,13 +27,14 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from baselines import measured
-from pairs import documents, own_pair
+from pairs import documents, effort, own_pair
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.collect.store import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
-from specstop.decode.profile import loop_decisions
+from specstop.decode.profile import loop_decisions, measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import SpecstopError
@@ -105,7 +106,7 @@ OURS = {
 
 @dataclass(frozen=True)
 class Place:
-    """A pair at a temperature: models, prompts to measure on, traces, costs."""
+    """A pair at a temperature: models, prompts to measure on, traces, costs, and how long those are measured."""
 
     name: str
     pair: Pair
@@ -114,6 +115,7 @@ class Place:
     test: Trace
     profile: Profile
     settings: Settings
+    effort: Effort
 
 
 def main() -> int:
@@ -145,7 +147,7 @@ def main() -> int:
     work = options.work or Path(tempfile.mkdtemp(prefix="specstop-heads-"))
     for where, prompts in cut:
         for temperature in temperatures:
-            place = prepare(where, prompts, temperature, work, tokens)
+            place = prepare(where, prompts, temperature, work, tokens, effort(options))
             plain = load_pair(where / "target", where / "draft", engine="plain")
             bars.figures[place.name] = compare(place, plain, bars.missed, options.scalars)
     if options.work is None:
@@ -154,7 +156,9 @@ def main() -> int:
     return bars.finish(options, f"{len(pairs)} pairs, {counts[1]} held-out prompts of {tokens} tokens each", whole)
 
 
-def prepare(where: Path, prompts: Sequence[list[Prompt]], temperature: float, work: Path, tokens: int) -> Place:
+def prepare(
+    where: Path, prompts: Sequence[list[Prompt]], temperature: float, work: Path, tokens: int, effort: Effort
+) -> Place:
     """Return traces of training and test prompts, and the machine's latency."""
     pair = load_pair(where / "target", where / "draft")
     name = f"{where.name} T={temperature:g}"
@@ -170,10 +174,11 @@ def prepare(where: Path, prompts: Sequence[list[Prompt]], temperature: float, wo
             )  # fmt: skip
         sides[side] = open_trace(at)
     if not (folder / "profile.json").exists():
-        measured(pair, where, sides["train"], temperature, tokens).save(folder / "profile.json")
+        measured(pair, where, temperature, tokens, effort).save(folder / "profile.json")
     ids = encode(read_prompts(where / "prompts-train.jsonl", 8), pair.tokenizer, reading_room(pair, tokens))
     profile = Profile.load(folder / "profile.json")
-    return Place(name, pair, ids, sides["train"], sides["test"], profile, Settings(temperature, tokens, DEPTH))
+    settings = Settings(temperature, tokens, DEPTH)
+    return Place(name, pair, ids, sides["train"], sides["test"], profile, settings, effort)
 
 
 def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[LearnedPolicy, Profile]:
@@ -308,12 +313,11 @@ def _machines(
     The plain engine is decoded with by the policy named here; on a GPU one is named anew, since what decisions cost matters
     less there. `priced` says what that is; `sides` are prompts to settle rules on, to name a policy on, and to test on.
     """
-    from specstop.decode.profile import measure_profile
-
     with progress_bars() as progress:
         slow = measure_profile(
-            plain, place.ids, depth=DEPTH, temperature=place.settings.temperature, facts={}, progress=progress
-        )
+            plain, place.ids, depth=DEPTH, temperature=place.settings.temperature, effort=place.effort, facts={},
+            progress=progress,
+        )  # fmt: skip
     table = CostTable(1.0, (DRAFT_S, DRAFT_S), 0.0, (VERIFY_S,) * (DEPTH + 1))
     flat = replace(slow, low=table, high=table, step_s=0.0, round_s=0.0, prefill_s=(0.0, 0.0), tree_outside_s=None)
     fitting, left_out, arrays = sides

@@ -1,4 +1,4 @@
-"""The pair that a benchmark runs on: the one it is given, the embedded one, or for `--quick` one that is made in seconds."""
+"""The pair that a benchmark runs on, and how long it is timed: with `--quick` a pair made in seconds, and hardly at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.progress import Progress, silent
 from specstop.train.demo.pair import RECIPES, Document, cached_pair, demo_pair, stdlib_documents
 
@@ -16,7 +17,7 @@ QUICK = replace(
 )  # fmt: skip
 """A hundred thousand weights that have learnt a little: about half of the drafts are accepted."""
 
-QUICK_DOCUMENTS = 80
+QUICK_DOCUMENTS, QUICK_REPETITIONS = 80, 2
 
 
 def documents(options: argparse.Namespace) -> Sequence[Document]:
@@ -34,3 +35,8 @@ def own_pair(options: argparse.Namespace, progress: Progress = silent) -> Path:
 def pair_folder(options: argparse.Namespace, progress: Progress = silent) -> Path:
     """Return the folder of `--pair`, else of the benchmark's own pair."""
     return options.pair or own_pair(options, progress)
+
+
+def effort(options: argparse.Namespace) -> Effort:
+    """Return how long a profile of the pair is measured."""
+    return Effort(repetitions=QUICK_REPETITIONS) if options.quick else Effort()

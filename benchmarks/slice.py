@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from bars import Bars, arguments
-from pairs import pair_folder
+from pairs import effort, pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
@@ -28,7 +28,6 @@ from specstop.decode.alternate import run_alternating
 from specstop.decode.cache import CachedModel
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import gumbel, match_scores
-from specstop.decode.profile.measuring import Effort
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
@@ -36,6 +35,7 @@ from specstop.train.fit.tune import fixed_grid
 from specstop.train.traces.data import seen_features
 from specstop.train.traces.replay import Replayed, replay
 
+TEMPERATURES = (0.0, 0.7)
 TIE = 1e-4
 SEED = 0
 DEPTH = 10
@@ -46,10 +46,11 @@ def main() -> int:
     options = arguments(
         __doc__, out="folder for traces, policies, reports and figures; default: a temporary one"
     ).parse_args()
-    sizes = Sizes(16, 8, 4, 32, DEPTH, Effort(repetitions=2)) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
+    sizes = Sizes(16, 8, 4, 32, DEPTH, effort(options)) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-slice-"))
     bars, pair = Bars(), pair_folder(options)
-    for temperature in (0.0, 0.7):
+    temperatures = TEMPERATURES[-1:] if options.quick else TEMPERATURES
+    for temperature in temperatures:
         with progress_bars() as progress:
             offline = run_offline(
                 folder / f"temperature-{temperature:g}",
@@ -66,7 +67,7 @@ def main() -> int:
     help_time(bars)
     if options.out is None:
         shutil.rmtree(folder)
-    return bars.finish(options, f"{sizes.live} prompts of {sizes.tokens} tokens at temperatures 0 and 0.7")
+    return bars.finish(options, f"{sizes.live} prompts of {sizes.tokens} tokens at temperatures {temperatures}")
 
 
 def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progress: Any) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from bars import Bars, arguments
-from pairs import documents, pair_folder
+from pairs import documents, effort, pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
@@ -36,6 +36,7 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import SpecstopError
 from specstop.policies.latency.estimate import decisions
@@ -99,7 +100,7 @@ def main() -> int:
     bars = Bars()
     for temperature in temperatures:
         run = Run(pair, where, folder / f"T={temperature:g}", temperature, prompts, tokens, nodes, options.reuse)
-        profile = run.profile()
+        profile = run.profile(effort(options))
         for kind in options.machine or MACHINES:
             costs = gpu_profile(profile) if kind == "gpu" else profile
             name = f"T={temperature:g}, {kind}"
@@ -172,7 +173,7 @@ class Run:
                 progress=progress,
             )
 
-    def profile(self) -> Profile:
+    def profile(self, effort: Effort) -> Profile:
         """Return the latency of this machine on training prompts."""
         path = self.folder / "profile.json"
         if self.reuse and path.exists():
@@ -183,6 +184,7 @@ class Run:
                 self.ids,
                 depth=DEPTH,
                 temperature=self.temperature,
+                effort=effort,
                 facts=facts(self.pair),
                 progress=progress,
                 tree=self.tree,
