@@ -130,5 +130,5 @@ def _call(command: Sequence[str], what: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).splitlines()
-        raise CheckoutError("\n    ".join([what, *lines[-TAIL:]]))
+        raise CheckoutError("\n    ".join([f"{what} (exit code {done.returncode})", *lines[-TAIL:]]))
     return done.stdout
