@@ -11,9 +11,9 @@ import torch
 from accelerator import Accelerator, to_device
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator
-from specstop.decode import profile as profile_module
 from specstop.decode.pair import Pair, join
 from specstop.decode.profile import add_decisions
+from specstop.decode.profile import decisions as decisions_module
 from specstop.decode.settings import Stopwatch
 from specstop.decode.wide_head import WideHead, wide_head
 from specstop.policies import FixedLength
@@ -133,7 +133,7 @@ def test_decisions_are_timed_where_the_profile_was_measured(
         return Measurements()
 
     monkeypatch.setattr(policy, "name", "unpriced")
-    monkeypatch.setattr(profile_module, "measure_decision", measure)
+    monkeypatch.setattr(decisions_module, "measure_decision", measure)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 * here)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: ("A100", "H100")[number])
     known = dataclasses.replace(profile, facts={"device": "H100"})
