@@ -327,7 +327,7 @@ def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specstop.policies.specs.plugins", interrupt)
+    monkeypatch.setattr("specstop.policies.specs.listed_policies", interrupt)
     answer = cli("policies")
     assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
 
