@@ -42,7 +42,7 @@ def test_cases_take_turns_and_the_order_turns_too() -> None:
 
 def test_a_quiet_machine_is_measured_no_more_often_than_needed() -> None:
     made = Calls()
-    found = measure({"a": made.case("a", 1.0)}, Effort(1e9), clock=made.clock)
+    found = measure({"a": made.case("a", 1.0)}, Effort(1e6), clock=made.clock)
     assert len(found.series[Key("call", "a")]) == FEWEST
 
 
