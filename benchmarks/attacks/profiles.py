@@ -28,6 +28,7 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair, load_pair
 from specstop.decode.profile import measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies.baselines import Confidence
 from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError
@@ -62,7 +63,7 @@ def good_profiles(pair: Pair) -> list[str]:
     wide = [CostTable(*(getattr(t, n) for n in ("context", "draft_s", "draft_token_s", "verify_s")), 1e-3, *points, 2e-3)
             for t in (low, high)]  # fmt: skip
     tree = Profile(*wide, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.7, facts, (1e-4, 2e-5, 1e-6))
-    options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "repeats": 3, "tree": "2,1"}
+    options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "effort": Effort(repetitions=3), "tree": "2,1"}
     measured = measure_profile(pair, prompt_ids(), policies=[Confidence(0.6, DEPTH)], **options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
