@@ -15,8 +15,8 @@ def upload(values: Any, device: torch.device) -> Tensor:
     takes its turn, and the host goes on.
     """
     if device.type == "cpu":
-        return torch.tensor(values)
-    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        return torch.tensor(values, device="cpu")  # which need not be torch's default
+    return torch.tensor(values, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def download(*tensors: Tensor) -> list[list[Any]]:

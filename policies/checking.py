@@ -62,7 +62,7 @@ def check_policy(policy: Any) -> StopPolicy:
         _check_names(f"{who}.features", "feature", policy.features, FEATURES)
         _check_names(f"{who}.vectors", "vector", policy.vectors, VECTORS)
         sizes = getattr(policy, "sizes", {})  # only of policies whose vectors are of one size
-        if not isinstance(sizes, dict) or not all(name in VECTORS and _is_count(sizes[name]) for name in sizes):
+        if not isinstance(sizes, Mapping) or not all(name in VECTORS and _is_count(sizes[name]) for name in sizes):
             raise PolicyError(f"{who}.sizes: expected whole numbers by vector name, not {_shown(sizes)}")
         _check_limited(who, policy)
     return policy

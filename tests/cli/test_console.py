@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 from specstop.cli import console
 from specstop.cli.console import human_bytes, human_seconds, progress_bars, progress_line
-from specstop.cli.interrupt import finish_first
+from specstop.cli.interrupt import SIGNALS, finish_first
 
 
 @pytest.fixture
 def handlers() -> Iterator[list[Any]]:
-    kept = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    """As a process has them that was started alone; commands that ran in this one leave it deaf."""
+    found = [signal.getsignal(number) for number in SIGNALS]
+    kept = [signal.default_int_handler] * len(SIGNALS)
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
     yield kept
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == kept
+    assert [signal.getsignal(number) for number in SIGNALS] == kept
+    for number, handler in zip(SIGNALS, found, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")
