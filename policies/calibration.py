@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import bisect
+import functools
 import math
-from array import array
+from types import ModuleType
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .errors import PolicyError
 
+Array = np.ndarray[Any, Any]
+
 KINDS = ("identity", "temperature", "isotonic")
 
-LEAST_ODDS = -700.0
-"""Log-odds below which a probability is 0: their exponential would overflow."""
+NO_PIECES: Array = np.zeros((4, 0))
+"""Of a map that is no piecewise linear one."""
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; imported on first use, as that of features."""
+    from .kernels import decisions
+
+    return decisions
 
 
 class Calibrator:
@@ -23,66 +33,48 @@ class Calibrator:
     Args:
         kind: "identity", "temperature" (sigmoid of logit / T) or "isotonic" (piecewise linear in the logit).
         temperature: T.
-        knots: [2, n], the logits (increasing) and the probabilities (not decreasing) of an isotonic map.
+        knots: [2, n] float32, the logits (increasing) and the probabilities (not decreasing) of an isotonic map.
+
+    Attributes:
+        scale: what a sigmoid multiplies the logit with; 1 for an isotonic map, which reads it as it is.
+        pieces: [4, n + 1] float64 of an isotonic map; see `kernels.decisions.calibrate`.
     """
 
-    def __init__(self, kind: str = "identity", temperature: float = 1.0, knots: Tensor | None = None) -> None:
+    def __init__(self, kind: str = "identity", temperature: float = 1.0, knots: Array | None = None) -> None:
         if kind not in KINDS:
             raise PolicyError(f"unknown calibration {kind!r}; expected one of {', '.join(KINDS)}")
         if not 0 < temperature < math.inf:
             raise PolicyError(f"calibration: expected a temperature above 0, not {temperature}")
         self.kind, self.temperature = kind, temperature
-        self.knots = torch.zeros(2, 0) if knots is None else knots
-        if kind == "isotonic":
-            ok = self.knots.dim() == 2 and self.knots.shape[0] == 2 and self.knots.shape[1] >= 2
-            ok = ok and bool(self.knots.isfinite().all()) and not bool((self.knots.diff(dim=1) < 0).any())
-            if not ok or bool((self.knots[1] < 0).any()) or bool((self.knots[1] > 1).any()):
-                raise PolicyError(
-                    "calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]"
-                )
-        pieces = _segments(self.knots) if kind == "isotonic" else [self.knots] * 4
-        self._bounds, self._start, self._level, self._slope = pieces
-        # Arrays lie together in memory; the numbers of a list lie about, and cold caches make each of them dear.
-        self._steps = [array("d", piece.tolist()) for piece in pieces] if kind == "isotonic" else None
+        self.knots: Array = np.zeros((2, 0), dtype=np.float32) if knots is None else knots
+        isotonic = kind == "isotonic"
+        if isotonic and not _is_isotonic(self.knots):
+            raise PolicyError(
+                "calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]"
+            )
+        self.scale = 1.0 if isotonic else 1.0 / temperature
+        self.pieces = _pieces(self.knots) if isotonic else NO_PIECES
 
-    def one(self, logit: float) -> float:
-        """Return the probability of one logit."""
-        if self._steps is not None:
-            bounds, start, level, slope = self._steps
-            at = bisect.bisect_left(bounds, logit)
-            value: float = level[at] + slope[at] * (logit - start[at])
-            return value
-        odds = logit / self.temperature
-        return 0.0 if odds < LEAST_ODDS else 1.0 / (1.0 + math.exp(-odds))
-
-    @property
-    def scale(self) -> float | None:
-        """What a sigmoid must multiply the logit with to do the same; None for an isotonic map."""
-        return None if self.kind == "isotonic" else 1.0 / self.temperature
-
-    def pieces(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (bounds [n]; start, level, slope [n + 1]) of an isotonic map; see `_segments`."""
-        return self._bounds, self._start, self._level, self._slope
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Return the probabilities, same shape as `logits`."""
-        if self.kind != "isotonic":
-            return torch.sigmoid(logits if self.temperature == 1.0 else logits / self.temperature)
-        bounds, start, level, slope = self._pieces_on(logits.device)
-        at = torch.searchsorted(bounds, logits.contiguous())
-        return level[at] + slope[at] * (logits - start[at])
-
-    def _pieces_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        if self._bounds.device != device:
-            self._bounds, self._start, self._level, self._slope = (piece.to(device) for piece in self.pieces())
-        return self.pieces()
+    def __call__(self, logits: Array) -> Array:
+        """Return the float64 probabilities, of the same shape as `logits`."""
+        scores = np.ascontiguousarray(logits, dtype=np.float64)
+        out = np.empty(scores.shape)
+        kernels().calibrate(scores.reshape(-1), self.scale, self.pieces, out.reshape(-1))
+        return out
 
 
-def _segments(knots: Tensor) -> list[Tensor]:
-    """Return (bounds [n]; start, level, slope [n + 1]) of the piecewise linear map, level outside its knots."""
-    x, y = knots.double()
-    step = x.diff()
-    slope = torch.where(step > 0, y.diff() / step.clamp_min(1e-12), 0.0)
-    zero = torch.zeros(1, dtype=torch.float64)
-    pieces = (x, torch.cat([x[:1], x]), torch.cat([y[:1], y]), torch.cat([zero, slope, zero]))
-    return [piece.float().contiguous() for piece in pieces]
+def _is_isotonic(knots: Array) -> bool:
+    """Whether both rows of the knots [2, n] rise, the second one within [0, 1]."""
+    if knots.ndim != 2 or knots.shape[0] != 2 or knots.shape[1] < 2 or not np.isfinite(knots).all():
+        return False
+    return bool((np.diff(knots, axis=1) >= 0).all() and (knots[1] >= 0).all() and (knots[1] <= 1).all())
+
+
+def _pieces(knots: Array) -> Array:
+    """Return [4, n + 1]: upper bound, start, level and slope of each piece of the map, which is level outside its knots."""
+    x, y = knots.astype(np.float64)
+    step = np.diff(x)
+    slope = np.where(step > 0, np.diff(y) / np.maximum(step, 1e-12), 0.0)
+    return np.stack(
+        [np.append(x, np.inf), np.append(x[:1], x), np.append(y[:1], y), np.concatenate([[0.0], slope, [0.0]])]
+    )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .calibration import LEAST_ODDS, Calibrator
+from .calibration import NO_PIECES, Array, Calibrator, kernels
 from .contract import DraftStep, State, StopPolicy
 from .heads import Head
-from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays
-from .rules import AnyFork, Rule
+from .heads_base import NO_HIDDEN, Hidden
+from .rules import Rule
 from .survival import SurvivalMaps
 
 
@@ -49,11 +47,13 @@ class Facts:
 
 
 class LearnedPolicy(StopPolicy):
-    """Multiplies calibrated `accept` along each branch to S_j, puts it right by depth, and lets a rule decide.
+    """Multiplies calibrated `accept` along each branch to S_j, recalibrates it by depth, and lets a rule decide.
+
+    The state is S_j [S, B] float64.
 
     Args:
         name: shown in reports.
-        features: the head's, in its order. Its hidden states (`vectors`) are the head's as well.
+        features: the head's, in its order. Its hidden states are the head's as well.
         head, accept, following, rule: its parts; `accept` and `following` calibrate the outputs `accept` and `next`.
         max_depth: K of the traces it was trained on.
         facts: see `Facts`.
@@ -80,15 +80,9 @@ class LearnedPolicy(StopPolicy):
         self.first, self.max_depth = rule.first, max_depth
         self.facts = facts or Facts()
         self.survival = survival
-        self._maps = [None] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
-        # A head of somebody's own need know nothing of hidden states.
-        self.sizes: Mapping[str, int] = getattr(head, "sizes", {})
-        self.vectors = tuple(self.sizes)
-        if not hasattr(head, "logits_one"):
-            vars(self)["keep_one"] = None
-        self._lag, self._joint = getattr(head, "lag", 0), isinstance(rule, AnyFork)
-        self._scales = None if accept.scale is None or following.scale is None else (accept.scale, following.scale)
-        self._scale = None if self._scales is None else torch.tensor(self._scales)
+        self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
+        self.sizes: Mapping[str, int] = head.sizes
+        self.hidden = tuple(head.sizes)
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
@@ -104,53 +98,55 @@ class LearnedPolicy(StopPolicy):
             self.survival,
         )
 
-    def probabilities(
-        self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS
-    ) -> tuple[Tensor, Tensor]:
-        """Return calibrated (accept, next), each [...], of features [..., F] and vectors [..., H]."""
-        logits = self.head.logits(features, depth, vectors) if self.vectors else self.head.logits(features, depth)
-        if self._scale is not None:
-            accept, following = torch.sigmoid(logits * self._scale.to(logits.device)).unbind(-1)
-        else:
-            accept, following = self.accept(logits[..., 0]), self.following(logits[..., 1])
+    def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
+        """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
+        shape, count = features.shape[:-1], features.shape[-1]
+        rows = np.ascontiguousarray(features, dtype=np.float32).reshape(-1, count)
+        states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
+        scores = self.head.scores(rows, depth, states)
+        accept, following = self.accept(scores[:, 0]), self.following(scores[:, 1])
         # A head that lags has scored nothing of what was drawn so far.
-        return torch.ones_like(accept) if 0 < depth <= self._lag else accept, following
+        accept = np.ones_like(accept) if 0 < depth <= self.head.lag else accept
+        return accept.reshape(shape), following.reshape(shape)
 
-    def keep_one(
-        self, depth: int, features: Sequence[float], state: State, vectors: Arrays = NO_ARRAYS
-    ) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`. The state is S_j."""
-        # A head of somebody's own need know nothing of hidden states.
-        scores = self.head.logits_one(features, depth, vectors) if vectors else self.head.logits_one(features, depth)
-        accept, following = scores
-        if self._scales is not None:  # nearly always, and a call less is a microsecond less
-            accept, following = accept * self._scales[0], following * self._scales[1]
-            accept = 1.0 / (1.0 + exp(-accept)) if accept > LEAST_ODDS else 0.0
-            following = 1.0 / (1.0 + exp(-following)) if following > LEAST_ODDS else 0.0
-        else:
-            accept, following = self.accept.one(accept), self.following.one(following)
-        if depth == 0:
-            return self.rule.keep(0, 0.0, 1.0, following), 1.0
-        if depth <= self._lag:  # the head has scored nothing of what was drawn so far
-            accept = 1.0
-        survival = accept if depth == self.first else state * accept
-        table = self._maps[depth]
-        if table is not None:
-            survival = table.one(survival)
-        return self.rule.keep(depth, accept, survival, following), survival
+    def survive(self, step: DraftStep, before: Array | None) -> Array:
+        """Return [3, S, B] float64: S_j, accept and next of a depth; 0 where a branch is not alive.
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep the branches that the rule keeps; the state is S_j by branch."""
-        accept, following = self.probabilities(step.features, step.depth, step.vectors)
-        if step.depth == 0:
-            survival = torch.ones_like(accept)
-        elif step.depth == self.first:
-            survival = accept
-        else:
-            survival = state.gather(1, step.parent) * accept
-        table = self._maps[step.depth]
-        if table is not None:
-            survival = table(survival)
-        if self._joint:
-            accept = torch.where(step.alive, accept, 0.0)
+        Args:
+            step: of the depth.
+            before: [S, B'] S of the depth before; None = the product begins here.
+        """
+        alive, depth, features = step.alive, step.depth, step.features
+        rows, hidden = features.reshape(-1, features.shape[-1]), step.hidden
+        if hidden:
+            hidden = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
+        if alive.size > 1 and not alive.all():  # only these are scored
+            at = np.flatnonzero(alive)
+            rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
+        out = np.empty((3, *alive.shape))
+        accept, following = self.accept, self.following
+        kernels().survive(
+            self.head.scores(rows, depth, hidden),
+            alive,
+            step.parent,
+            _NONE if before is None else before,
+            depth <= self.head.lag,
+            accept.scale,
+            accept.pieces,
+            following.scale,
+            following.pieces,
+            self._tables[depth],
+            out,
+        )
+        if depth == 0:  # nothing was drawn that could be refused
+            out[:2] = alive
+        return out
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that the rule keeps."""
+        survival, accept, following = self.survive(step, state if step.depth > max(self.first, 1) else None)
         return step.alive & self.rule.keep(step.depth, accept, survival, following), survival
+
+
+_NONE = np.zeros((1, 0))
+"""No survival of a depth before."""

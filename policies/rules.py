@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from .calibration import Array
 from .errors import PolicyError
 from .tree_rule import TreeRule, build_tree_rule
 
@@ -19,8 +19,8 @@ class Rule(Protocol):
     kind: str
     first: int
 
-    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
-        """Return bool [...], from `accept` at depth j, S_j, and the `next` output; tensors, or numbers."""
+    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
+        """Return [S, B] bool, from `accept` at depth j, S_j, and the `next` output, each [S, B] float64."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -36,9 +36,10 @@ class Threshold:
             raise PolicyError(f"rule {kind}: expected a threshold between 0 and 1, not {threshold}")
         self.kind, self.threshold = kind, threshold
 
-    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
         """Compare with the threshold; see `Rule`."""
-        return (accept if self.kind == "step" else survival) >= self.threshold
+        kept: Array = (accept if self.kind == "step" else survival) >= self.threshold
+        return kept
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -50,16 +51,15 @@ class AnyFork(Threshold):
 
     DynaSD (arXiv 2409.10644; `continue_decision_check`: any output above the threshold, 0.4 in the scripts, 0.5 by
     default): no memory of the depths above, and a fork that is sure draws the others along. In a chain it is the rule per
-    step. A `LearnedPolicy` lets branches that are not alive count as 0.
+    step. Branches that are not alive come as 0.
     """
 
     def __init__(self, threshold: float) -> None:
         super().__init__("any", threshold)
 
-    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
         """Compare the largest of the branches [..., B] with the threshold; see `Rule`."""
-        passes = accept > self.threshold
-        return passes.any(-1, keepdim=True).expand_as(accept) if isinstance(passes, Tensor) else passes
+        return np.broadcast_to((accept > self.threshold).any(-1, keepdims=True), accept.shape)
 
 
 class Derived:
@@ -86,9 +86,10 @@ class Derived:
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
 
-    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
         """Compare S_j next_j with tau_j; see `Rule`."""
-        return survival * following > self.thresholds[min(depth, len(self.thresholds) - 1)]
+        kept: Array = survival * following > self.thresholds[min(depth, len(self.thresholds) - 1)]
+        return kept
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -120,29 +121,30 @@ class Continuation:
         self.margin, self.first, self.remembers = float(margin), first, remembers
         self._threshold = 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))  # outputs come through a sigmoid
 
-    def keep(self, depth: int, accept: Any, survival: Any, following: Any) -> Any:
+    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
         """Compare the value with the margin; see `Rule`."""
-        return following > self._threshold
+        kept: Array = following > self._threshold
+        return kept
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         return {"kind": self.kind, "margin": self.margin, "first": self.first, "remembers": self.remembers}
 
 
-def derived_thresholds(rho: float, costs: Tensor, acceptance: Sequence[float]) -> list[float]:
+def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
     """Return tau_0 .. tau_{K-1} of the derived rule.
 
     Args:
         rho: tokens per second of the policy itself.
-        costs: [K + 1] seconds of a round that drafts k = 0..K tokens.
+        costs: [K + 1] float64, seconds of a round that drafts k = 0..K tokens.
         acceptance: a_1 .. a_K, mean conditional acceptance by depth.
     """
     depth = len(costs) - 1
-    a = torch.tensor([*acceptance[:depth]], dtype=torch.float64)
+    a = np.array(acceptance[:depth], dtype=np.float64)
     thresholds = []
     for j in range(depth):
-        run = torch.cat([torch.ones(1, dtype=torch.float64), a[j + 1 :].cumprod(0)]).cumsum(0)  # [K - j]
-        thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / run).min()))
+        tokens = np.cumsum(np.append(1.0, np.cumprod(a[j + 1 :])))  # [K - j]
+        thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / tokens).min()))
     return thresholds
 
 

@@ -1,0 +1,77 @@
+"""What a learned policy makes of a head's scores: calibrated probabilities, and the survival of each branch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .compiled import inlined, kernel
+
+
+@inlined
+def _calibrated(score: Any, scale: Any, pieces: Any) -> Any:
+    """Return the probability of a score: on the line of its piece, or sigmoid(scale * score) where there are no pieces."""
+    count = pieces.shape[1]
+    if count == 0:
+        return 1.0 / (1.0 + np.exp(-scale * score))
+    low, high = 0, count - 1  # the first bound that is not below the score; the last piece has none
+    while low < high:
+        middle = (low + high) // 2
+        if pieces[0, middle] < score:
+            low = middle + 1
+        else:
+            high = middle
+    return pieces[2, low] + pieces[3, low] * (score - pieces[1, low])
+
+
+@kernel("void(float64[::1], float64, float64[:,::1], float64[::1])")
+def calibrate(scores: Any, scale: float, pieces: Any, out: Any) -> None:
+    """Write the probabilities of n scores.
+
+    Args:
+        scores: [n] logits.
+        scale: of the logits of a sigmoid.
+        pieces: [4, m] of a piecewise linear map: upper bound, start, level and slope of each piece; none = a sigmoid.
+        out: [n].
+    """
+    for i in range(scores.shape[0]):
+        out[i] = _calibrated(scores[i], scale, pieces)
+
+
+@kernel(
+    "void(float64[:,::1], boolean[:,::1], int64[:,::1], float64[:,::1], boolean, float64, float64[:,::1], float64, "
+    "float64[:,::1], float64[:,::1], float64[:,:,::1])"
+)
+def survive(
+    scores: Any, alive: Any, parent: Any, before: Any, lags: bool, accept_scale: float, accept: Any, next_scale: float,
+    following: Any, table: Any, out: Any,
+) -> None:  # fmt: skip
+    """Write survival, accept and next of the branches of a depth; 0 where a branch is not alive.
+
+    Args:
+        scores: [R, 2] of the branches that are alive, in their order.
+        alive, parent: [S, B].
+        before: [S, B'] survival of the depth before; none = the product begins here.
+        lags: the head has scored nothing of what was drawn so far: accept counts as 1.
+        accept_scale, accept: of the first score; see `calibrate`.
+        next_scale, following: of the second.
+        table: pieces that the product is mapped by; none = it is left as it is.
+        out: [3, S, B].
+    """
+    r = 0
+    for s in range(alive.shape[0]):
+        for b in range(alive.shape[1]):
+            if not alive[s, b]:
+                out[0, s, b] = out[1, s, b] = out[2, s, b] = 0.0
+                continue
+            chance = 1.0 if lags else _calibrated(scores[r, 0], accept_scale, accept)
+            product = chance
+            if before.shape[1]:
+                product *= before[s, parent[s, b]]
+            if table.shape[1]:
+                product = _calibrated(product, 1.0, table)
+            out[0, s, b] = product
+            out[1, s, b] = chance
+            out[2, s, b] = _calibrated(scores[r, 1], next_scale, following)
+            r += 1
