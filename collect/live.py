@@ -182,7 +182,7 @@ class LiveCollector:
         self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
         self._speculator = Speculator(
-            pair, runs, settings, profile, drafter=drafter, observer=marking, vectors=tuple(widths)
+            pair, runs, settings, profile, drafter=drafter, observer=marking, hidden=tuple(widths)
         )
 
     def begin(self) -> None:

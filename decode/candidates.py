@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ..policies.contract import DraftTree
@@ -93,14 +93,6 @@ class Candidates:
         """Return the tokens from a root down to `place`."""
         return [self.tokens[above] for above in self.path(place)]
 
-    def nodes(self) -> tuple[Sequence[int], Sequence[int], list[bool]]:
-        """Return parent, depth and whether it is kept, of all nodes in the order of the topology; see `tree`."""
-        topology = self.topology
-        drawn = [False] * len(topology)
-        for place in self.sent():
-            drawn[self.rows[place]] = True
-        return topology.node_parents, topology.node_depths, drawn[topology.roots :]
-
     def tree(self, hide_tokens: bool = False) -> DraftTree:
         """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.
 
@@ -108,14 +100,11 @@ class Candidates:
             hide_tokens: show -1 in the place of every token.
         """
         topology, first = self.topology, self.topology.roots
-        tokens, drawn = [-1] * len(topology), [False] * len(topology)
-        for place in self.sent():
-            row = self.rows[place]
-            drawn[row] = True
-            tokens[row] = -1 if hide_tokens else self.tokens[place]
-        parent = [max(above - first, -1) for above in topology.parent]
-
-        def nodes(values: list[int] | list[bool]) -> Tensor:
-            return torch.tensor(values[first:], device="cpu")[None]
-
-        return DraftTree(nodes(tokens), nodes(parent), nodes(topology.depth), nodes(drawn))
+        tokens, drawn = np.full((1, len(topology)), -1), np.zeros((1, len(topology)), dtype=bool)
+        sent = self.sent()
+        rows = [self.rows[place] for place in sent]
+        drawn[0, rows] = True
+        if not hide_tokens:
+            tokens[0, rows] = [self.tokens[place] for place in sent]
+        parent, depth = np.array([topology.node_parents]), np.array([topology.node_depths])
+        return DraftTree(tokens[:, first:], parent, depth, drawn[:, first:])

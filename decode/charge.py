@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
+import numpy as np
 
 from ..policies.baselines import FixedLength
 from ..policies.contract import RoundOutcome, State, StopPolicy, checked_observe, checked_select, checked_start
@@ -25,7 +25,7 @@ class Guard:
         chain: whether no round has more than one branch.
         fallback: length that is drafted after a failure.
         mode: of the live guard: off, warn, or fallback (`guard`).
-        widths: H of each vector that the policy reads.
+        widths: H of each hidden state that the policy reads.
 
     Attributes:
         policy: the one in charge.
@@ -43,7 +43,7 @@ class Guard:
     ) -> None:
         self.policy, self._chain, self._fallback = policy, chain, fallback
         self._watch, self._mode = make_watch(policy, mode, chain), mode
-        self.decider = Decider(policy, chain, widths)
+        self.decider = Decider(policy, widths)
         self.carried: State = None
         self._warned = False
         self._given = policy, self.decider
@@ -59,7 +59,7 @@ class Guard:
         text.policy_state = self.carried
         if self.carried is None:
             try:
-                text.policy_state = checked_start(self.policy, 1, torch.tensor([key], device="cpu"))
+                text.policy_state = checked_start(self.policy, 1, np.array([key], dtype=np.int64))
             except Exception as error:  # a plugin may raise anything; the text must not suffer
                 self._fail(text, error)
 
@@ -91,9 +91,6 @@ class Guard:
         if not self.selects or not found.drafted:
             return None
         try:
-            if self.decider.select_few is not None:
-                chosen = self.decider.select_few(*found.nodes(), text.policy_state)
-                return [True] * found.topology.roots + chosen
             mask = checked_select(self.policy, found.tree(hide_tokens), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
@@ -120,12 +117,8 @@ class Guard:
         """Tell the policy that the round is over; `outcome` is made only for one that wants to hear how it went."""
         if type(self.policy).observe is StopPolicy.observe:
             return
-        forget = self.decider.forget
         try:
-            if forget is not None:
-                text.policy_state = forget(text.policy_state)
-            else:
-                text.policy_state = checked_observe(self.policy, outcome(), text.policy_state)
+            text.policy_state = checked_observe(self.policy, outcome(), text.policy_state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(text, error)
 
@@ -146,5 +139,5 @@ class Guard:
     def _replace(self, text: Text, policy: StopPolicy) -> None:
         """Put another policy in charge."""
         self.policy = policy
-        self.decider = Decider(policy, self._chain)
+        self.decider = Decider(policy)
         text.policy_state = self.carried = None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, State, StopPolicy, checked_keep, checked_short
+from ..policies.contract import Array, DraftStep, State, StopPolicy, checked_keep
 from ..policies.features import Columns, Drawn, Layout, Summary
-from ..policies.history import HistoryOne
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, seen
+from ..policies.history import History
+from ..policies.plugin_code import own
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .candidates import Candidates
+from .hidden import seen
 from .summaries import summarise
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
@@ -25,7 +23,7 @@ class Base:
     """What is known of a round before drafting: the features [1, F] as far as they are, and the target's `hidden` [1, H]."""
 
     features: Array
-    hidden: Tensor | None = None
+    hidden: Array | None = None
 
 
 @dataclass(slots=True)
@@ -60,31 +58,24 @@ class Logits:
 
 
 class Decider:
-    """Asks a policy, through `keep_one` or `keep_few` where it has them.
+    """Asks a policy about one stream.
 
     Args:
         policy: any stop policy.
-        chain: whether no round has more than one branch.
-        widths: H of each vector that the policy reads.
+        widths: H of each hidden state that the policy reads.
 
     Attributes:
         layout: of the policy's features.
-        select_few, forget: the policy's, where they may be asked in the place of `select` and `observe`; else None.
     """
 
-    def __init__(self, policy: StopPolicy, chain: bool = True, widths: Mapping[str, int] | None = None) -> None:
+    def __init__(self, policy: StopPolicy, widths: Mapping[str, int] | None = None) -> None:
         self.policy = policy
         self.layout = Layout(policy.features)
         self._columns = Columns(self.layout.node, self.layout.node_at)
         self._anchor = Columns(self.layout.anchor, self.layout.anchor_at)
         self._follows_path = self._columns.plan.path
-        self._one = checked_short(policy, "keep_one") if chain and up_to_date(type(policy)) else None
-        few = not policy.vectors and up_to_date(type(policy), "keep", "keep_few")
-        self._few = checked_short(policy, "keep_few") if few else None
-        selects = up_to_date(type(policy), "select", "select_few")
-        self.select_few: Callable[..., list[bool]] | None = checked_short(policy, "select_few") if selects else None
-        self.forget = checked_short(policy, "forget") if up_to_date(type(policy), "observe", "forget") else None
         self._widths = dict(widths or {})
+        self._trusted = own(policy)
 
     def wants(self, depth: int, deepest: int) -> bool:
         """Whether the tokens of a depth matter: the policy is asked there, or follows paths through it."""
@@ -116,7 +107,7 @@ class Decider:
         anchor_row: Tensor,
         anchor: int,
         before: int,
-        history: HistoryOne,
+        history: History,
         temperature: float = 0.0,
         hidden: Tensor | None = None,
     ) -> Base:
@@ -129,27 +120,29 @@ class Decider:
             temperature: of the sampling.
             hidden: [1, H], the target's last hidden state of that row, if the policy reads it.
         """
-        features = np.zeros((1, len(self.layout.names)), dtype=np.float32)
-        if self.layout.anchor:
+        layout = self.layout
+        features = np.zeros((1, len(layout.names)), dtype=np.float32)
+        if layout.anchor:
             drawn = Drawn.of([(0, anchor, before, 0, 1, 0)])
             summary = summarise(self._anchor.plan, anchor_row, drawn, temperature)
             self._anchor.write(summary, drawn, temperature, features)
-        for at, value in zip(self.layout.history_at, history.values(self.layout.history), strict=True):
-            features[0, at] = value
-        return Base(features, seen(hidden).cpu() if hidden is not None and self.policy.vectors else None)
+        if layout.history:
+            features[:, layout.history_at] = history.values(layout.history)
+        reads = TARGET_HIDDEN in self.policy.hidden and hidden is not None
+        return Base(features, seen(hidden) if reads and hidden is not None else None)
 
-    def _vectors(self, base: Base, level: Level | None) -> dict[str, Tensor]:
-        """Return the vectors that the policy reads, [B, H] on the host for the B branches of a depth."""
+    def _hidden(self, base: Base, level: Level | None) -> dict[str, Array]:
+        """Return the hidden states that the policy reads, [B, H] for the B branches of a depth."""
         out = {}
-        for name in self.policy.vectors:
+        for name in self.policy.hidden:
             if name == TARGET_HIDDEN:
                 assert base.hidden is not None
-                out[name] = base.hidden.repeat(1 if level is None else len(level.places), 1)
+                out[name] = base.hidden.repeat(1 if level is None else len(level.places), 0)
             elif level is None:
-                out[name] = torch.zeros(1, self._widths[DRAFT_HIDDEN], dtype=torch.float32, device="cpu")
+                out[name] = np.zeros((1, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
             else:
                 assert level.states is not None
-                out[name] = seen(level.states[level.drawn.ids[:, 0]]).cpu()
+                out[name] = seen(level.states[level.drawn.ids[:, 0]])
         return out
 
     def __call__(
@@ -171,47 +164,29 @@ class Decider:
             found: drafted so far.
             alive: places of depth j that could be extended.
         """
-        features = base.features
+        features = base.features if self._trusted else base.features.copy()
         if level is not None:
-            features = features.copy() if len(level.places) == 1 else np.repeat(features, len(level.places), 0)
+            features = features.copy() if len(level.places) == 1 else features.repeat(len(level.places), 0)
             self._columns.write(level.summary, level.drawn, level.temperature, features)
-        if self._one is not None:
-            row = features[0].tolist()
-            if self.policy.vectors:
-                hidden = {name: states[0].numpy() for name, states in self._vectors(base, level).items()}
-                go_on, state = self._one(depth, row, state, hidden)
-            else:
-                go_on, state = self._one(depth, row, state)
-            return list(alive) if go_on else [], state
-        mask, at = [True], [0]
-        parent: tuple[int, ...] = (0,)
-        if level is not None and not found.topology.is_chain:
-            rows, parent = found.topology.levels[depth], found.topology.above_in_level[depth]
-            at = [found.rows[place] - rows[0] for place in level.places]
-            mask = [False] * len(rows)
-            for place in alive:
-                mask[found.rows[place] - rows[0]] = True
-            features = _spread(features, at, mask)
-        if self._few is not None:
-            kept, state = self._few(depth, mask, parent, features.T.tolist(), state)
-        else:
-            hidden_states = {
-                name: torch.from_numpy(_spread(states.numpy(), at, mask))[None]
-                for name, states in self._vectors(base, level).items()
-            }
-            step = DraftStep(
-                depth,
-                torch.tensor([mask], device="cpu"),
-                torch.tensor([parent], device="cpu"),
-                torch.from_numpy(features.copy())[None],
-                hidden_states,
-            )
-            keep, state = checked_keep(self.policy, step, state)
-            kept = keep[0].tolist()
+        hidden = self._hidden(base, level) if self.policy.hidden else _NOTHING
         if level is None or found.topology.is_chain:
-            return list(alive) if kept[0] else [], state
-        first = found.topology.levels[depth][0]
-        return [place for place in alive if kept[found.rows[place] - first]], state
+            keep, state = checked_keep(self.policy, draft_step(depth, features, hidden, self._trusted), state)
+            return list(alive) if keep[0, 0] else [], state
+        rows = found.topology.levels[depth]
+        at = [found.rows[place] - rows[0] for place in level.places]
+        mask = np.zeros(len(rows), dtype=bool)
+        mask[[found.rows[place] - rows[0] for place in alive]] = True
+        step = DraftStep(
+            depth,
+            mask[None],
+            np.array([found.topology.above_in_level[depth]]),
+            _spread(features, at, mask)[None],
+            {name: _spread(states, at, mask)[None] for name, states in hidden.items()},
+            np.zeros(1, dtype=np.int64),
+        )
+        keep, state = checked_keep(self.policy, step, state)
+        kept: list[bool] = keep[0].tolist()
+        return [place for place in alive if kept[found.rows[place] - rows[0]]], state
 
 
 def drawn_tokens(found: Candidates, places: Sequence[int], owner: Sequence[int]) -> Drawn:
@@ -233,24 +208,29 @@ def drawn_tokens(found: Candidates, places: Sequence[int], owner: Sequence[int])
     )
 
 
-def _spread(values: Array, at: Sequence[int], mask: Sequence[bool]) -> Array:
+def _spread(values: Array, at: Sequence[int], mask: Array) -> Array:
     """Return a row for each branch that the topology has at a depth: those drawn at their places, 0 where none is alive."""
-    if len(at) == len(mask) and all(mask) and list(at) == sorted(at):
+    if len(at) == len(mask) and mask.all() and list(at) == sorted(at):
         return values
     full = np.zeros((len(mask), values.shape[1]), dtype=values.dtype)
     full[at] = values
-    full[~np.array(mask)] = 0.0
+    full[~mask] = 0.0
     return full
 
 
-def draft_step(depth: int, features: Tensor, vectors: Mapping[str, Tensor] | None = None) -> DraftStep:
-    """Return the step of one stream with one branch, from its features [1, F] and its vectors, each [1, H]."""
-    # Made anew each time: a policy that writes into what it is shown must not reach the steps of others.
-    alive, parent = (torch.tensor([[value]], device="cpu") for value in (True, 0))
-    return DraftStep(depth, alive, parent, features[:, None], {n: v[:, None] for n, v in (vectors or {}).items()})
+_NOTHING: Mapping[str, Array] = {}
+_ALIVE, _PARENT, _BATCH = np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64)
 
 
-def up_to_date(kind: type[StopPolicy], full: str = "keep", short: str = "keep_one") -> bool:
-    """Whether `keep_one` is at least as derived as `keep`: a subclass that overrides `keep` alone must be heard."""
-    nearest = next(base for base in kind.__mro__ if full in vars(base) or short in vars(base))
-    return short in vars(nearest)
+def draft_step(depth: int, features: Array, hidden: Mapping[str, Array] = _NOTHING, shared: bool = False) -> DraftStep:
+    """Return the step of one stream with one branch.
+
+    Args:
+        depth: j.
+        features: [1, F].
+        hidden: states by name, each [1, H].
+        shared: the other arrays may be those of other steps; not for a plugin, which may write into what it is shown.
+    """
+    alive, parent, batch = (_ALIVE, _PARENT, _BATCH) if shared else (_ALIVE.copy(), _PARENT.copy(), _BATCH.copy())
+    states = {name: values[:, None] for name, values in hidden.items()} if hidden else hidden
+    return DraftStep(depth, alive, parent, features[:, None], states, batch)

@@ -56,7 +56,7 @@ class AcceptanceWatch:
         if depth == 1:
             self._survival.clear()
         if depth:
-            self._survival.append(state if isinstance(state, float) else float(state[0, 0]))
+            self._survival.append(float(state[0, 0]))
 
     def finished(self, accepted: int, verified: int, cut: bool) -> None:
         """Take in how the round ended; tokens that the policy was not asked about are left out."""

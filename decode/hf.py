@@ -23,12 +23,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..policies.checking import check_policy
-from ..policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
+from ..policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
 from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError
 from ..policies.features import RUN_FEATURES, Columns, Drawn, Layout
 from ..policies.features.summary import Array
-from ..policies.history import HistoryOne
+from ..policies.history import History
 from ..policies.specs import load_policy
 from .decide import draft_step
 from .drafters import find_drafter
@@ -177,7 +177,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
         self._layout = Layout(self.policy.features)
         self._columns = Columns((*self._layout.anchor, *self._layout.node))
-        unknown = [*self.policy.vectors, *(name for name in self._layout.anchor if name not in RUN_FEATURES)]
+        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in RUN_FEATURES)]
         if temperature > 0:
             unknown += [name for name in self._layout.node if name.startswith("noisy_")]
         if unknown:
@@ -216,22 +216,19 @@ class PolicyStoppingCriteria(StoppingCriteria):
         text = input_ids[0].tolist()
         known = len(self._text)
         if not self._text or len(text) <= known or text[:known] != self._text:
-            key = torch.zeros(1, dtype=torch.int64, device="cpu")
-            self._state, self._history = checked_start(self.policy, 1, key), HistoryOne()
+            self._state = checked_start(self.policy, 1, np.zeros(1, dtype=np.int64))
+            self._history = History.start(1)
         else:
             accepted = min(len(text) - known - 1, self._drafted)
-            self._history.add(accepted, self._drafted)
+            self._history = self._history.after(np.array([accepted]), np.array([self._drafted]))
             if type(self.policy).observe is not StopPolicy.observe:
                 self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
         self._text, self._drafted = text, 0
         self._path: Array | None = None
 
     def _outcome(self, accepted: int) -> RoundOutcome:
-        one = torch.ones(1, dtype=torch.int64, device="cpu")
-        drafted = one * self._drafted
-        return RoundOutcome(
-            one > 0, drafted, drafted, one * accepted, one < 0, torch.zeros(1, dtype=torch.float64, device="cpu")
-        )
+        drafted, true = np.array([self._drafted]), np.array([True])
+        return RoundOutcome(true, drafted, drafted.copy(), np.array([accepted]), ~true, np.zeros(1))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return [1] bool: stop behind the token just drawn."""
@@ -247,8 +244,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self._path = summary.path
         columns = self._columns(summary, drawn, self._temperature)
         known = len(self._layout.anchor)
-        past = np.array([self._history.values(self._layout.history)], dtype=np.float32)
+        past = self._history.values(self._layout.history)
         features = self._layout.step(self._layout.base(columns[:, :known], past), columns[:, known:])
-        step: DraftStep = draft_step(self._drafted, torch.from_numpy(features))
-        keep, self._state = checked_keep(self.policy, step, self._state)
-        return ~keep[:, 0].to(device)
+        keep, self._state = checked_keep(self.policy, draft_step(self._drafted, features), self._state)
+        return torch.tensor([not keep[0, 0]], device=device)

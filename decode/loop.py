@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..policies.checking import check_policy
-from ..policies.contract import RoundOutcome, StopPolicy
+from ..policies.contract import Array, RoundOutcome, StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
-from ..policies.history import HistoryOne
+from ..policies.history import History
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_sizes, check_vectors
 from .candidates import Candidates
 from .captured import open_cache
@@ -50,7 +51,7 @@ class Speculator:
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
         drafter: proposes the candidates; the pair's draft model by default.
         observer: looks on, as a collector does.
-        vectors: hidden states that the observer wants beside those that the policy reads (`policies.vectors`).
+        hidden: states that the observer wants beside those that the policy reads (`policies.vectors`).
 
     Raises:
         PolicyError, InputError: policy, mode, drafter, tree or logits processors do not go together; the message says which.
@@ -65,7 +66,7 @@ class Speculator:
         source: Callable[[int, int], Source] | None = None,
         drafter: Drafter | None = None,
         observer: Observer | None = None,
-        vectors: Sequence[str] = (),
+        hidden: Sequence[str] = (),
     ) -> None:
         check_policy(policy)
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile
@@ -76,7 +77,7 @@ class Speculator:
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
         self._drafter = drafter or ModelDrafter(pair)
-        widths = self._widths(check_vectors((*policy.vectors, *vectors), policy.name), policy.name)
+        widths = self._widths(check_vectors((*policy.hidden, *hidden), policy.name), policy.name)
         check_sizes(policy, widths)
         states = self._drafter if DRAFT_HIDDEN in widths and isinstance(self._drafter, KeepsStates) else None
         self._keeps_target = TARGET_HIDDEN in widths or self._drafter.reads_hidden
@@ -92,7 +93,7 @@ class Speculator:
         self._target = open_cache(pair.target, 0, pair.vocabulary, self._keeps_target)
 
     def _widths(self, names: Sequence[str], who: str) -> dict[str, int]:
-        """Return the width of each vector that is wanted, once whoever has it keeps it."""
+        """Return the width of each hidden state that is wanted, once whoever has it keeps it."""
         return {
             name: ask_for_states(self._drafter, who) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
             for name in names
@@ -162,7 +163,7 @@ class Speculator:
         logits = self._target.read(upload([prompt], self.pair.device), rows=1)[0]
         check_rows(logits)
         sampler = Sampler(processors, settings.temperature, padding)
-        text = Text(prompt, len(prompt), source, sampler, [], logits, None, HistoryOne(), self._hidden(-1))
+        text = Text(prompt, len(prompt), source, sampler, [], logits, None, History.start(1), self._hidden(-1))
         sampled = sampler(logits, lambda: [prompt])[0]
         text.roots = self.mode.start(sampled, self.topology.roots, self._choices(text, len(prompt)))
         if not self.mode.deferred:
@@ -220,7 +221,7 @@ class Speculator:
         accepted, verified, cut = len(path) - 1, len(sent) - found.roots, text.ended or found.capped
         watch.start()
         if self._guard.decider.layout.history and not cut:
-            text.history.add(accepted, verified)
+            text.history = text.history.after(np.array([accepted]), np.array([verified]))
         if self._guard.listens:
             self._guard.finished(text, accepted, verified, cut)
             self._guard.ended(
@@ -324,15 +325,16 @@ class Speculator:
         cut: bool,
         elapsed: float,
     ) -> RoundOutcome:
-        one = torch.ones(1, dtype=torch.int64, device="cpu")
-        drafted, sent = one * found.drafted, one * verified
+        def one(value: float) -> Array:
+            return np.array([value])
+
+        drafted, sent = one(found.drafted), one(verified)
         if self.policy.reads_clock or self.profile is None:
-            measured = elapsed if self.policy.reads_clock else 0.0
-            seconds = torch.tensor([measured], dtype=torch.float64, device=one.device)
+            seconds = one(elapsed if self.policy.reads_clock else 0.0)
         else:
             price = self.profile.decision(self.policy.cost_name)
-            fed = None if found.topology.is_chain else torch.tensor([found.fed()], device="cpu")
+            fed = None if found.topology.is_chain else np.array([found.fed()])
             seconds = self.profile.round_seconds(
-                one * context, drafted, sent, one * backlog, one * found.decisions, price, fed
+                one(context), drafted, sent, one(backlog), one(found.decisions), price, fed
             )
-        return RoundOutcome(one > 0, drafted, sent, one * accepted, (one * cut) > 0, seconds)
+        return RoundOutcome(one(True), drafted, sent, one(accepted), one(cut), seconds)

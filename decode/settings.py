@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StopStringCriteria
 
 from ..policies.contract import State
 from ..policies.errors import InputError
-from ..policies.history import HistoryOne
+from ..policies.history import History
 from ..policies.limits import check_limits
 from .noise import Source
 from .pair import Pair
@@ -129,7 +129,7 @@ class Text:
     roots: list[int]
     anchor_row: Tensor
     policy_state: State
-    history: HistoryOne
+    history: History
     hidden: Tensor | None = None
     round: int = 0
     ended: bool = False
