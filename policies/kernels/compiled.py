@@ -34,3 +34,8 @@ def kernel(signature: str, fastmath: set[str] | None = None) -> Callable[[_Funct
 def inlined(function: _Function) -> _Function:
     """Compile a part of kernels, for whatever types it is used with."""
     return cast(_Function, numba.njit(nogil=True, fastmath=REASSOCIATE, error_model="numpy")(function))
+
+
+def exact(function: _Function) -> _Function:
+    """Compile a part of kernels whose operations stay in the order in which they are written, and that may meet NaN."""
+    return cast(_Function, numba.njit(nogil=True, error_model="numpy")(function))

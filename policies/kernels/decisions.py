@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import inlined, kernel
+from .compiled import exact, kernel
 
 
-@inlined
+@exact
 def _calibrated(score: Any, scale: Any, pieces: Any) -> Any:
     """Return the probability of a score: on the line of its piece, or sigmoid(scale * score) where there are no pieces."""
     count = pieces.shape[1]
