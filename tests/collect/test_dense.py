@@ -20,9 +20,8 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import gumbel, stream_key
 from specstop.decode.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from zoo import DEPTH
 
@@ -38,18 +37,18 @@ class Recording(StopPolicy):
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, Any]] = []
-        self.steps: dict[int, Tensor] = {}
+        self.steps: dict[int, Array] = {}
         self.tokens: list[int] = []
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        self.steps[step.depth] = step.features[0, 0]
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        self.steps[step.depth] = step.features[0, 0].copy()
         return step.alive & (step.depth < DEPTH), state
 
     def select(self, tree: DraftTree, state: State) -> None:
         self.tokens = tree.tokens[tree.drawn].tolist()
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
-        self.rounds.append({"steps": self.steps, "tokens": self.tokens, "accepted": int(outcome.accepted)})
+        self.rounds.append({"steps": self.steps, "tokens": self.tokens, "accepted": int(outcome.accepted[0])})
         self.steps, self.tokens = {}, []
         return state
 

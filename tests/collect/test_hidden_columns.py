@@ -25,10 +25,9 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.vectors import VECTORS
-from torch import Tensor
 from zoo import DEPTH, ReadsDraftStates
 
 TREE = "3,2,1,1,1"
@@ -230,10 +229,10 @@ class Carrying(StopPolicy):
 
     name, carries, max_depth = "carrying", True, DEPTH
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.zeros(streams, dtype=torch.int64)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams, dtype=np.int64)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.depth <= state // 5 % DEPTH)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -267,7 +266,7 @@ def test_a_policy_that_failed_in_one_shard_is_asked_again_in_the_next(
     pair: Pair, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     class Fails(Confidence):
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             raise RuntimeError("now")
 
     with pytest.warns(match="failed"):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
+import numpy as np
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from torch import Tensor
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from trees import FREE, make_tree_policy
 from zoo import Adaptive, FromAnchor, Randomised, Selecting
 
@@ -20,9 +19,9 @@ class BestBranch(StopPolicy):
 
     name, features, max_depth = "best-branch", ("path_logprob",), MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        score = step.features[..., 0].masked_fill(~step.alive, -torch.inf)
-        return step.alive & (score == score.amax(1, keepdim=True)) & (score > -3.0), state
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        score = np.where(step.alive, step.features[..., 0], -np.inf)
+        return step.alive & (score == score.max(1, keepdims=True)) & (score > -3.0), state
 
 
 class UnlikelyBranches(StopPolicy):
@@ -30,9 +29,9 @@ class UnlikelyBranches(StopPolicy):
 
     name, features, first, max_depth = "unlikely-branches", ("drawn_prob", "branch_rank"), 0, MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         low = step.alive & (step.features[..., 0] < 0.45)
-        return step.alive & low.any(1, keepdim=True) if step.depth % 2 else low, state
+        return step.alive & low.any(1, keepdims=True) if step.depth % 2 else low, state
 
 
 class TrimsUnsure(StopPolicy):
@@ -40,7 +39,7 @@ class TrimsUnsure(StopPolicy):
 
     name, features, trims, max_depth = "trims-unsure", ("top1",), True, MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] > 0.75), state
 
 
@@ -49,8 +48,8 @@ class TrimsByPlace(StopPolicy):
 
     name, features, trims, max_depth = "trims-by-place", ("branch_rank", "depth", "entropy"), True, MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        rank, depth, entropy = step.features.unbind(-1)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        rank, depth, entropy = np.moveaxis(step.features, -1, 0)
         return step.alive & ((rank == 1) | (depth > 1) | (entropy < 0.4)), state
 
 
@@ -60,8 +59,8 @@ class AsRoundsWent(StopPolicy):
     name, max_depth = "as-rounds-went", MOST
     features = ("top1", "mean_accepted", "mean_full", "last_accepted", "last_verified")
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        top1, mean, full, accepted, verified = step.features.unbind(-1)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        top1, mean, full, accepted, verified = np.moveaxis(step.features, -1, 0)
         return step.alive & (top1 + mean + full - 0.5 * (verified - accepted) > 0.7 * step.depth), state
 
 
@@ -76,8 +75,8 @@ class TrimsByAlive(StopPolicy):
 
     name, features, trims, first, max_depth = "trims-by-alive", ("top1",), True, 0, MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        return step.alive & (step.alive.all(1, keepdim=True) | (step.depth == 0)), state
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.alive.all(1, keepdims=True) | (step.depth == 0)), state
 
 
 class SelectsByRound(Selecting):
@@ -85,7 +84,7 @@ class SelectsByRound(Selecting):
 
     name, max_depth = "selects-by-round", MOST
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         return tree.depth <= ((1 + state) % 3)[:, None]
 
 
@@ -94,13 +93,13 @@ class SelectsUnsure(StopPolicy):
 
     name, features, max_depth = "selects-unsure", ("top1",), MOST
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.zeros(streams, dtype=torch.float64)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        return step.alive, step.features[..., 0].double().amax(1)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive, step.features[..., 0].astype(np.float64).max(1)
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         return tree.drawn & ((tree.depth <= 1) | (state < 0.7)[:, None])
 
 
@@ -109,16 +108,16 @@ class SelectsByToken(StopPolicy):
 
     name, max_depth = "selects-by-token", MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
-        bare = torch.ones_like(tree.drawn)
+    def select(self, tree: DraftTree, state: State) -> Array:
+        bare = np.ones_like(tree.drawn)
         for node, above in enumerate(tree.parent[0].tolist()):
             if above >= 0 and bool(tree.drawn[0, node]):
                 bare[0, above] = False
-        deepest = int((tree.depth * tree.drawn).amax())
-        leaves_out = bare & (tree.depth < deepest) if deepest > 1 else torch.zeros_like(bare)
+        deepest = int((tree.depth * tree.drawn).max())
+        leaves_out = bare & (tree.depth < deepest) if deepest > 1 else np.zeros_like(bare)
         return tree.drawn & (tree.tokens != 0) & ~leaves_out
 
 
@@ -127,7 +126,7 @@ class Raising(StopPolicy):
 
     name, features, max_depth = "raising", ("drawn_prob",), MOST
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         if float(step.features[step.alive].min()) < 0.4:
             raise RuntimeError("unlikely")
         return step.alive, state
@@ -141,8 +140,8 @@ class RaisingInSelect(SelectsUnsure):
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         return state + 10.0
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
-        if float(state) >= 10.0:
+    def select(self, tree: DraftTree, state: State) -> Array:
+        if float(state[0]) >= 10.0:
             raise RuntimeError("second round")
         return super().select(tree, state)
 

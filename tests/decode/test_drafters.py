@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
@@ -17,7 +18,7 @@ from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
 from torch import Tensor
 from zoo import ZOO
@@ -166,13 +167,13 @@ class Half(StopPolicy):
 
     name, max_depth = "half", 3
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         n = tree.parent.shape[1]
         first = [i for i in range(n) if i == tree.parent[0].tolist().index(int(tree.parent[0, i]))]
-        kept = torch.zeros_like(tree.drawn)
+        kept = np.zeros_like(tree.drawn)
         for node in first:
             above = int(tree.parent[0, node])
             kept[0, node] = above < 0 or bool(kept[0, above])

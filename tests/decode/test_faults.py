@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import Case
@@ -18,7 +19,7 @@ from specstop.decode.lossy import TargetInit
 from specstop.decode.noise import Choices, Purpose
 from specstop.decode.rejection import Block, Rejection, RejectionReplace
 from specstop.decode.topology import Topology
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from torch import Tensor
 
 SEEN = 1e-3
@@ -95,7 +96,7 @@ class TrimsUnlikely(StopPolicy):
 
     name, features, trims, max_depth = "trims-unlikely", ("drawn_prob",), True, 3
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] > 0.4), state
 
 
@@ -112,11 +113,11 @@ class SelectsEven(StopPolicy):
 
     name, max_depth = "selects-even", 3
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
-        return tree.drawn & (tree.tokens.clamp_min(0) % 2 == 0)
+    def select(self, tree: DraftTree, state: State) -> Array:
+        return tree.drawn & (np.maximum(tree.tokens, 0) % 2 == 0)
 
 
 def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW
@@ -22,7 +23,7 @@ from specstop.decode import (
 )
 from specstop.decode.pair import Pair, join
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.specs import load_policy
@@ -287,14 +288,14 @@ class Watching(StopPolicy):
     def __init__(self) -> None:
         self.outcomes: list[tuple[int, int, int]] = []
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return 1
+    def start(self, streams: int, keys: Array) -> State:
+        return np.ones(streams, dtype=np.int64)
 
-    def keep(self, step: Any, state: State) -> tuple[Tensor, State]:
-        return step.alive & (step.depth < state), state
+    def keep(self, step: Any, state: State) -> tuple[Array, State]:
+        return step.alive & (step.depth < state)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
-        self.outcomes.append((int(outcome.drafted), int(outcome.verified), int(outcome.accepted)))
+        self.outcomes.append((int(outcome.drafted[0]), int(outcome.verified[0]), int(outcome.accepted[0])))
         return state % self.max_depth + 1
 
 
@@ -332,7 +333,7 @@ def test_a_policy_that_the_stock_loop_cannot_serve_is_refused(policy: StopPolicy
 
 
 class ReadsVector(StopPolicy):
-    name, vectors = "reads-vector", ("draft_hidden",)
+    name, hidden = "reads-vector", ("draft_hidden",)
 
 
 class ReadsNoise(StopPolicy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY, build_draft, build_model
@@ -20,7 +21,7 @@ from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.policies.baselines import FixedLength
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from specstop.policies.vectors import VECTORS, seen, stored
@@ -32,18 +33,18 @@ HALF = 2.0**-11  # float16 keeps eleven bits
 
 
 class Shown(StopPolicy):
-    """Drafts all it may and remembers the vectors of each round, and the nodes that were drawn."""
+    """Drafts all it may and remembers the states of each round, and the nodes that were drawn."""
 
-    name, vectors, first, max_depth = "shown", tuple(VECTORS), 0, 4
+    name, hidden, first, max_depth = "shown", tuple(VECTORS), 0, 4
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[DraftStep], DraftTree | None]] = []
         self.steps: list[DraftStep] = []
         self.tree: DraftTree | None = None
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         self.steps.append(step)
-        assert not any(states[~step.alive].any() for states in step.vectors.values())
+        assert not any(states[~step.alive].any() for states in step.hidden.values())
         return step.alive, state
 
     def select(self, tree: DraftTree, state: State) -> None:
@@ -61,7 +62,8 @@ def last_states(model: Any, prefix: Sequence[int]) -> Tensor:
     return states[0, -1]
 
 
-def near_half(shown: Tensor, exact: Tensor, slack: float = 1e-9) -> None:
+def near_half(seen_states: Array, exact: Tensor, slack: float = 1e-9) -> None:
+    shown = torch.from_numpy(seen_states)
     torch.testing.assert_close(shown.double(), exact, rtol=HALF, atol=slack)
     assert torch.equal(shown, shown.half().float()), "what a policy sees is rounded as a trace rounds it"
 
@@ -81,16 +83,16 @@ def test_a_policy_sees_the_states_that_a_whole_forward_has(
             text = [*prompt, *made.tokens[: record.anchor]]
             target = last_states(pair.target, text[:-1])
             for step in steps:
-                for branch in step.alive[0].nonzero()[:, 0].tolist():
-                    near_half(step.vectors["target_hidden"][0, branch], target)
+                for branch in np.flatnonzero(step.alive[0]).tolist():
+                    near_half(step.hidden["target_hidden"][0, branch], target)
                     if step.depth == 0:
                         continue
                     assert nodes is not None
-                    node = int((nodes.depth[0] == step.depth).nonzero()[branch, 0])
+                    node = int(np.flatnonzero(nodes.depth[0] == step.depth)[branch])
                     path = []
                     while (node := int(nodes.parent[0, node])) >= 0:
                         path.append(int(nodes.tokens[0, node]))
-                    near_half(step.vectors["draft_hidden"][0, branch], last_states(pair.draft, [*text, *path[::-1]]))
+                    near_half(step.hidden["draft_hidden"][0, branch], last_states(pair.draft, [*text, *path[::-1]]))
                     checked += 1
     assert checked > 15
 
@@ -99,12 +101,12 @@ def test_a_policy_sees_the_states_that_a_whole_forward_has(
 def test_fixed_shapes_show_the_same_states(
     pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch, tree: str | None
 ) -> None:
-    def shown() -> list[Tensor]:
+    def shown() -> list[Array]:
         policy = Shown()
         speculator = Speculator(pair, policy, Settings(0.7, 12, 4, tree=tree))
         for ids in prompt_ids[3:5]:
             speculator.generate(ids, 5)
-        return [v for steps, _ in policy.rounds for step in steps for v in step.vectors.values()]
+        return [v for steps, _ in policy.rounds for step in steps for v in step.hidden.values()]
 
     grown = shown()
     for module in (loop_module, drafters_module):
@@ -112,7 +114,7 @@ def test_fixed_shapes_show_the_same_states(
     fixed = shown()
     assert len(grown) == len(fixed) > 20
     for one, other in zip(grown, fixed, strict=True):
-        torch.testing.assert_close(other, one, rtol=2 * HALF, atol=1e-9)
+        np.testing.assert_allclose(other, one, rtol=2 * HALF, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ["packed", "compact"])
@@ -121,10 +123,10 @@ def test_every_engine_shows_the_states_of_the_library(prompt_ids: list[list[int]
     draft = build_draft(build_model()).float()
     ids = prompt_ids[4]
 
-    def shown(pair: Pair) -> list[tuple[str, Tensor]]:
+    def shown(pair: Pair) -> list[tuple[str, Array]]:
         policy = Shown()
         Speculator(pair, policy, Settings(0.0, 10, 3)).generate(ids)
-        return [item for steps, _ in policy.rounds[:1] for step in steps for item in step.vectors.items()]
+        return [item for steps, _ in policy.rounds[:1] for step in steps for item in step.hidden.items()]
 
     plain = shown(Pair(target, draft, None, VOCABULARY))
     widths = hidden_width(target), hidden_width(draft)
@@ -176,10 +178,10 @@ def test_a_drafter_without_states_is_refused(pair: Pair) -> None:
 
 def test_the_targets_states_go_with_any_drafter(pair: Pair, prompt_ids: list[list[int]]) -> None:
     class Targets(ReadsStates):
-        vectors = ("target_hidden",)
+        hidden = ("target_hidden",)
 
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-            return step.alive & (self.score(step.vectors["target_hidden"]) > 0), state
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+            return step.alive & (self.score(step.hidden["target_hidden"]) > 0), state
 
     speculator = Speculator(pair, Targets(), Settings(0.0, NEW), drafter=LookupDrafter(pair))
     drafted = {r.drafted > 0 for ids in prompt_ids for r in speculator.generate([*ids, *ids]).rounds}
@@ -196,10 +198,10 @@ def test_a_policy_made_for_another_model_is_refused(pair: Pair) -> None:
 
 def test_a_policy_that_writes_into_what_it_is_shown_harms_nobody(pair: Pair, prompt_ids: list[list[int]]) -> None:
     class Scribbles(ReadsStates):
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             kept, state = super().keep(step, state)
-            for states in step.vectors.values():
-                states.fill_(7.0)
+            for states in step.hidden.values():
+                states.fill(7.0)
             return kept, state
 
     one, other = (
@@ -211,8 +213,8 @@ def test_a_policy_that_writes_into_what_it_is_shown_harms_nobody(pair: Pair, pro
 
 def test_a_failing_policy_is_replaced(pair: Pair, prompt_ids: list[list[int]]) -> None:
     class Fails(ReadsStates):
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-            return step.vectors["nothing"], state
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+            return step.hidden["nothing"], state
 
     speculator = Speculator(pair, Fails(), Settings(0.0, NEW))
     with pytest.warns(SpecstopWarning, match="failed"):
@@ -233,10 +235,10 @@ def test_renewed_is_as_newly_made(pair: Pair, prompt_ids: list[list[int]]) -> No
     class Carrying(StopPolicy):
         name, carries, max_depth = "carrying", True, DEPTH
 
-        def start(self, streams: int, key: Tensor) -> State:
-            return torch.zeros(streams, dtype=torch.int64)
+        def start(self, streams: int, keys: Array) -> State:
+            return np.zeros(streams, dtype=np.int64)
 
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             return step.alive & (step.depth <= state // 4)[:, None], state
 
         def observe(self, outcome: RoundOutcome, state: State) -> State:

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
@@ -15,10 +16,9 @@ from specstop.decode.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from zoo import DEPTH, ZOO, SelectingByToken
 
@@ -191,11 +191,11 @@ def test_a_carrying_policy_keeps_its_state_from_text_to_text(endless_pair: Pair)
     class Counting(FixedLength):
         carries = True
 
-        def start(self, streams: int, key: Tensor) -> State:
-            return torch.zeros(streams)
+        def start(self, streams: int, keys: Array) -> State:
+            return np.zeros(streams)
 
         def observe(self, outcome: object, state: State) -> State:
-            seen.append(float(state))
+            seen.append(float(state[0]))
             return state + 1
 
     seen: list[float] = []
@@ -250,20 +250,20 @@ def failing(fault: str) -> StopPolicy:
     class Failing(StopPolicy):
         features, max_depth, name = ("top1", "mean_accepted"), DEPTH, fault
 
-        def start(self, streams: int, key: Tensor) -> State:
+        def start(self, streams: int, keys: Array) -> State:
             if fault == "start raises":
                 raise RuntimeError("no state")
             return 0
 
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             good = step.alive, state
             if step.depth < 2:
                 return good
             answers = {
                 "keep raises": lambda: 1 / 0,
                 "keep exits": lambda: (step.features[99], state),
-                "wrong shape": lambda: (torch.ones(2, 3, dtype=torch.bool), state),
-                "integers": lambda: (step.alive.long(), state),
+                "wrong shape": lambda: (np.ones((2, 3), dtype=bool), state),
+                "integers": lambda: (step.alive.astype(np.int64), state),
                 "NaN": lambda: (step.features[..., 0] * float("nan"), state),
                 "no state": lambda: step.alive,
                 "a Python bool": lambda: (True, state),
@@ -271,12 +271,12 @@ def failing(fault: str) -> StopPolicy:
             }
             return answers.get(fault, lambda: good)()
 
-        def select(self, tree: DraftTree, state: State) -> Tensor | None:
+        def select(self, tree: DraftTree, state: State) -> Array | None:
             answers = {
                 "select raises": lambda: 1 / 0,
-                "select floats": lambda: torch.full(tree.tokens.shape, float("nan")),
-                "select wrong shape": lambda: torch.ones(1, 99, dtype=torch.bool),
-                "select flat": lambda: torch.ones(tree.tokens.shape[1], dtype=torch.bool),
+                "select floats": lambda: np.full(tree.tokens.shape, np.nan),
+                "select wrong shape": lambda: np.ones((1, 99), dtype=bool),
+                "select flat": lambda: np.ones(tree.tokens.shape[1], dtype=bool),
             }
             return answers.get(fault, lambda: None)()
 
@@ -346,7 +346,7 @@ def test_an_empty_prompt_is_refused(pair: Pair) -> None:
 
 def test_a_policy_that_reads_unknown_hidden_states_is_refused(pair: Pair) -> None:
     policy = FixedLength(2)
-    policy.vectors = ("draft_hiden",)
+    policy.hidden = ("draft_hiden",)
     with pytest.raises(PolicyError, match=r"unknown vector 'draft_hiden' \(did you mean 'draft_hidden'"):
         Speculator(pair, policy)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from oracle import Law, oracle_pair
 from specstop.decode.loop import Settings, Speculator
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
-from torch import Tensor
 
 FAMILY = ("rejection", "rejection_replace", "block")
 PAIR = oracle_pair(Law(4, 0))
@@ -20,7 +19,7 @@ class Trims(StopPolicy):
     def __init__(self, *features: str) -> None:
         self.features = features
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
 
@@ -33,7 +32,7 @@ class Selects(Trims):
         super().__init__(*features)
         self.shown: list[DraftTree] = []
 
-    def select(self, tree: DraftTree, state: State) -> Tensor | None:
+    def select(self, tree: DraftTree, state: State) -> Array | None:
         self.shown.append(tree)
         return None
 
