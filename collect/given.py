@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..decode.cache import CachedModel
 from ..decode.finite import check_rows
+from ..decode.hidden import stored
 from ..decode.noise import gumbel, match_scores
 from ..decode.pair import Pair
 from ..policies.errors import InputError
-from ..policies.vectors import TARGET_HIDDEN, stored
+from ..policies.vectors import TARGET_HIDDEN
 from .dense import Written, text_columns
 from .unroll import Unroller
 

@@ -12,7 +12,7 @@ from ..decode.candidates import Candidates
 from ..decode.decide import Logits, drawn_tokens
 from ..decode.drafters import Drafter
 from ..decode.finite import check_rows
-from ..decode.hidden import vector_widths
+from ..decode.hidden import stored, vector_widths
 from ..decode.loop import Speculator
 from ..decode.modes import find_mode, resolve_mode
 from ..decode.observer import Seen
@@ -24,7 +24,7 @@ from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.features import ANCHOR_FEATURES, Columns, Need
 from ..policies.limits import check_limits
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors, stored
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
 from .dense import anchor_columns
 from .explore import Exploring, exploring
 from .schema import TIMES

@@ -14,13 +14,14 @@ import torch
 
 from ..decode.cache import CachedModel
 from ..decode.finite import check_rows
+from ..decode.hidden import stored
 from ..decode.noise import gumbel, match_scores
 from ..decode.noise import mix as scramble
 from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..decode.summaries import summarise
 from ..policies.features import CHAIN_FEATURES, Columns, Drawn
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, stored
+from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .dense import Written, text_columns
 from .unroll import Unroller
 

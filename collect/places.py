@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..decode.cache import CachedModel, backend_mask
 from ..decode.finite import broken
+from ..decode.hidden import stored
 from ..decode.noise import gumbel
 from ..decode.pair import Pair
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..policies.features import CHAIN_FEATURES, FEATURES, TREE_FEATURES, Columns, Drawn, Kind, Need, Summary
-from ..policies.vectors import stored
 
 PRE_FEATURES = tuple(name for name in TREE_FEATURES if FEATURES[name].kind is Kind.PRE)
 assert TREE_FEATURES[: len(PRE_FEATURES)] == CHAIN_FEATURES[: len(PRE_FEATURES)] == PRE_FEATURES

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..policies.errors import PolicyError
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from ..policies.vectors import DRAFT_HIDDEN, MOST, TARGET_HIDDEN
 from .pair import Pair
 
 
@@ -50,3 +51,13 @@ def ask_for_states(drafter: object, who: str) -> int:
             f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, or use another policy"
         )
     return drafter.keep_states()
+
+
+def stored(states: Tensor) -> Tensor:
+    """Return hidden states [..., H] as a trace keeps them: float16, what is beyond its range at its ends."""
+    return states.clamp(-MOST, MOST).to(torch.float16)
+
+
+def seen(states: Tensor) -> Tensor:
+    """Return hidden states [..., H], of a model or of a trace, as a policy sees them: float32, rounded to float16."""
+    return stored(states).float()

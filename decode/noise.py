@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..policies.draws import GOLDEN, signed, wide_uniform
+from ..policies.draws import GOLDEN, mix_in_place, signed
 from ..policies.draws import mix as mix
 
 _MASK = (1 << 64) - 1
@@ -35,7 +35,14 @@ def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
         vocabulary: V.
     """
     row = mix(mix(position[:, None] * signed(GOLDEN) + 1) ^ key)  # [R, 1]
-    return wide_uniform(row, vocabulary)
+    tokens = torch.arange(1, vocabulary + 1, device=row.device) * signed(GOLDEN)
+    return _unit(mix_in_place(row + tokens))
+
+
+def _unit(bits: Tensor) -> Tensor:
+    """Return float64 uniforms in (0, 1) of 53 bits from scrambled int64 values, whose memory is used up."""
+    bits = bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    return bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)
 
 
 def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..policies.vectors import stored
 from .cache import backend_mask
 from .captured import open_cache
 from .finite import broken
-from .hidden import hidden_width
+from .hidden import hidden_width, stored
 from .noise import gumbel, match_scores
 from .pair import Pair
 from .transfer import download

@@ -1,4 +1,4 @@
-"""The hidden-state vectors of a decision: name, kind, definition, and the rounding that makes them the same everywhere.
+"""The hidden states of a decision: name, kind, definition, and the rounding that makes them the same everywhere.
 
 | name | kind | what |
 |---|---|---|
@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .contract import StopPolicy
+from .contract import Array, StopPolicy
 from .errors import PolicyError, close_match
 from .features import Kind
 
-_MOST = torch.finfo(torch.float16).max
+MOST = float(np.finfo(np.float16).max)
+"""The largest number that is stored; what is beyond is stored as this."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,10 @@ def check_sizes(policy: StopPolicy, widths: Mapping[str, int]) -> None:
             )
 
 
-def stored(states: Tensor) -> Tensor:
-    """Return hidden states [..., H] as a trace keeps them: float16, what is beyond its range at its ends."""
-    return states.clamp(-_MOST, _MOST).to(torch.float16)
+def seen(states: Array) -> Array:
+    """Return hidden states [..., H] as a policy sees them: float32, rounded to float16, what is beyond its range at its ends.
 
-
-def seen(states: Tensor) -> Tensor:
-    """Return hidden states [..., H], of a model or of a trace, as a policy sees them: float32, rounded to float16."""
-    return stored(states).float()
+    `decode.hidden.seen` is the same for the tensors of a model.
+    """
+    single = np.asarray(states, dtype=np.float32)
+    return np.minimum(np.maximum(single, -MOST), MOST).astype(np.float16).astype(np.float32)

@@ -14,7 +14,7 @@ from specstop.decode import loop as loop_module
 from specstop.decode.captured import CapturedModel
 from specstop.decode.drafters import LookupDrafter, ModelDrafter
 from specstop.decode.engine import speed_up
-from specstop.decode.hidden import hidden_width
+from specstop.decode.hidden import hidden_width, seen, stored
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
@@ -24,7 +24,7 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.testing import PolicyTests, TreePolicyTests
-from specstop.policies.vectors import VECTORS, seen, stored
+from specstop.policies.vectors import VECTORS
 from torch import Tensor
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
 

@@ -1,0 +1,35 @@
+"""The running record of earlier rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .compiled import kernel
+
+
+@kernel("void(float64[:,::1], float64[::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1], float64[::1])")
+def add_round(
+    record: Any, weight: Any, accepted: Any, verified: Any, counts: Any, past: float, record_after: Any, weight_after: Any
+) -> None:
+    """Take a round into the record of S streams.
+
+    Args:
+        record: [S, 4] running means of min(A, k) and of full acceptance, min(A, k) and k of the last round.
+        weight: [S] of the past in the running means.
+        accepted, verified: [S] min(A, k) and k.
+        counts: [S] whether the stream had a round that counts.
+        past: the weight of all earlier rounds against this one.
+        record_after, weight_after: are written.
+    """
+    for s in range(record.shape[0]):
+        record_after[s] = record[s]
+        weight_after[s] = weight[s]
+        if not counts[s]:
+            continue
+        weight_after[s] = past * weight[s] + (1.0 - past)
+        share = (1.0 - past) / weight_after[s]
+        full = 1.0 if accepted[s] == verified[s] else 0.0
+        record_after[s, 0] += share * (accepted[s] - record[s, 0])
+        record_after[s, 1] += share * (full - record[s, 1])
+        record_after[s, 2] = accepted[s]
+        record_after[s, 3] = verified[s]
