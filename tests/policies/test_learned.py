@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import safetensors.torch
-import torch
+import safetensors.numpy
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
@@ -21,7 +21,6 @@ from specstop.policies.learned import Facts, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.strict import digest
 from test_heads import NAMES, TENSORS, features, knots
-from torch import Tensor
 
 FACTS = Facts(
     0.7,
@@ -46,11 +45,13 @@ class Product:
     """A head whose `accept` is the first feature as it is."""
 
     kind = "product"
+    sizes: Mapping[str, int] = {}
+    lag = 0
 
-    def logits(self, x: Tensor, depth: int) -> Tensor:
-        return torch.stack([x[..., 0], torch.full_like(x[..., 0], 0.5)], -1)
+    def scores(self, features: Array, depth: int, hidden: object = None) -> Array:
+        return np.stack([features[:, 0].astype(np.float64), np.full(len(features), 0.5)], -1)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Array]:
         return {}
 
 
@@ -61,62 +62,79 @@ class Spy:
 
     def __init__(self, first: int) -> None:
         self.first = first
-        self.survival: list[Tensor] = []
+        self.survival: list[Array] = []
 
-    def keep(self, depth: int, accept: Tensor, survival: Tensor, following: Tensor) -> Tensor:
+    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
         self.survival.append(survival)
-        return torch.ones_like(survival, dtype=torch.bool)
+        return np.ones(survival.shape, dtype=bool)
 
     def to_dict(self) -> dict[str, Any]:
         return {}
 
 
-def survivals(first: int, accepts: list[Tensor], parents: list[list[int]]) -> list[Tensor]:
+def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None = None) -> DraftStep:
+    """Return the step of branches with these features [S, B, F]."""
+    shape = x.shape[:2]
+    alive = np.ones(shape, dtype=bool) if alive is None else alive
+    parent = np.zeros(shape, dtype=np.int64) if parent is None else parent
+    return DraftStep(depth, alive, parent, np.ascontiguousarray(x, dtype=np.float32), {}, np.arange(len(x)))
+
+
+def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list[int]]) -> list[Array]:
     """Return S_1, S_2, ... by branch of one stream whose branches at each depth have these parents."""
     spy = Spy(first)
-    exact = Calibrator("isotonic", knots=torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+    exact = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))
     policy = LearnedPolicy("p", ("top1",), Product(), exact, exact, spy, 4)
-    state = policy.start(1, torch.zeros(1, dtype=torch.int64))
+    state = policy.start(1, np.zeros(1, dtype=np.int64))
     for depth in range(first, len(accepts) + 1):
-        accept = torch.ones(1) if depth == 0 else accepts[depth - 1]
-        parent = [[0]] if depth == 0 else [parents[depth - 1]]
-        alive = torch.ones(1, len(accept), dtype=torch.bool)
-        keep, state = policy.keep(DraftStep(depth, alive, torch.tensor(parent), accept[None, :, None]), state)
-        assert bool(keep.all())
+        accept = np.array([1.0] if depth == 0 else accepts[depth - 1])
+        parent = np.array([[0]] if depth == 0 else [parents[depth - 1]])
+        keep, state = policy.keep(asked(depth, accept[None, :, None], parent=parent), state)
+        assert keep.all()
     return [s[0] for s in spy.survival[1 - first :]]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_survival_is_the_product_along_a_chain(first: int) -> None:
-    values = torch.tensor([0.9, 0.5, 0.8, 0.25])
-    found = survivals(first, [v[None] for v in values], [[0]] * 4)
-    assert torch.cat(found).tolist() == pytest.approx(values.cumprod(0).tolist())
+    values = [0.9, 0.5, 0.8, 0.25]
+    found = survivals(first, [[v] for v in values], [[0]] * 4)
+    assert np.concatenate(found).tolist() == pytest.approx(np.cumprod(values).tolist())
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_survival_follows_the_parents_of_a_tree(first: int) -> None:
-    accepts = [torch.tensor(v) for v in ([0.9, 0.5, 0.25], [0.5, 1.0, 0.5], [0.5, 0.25, 1.0])]
+    accepts = [[0.9, 0.5, 0.25], [0.5, 1.0, 0.5], [0.5, 0.25, 1.0]]
     parents = [[0, 0, 0], [2, 0, 0], [1, 1, 0]]
     expected = [[0.9, 0.5, 0.25], [0.125, 0.9, 0.45], [0.45, 0.225, 0.125]]
-    found = torch.stack(survivals(first, accepts, parents))
-    torch.testing.assert_close(found, torch.tensor(expected))
+    np.testing.assert_allclose(survivals(first, accepts, parents), expected, rtol=1e-6)
 
 
 def test_streams_side_by_side_are_each_alone() -> None:
     policy = learned()
-    x, alive, parent = (
-        features(5, 1),
-        torch.ones(5, 1, dtype=torch.bool),
-        torch.zeros(5, 1, dtype=torch.int64),
-    )
-    state = policy.keep(DraftStep(0, alive, parent, x), None)[1]
-    keep, survival = policy.keep(DraftStep(1, alive, parent, x), state)
+    x = features(5, 1)
+    state = policy.keep(asked(0, x), None)[1]
+    keep, survival = policy.keep(asked(1, x), state)
     for s in range(5):
         one = slice(s, s + 1)
-        alone = policy.keep(DraftStep(1, alive[one], parent[one], x[one]), state[one])
-        assert torch.equal(alone[0], keep[one])
-        torch.testing.assert_close(alone[1], survival[one])
-    assert not policy.keep(DraftStep(1, ~alive, parent, x), state)[0].any(), "dead branches are not kept"
+        alone = policy.keep(asked(1, x[one]), state[one])
+        assert np.array_equal(alone[0], keep[one])
+        assert np.array_equal(alone[1], survival[one])
+    dead = np.zeros((5, 1), dtype=bool)
+    assert not policy.keep(asked(1, x, dead), state)[0].any(), "dead branches are not kept"
+
+
+@pytest.mark.parametrize("kind", list(TENSORS))
+def test_what_is_dead_changes_nothing_for_the_others(kind: str) -> None:
+    """Only live branches are scored; each has the same bits as if all were."""
+    policy = learned(kind)
+    x, parent = features(40, 3), np.random.default_rng(1).integers(0, 3, (40, 3))
+    alive = np.random.default_rng(2).random((40, 3)) < 0.6
+    state = policy.keep(asked(1, x), policy.keep(asked(0, x[:, :1]), None)[1])[1]
+    whole, survival = policy.keep(asked(2, x, parent=parent), state)
+    kept, partial = policy.keep(asked(2, x * alive[..., None], alive, parent), state)
+    assert np.array_equal(kept, whole & alive)
+    assert np.array_equal(partial, survival * alive)
+    assert 0 < kept.sum() < alive.sum()
 
 
 def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
@@ -140,17 +158,13 @@ def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
 def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: str, rule: Rule) -> None:
     policy = learned(kind, rule)
     again = load_policy_folder(save_policy(policy, tmp_path / "p", {"booster.ubj": b"{xyz"}))
-    x, alive, parent = (
-        features(50, 1),
-        torch.ones(50, 1, dtype=torch.bool),
-        torch.zeros(50, 1, dtype=torch.int64),
-    )
+    x = features(50, 1)
     states: list[Any] = [None, None]
     for depth in range(policy.first, 4):
-        step = DraftStep(depth, alive, parent, x + 0.01 * depth)
+        step = asked(depth, x + 0.01 * depth)
         answers = [p.keep(step, state) for p, state in zip((policy, again), states, strict=True)]
-        assert torch.equal(answers[0][0], answers[1][0])
-        assert torch.equal(answers[0][1], answers[1][1])
+        assert np.array_equal(answers[0][0], answers[1][0])
+        assert np.array_equal(answers[0][1], answers[1][1])
         states = [a[1] for a in answers]
     assert again.facts == FACTS
     for name in ("name", "features", "max_depth", "first"):
@@ -166,17 +180,16 @@ def test_the_card_names_what_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("maps", [("temperature", "identity"), ("identity", "isotonic"), ("isotonic", "identity")])
 def test_probabilities_are_the_calibrated_logits(maps: tuple[str, str]) -> None:
-    """Two sigmoid calibrations take one short cut for both outputs."""
     accept, following = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
                          for k in maps)  # fmt: skip
     head = build_head("mlp", NAMES, TENSORS["mlp"]())
     policy = LearnedPolicy("mine", NAMES, head, accept, following, Derived([0.1]), 4)
     x = features(9, 2)
     for depth in (0, 1):
-        logits = head.logits(x, depth)
+        scores = head.scores(x.reshape(-1, x.shape[-1]), depth).reshape(9, 2, 2)
         found = policy.probabilities(x, depth)
-        torch.testing.assert_close(found[0], accept(logits[..., 0]))
-        torch.testing.assert_close(found[1], following(logits[..., 1]))
+        assert np.array_equal(found[0], accept(scores[..., 0]))
+        assert np.array_equal(found[1], following(scores[..., 1]))
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
@@ -190,13 +203,13 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
-def reweigh(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+def reweigh(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], None]:
     """Return a damage that changes the tensors and mends the checksum."""
 
     def damage(folder: Path) -> None:
-        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+        tensors = safetensors.numpy.load_file(folder / WEIGHTS_FILE)
         change(tensors)
-        safetensors.torch.save_file(tensors, folder / WEIGHTS_FILE)
+        safetensors.numpy.save_file(tensors, folder / WEIGHTS_FILE)
         edit(files={WEIGHTS_FILE: sha256(folder / WEIGHTS_FILE)})(folder)
 
     return damage
@@ -241,18 +254,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a rate of text": (edit(rho="fast"), "rho"),
     "a mangled acceptance": (edit(acceptance=3), "acceptance"),
     "a wrong shape": (
-        reweigh(lambda t: t.update({"head.bias": torch.zeros(5)})),
+        reweigh(lambda t: t.update({"head.bias": np.zeros(5, dtype=np.float32)})),
         r"bias of shape \[3\], got \[5\]",
     ),
     "a missing tensor": (reweigh(lambda t: t.pop("head.scale")), "missing or unknown: scale"),
     "an extra tensor": (
-        reweigh(lambda t: t.update({"head.more": torch.zeros(1)})),
+        reweigh(lambda t: t.update({"head.more": np.zeros(1, dtype=np.float32)})),
         "missing or unknown: more",
     ),
-    "NaN weights": (reweigh(lambda t: t["head.bias"].fill_(float("nan"))), "not finite"),
+    "NaN weights": (reweigh(lambda t: t["head.bias"].fill(np.nan)), "not finite"),
     "no knots": (reweigh(lambda t: t.pop("calibration.next")), "calibration.next are missing"),
     "falling knots": (
-        reweigh(lambda t: t.update({"calibration.accept": t["calibration.accept"].flip(1)})),
+        reweigh(lambda t: t.update({"calibration.accept": t["calibration.accept"][:, ::-1].copy()})),
         "increasing, the second row",
     ),
 }
