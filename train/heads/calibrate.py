@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
+import numpy as np
+from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
-from torch import Tensor
 
 from ...policies.calibration import Calibrator
+
+Array = np.ndarray[Any, Any]
 
 ISOTONIC_GAIN = 0.005
 """Relative gain in loss that an isotonic map must bring: it costs more to evaluate than a temperature."""
@@ -15,10 +19,11 @@ LEAST = 20
 """Rows below which nothing is fitted."""
 
 _MOST_KNOTS = 64
+_MOST_ROWS = 100_000  # that quantiles are taken of
 _EDGE = 1e-3
 
 
-def fit_calibrator(logits: Tensor, labels: Tensor, sequence: Tensor | None = None) -> Calibrator:
+def fit_calibrator(logits: Array, labels: Array, sequence: Array | None = None) -> Calibrator:
     """Choose and fit a calibrator.
 
     Each kind is fitted on one half and scored by log loss on the other, both ways; the best is fitted again on all.
@@ -28,51 +33,51 @@ def fit_calibrator(logits: Tensor, labels: Tensor, sequence: Tensor | None = Non
         labels: [M] bool.
         sequence: [M], rows of one text fall in one half; without it halves alternate.
     """
-    if len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
+    if _says_nothing(labels):
         return Calibrator()
-    half = (torch.arange(len(labels)) if sequence is None else sequence) % 2 == 0
+    half = (np.arange(len(labels)) if sequence is None else sequence) % 2 == 0
     losses = {"identity": log_loss(Calibrator()(logits), labels)}
     for kind in ("temperature", "isotonic"):
         losses[kind] = sum(
-            log_loss(fit_kind(kind, logits[fit], labels[fit])(logits[~fit]), labels[~fit])
-            * float((~fit).float().mean())
+            log_loss(fit_kind(kind, logits[fit], labels[fit])(logits[~fit]), labels[~fit]) * float((~fit).mean())
             for fit in (half, ~half)
         )
     losses["isotonic"] *= 1.0 + ISOTONIC_GAIN
     return fit_kind(min(losses, key=losses.__getitem__), logits, labels)
 
 
-def fit_kind(kind: str, logits: Tensor, labels: Tensor) -> Calibrator:
+def fit_kind(kind: str, logits: Array, labels: Array) -> Calibrator:
     """Return a calibrator of this kind; the identity where there is nothing to fit."""
-    if kind == "identity" or len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
+    if kind == "identity" or _says_nothing(labels):
         return Calibrator()
     if kind == "temperature":
-        grid = torch.logspace(-1.0, 1.0, 81)
-        losses = [log_loss(torch.sigmoid(logits / t), labels) for t in grid]
-        return Calibrator(kind, float(grid[int(torch.tensor(losses).argmin())]))
+        grid = np.logspace(-1.0, 1.0, 81)
+        losses = [log_loss(expit(logits / t), labels) for t in grid]
+        return Calibrator(kind, float(grid[np.argmin(losses)]))
     return Calibrator(kind, knots=_isotonic(logits, labels))
 
 
-def _isotonic(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return at most 64 knots [2, n] of the isotonic fit, at quantiles of the logits."""
-    fit = IsotonicRegression(y_min=_EDGE, y_max=1 - _EDGE, out_of_bounds="clip").fit(
-        logits.double().numpy(), labels.double().numpy()
-    )
-    x = torch.quantile(
-        logits.double()[:: max(1, len(logits) // 100_000)], torch.linspace(0, 1, _MOST_KNOTS).double()
-    ).unique()
-    if len(x) < 2:
-        x = torch.stack([x[0], x[0] + 1])
-    return torch.stack([x, torch.from_numpy(fit.predict(x.numpy())).cummax(0).values]).float()
+def _says_nothing(labels: Array) -> bool:
+    return len(labels) < LEAST or bool(labels.all()) or not bool(labels.any())
 
 
-def log_loss(probability: Tensor, labels: Tensor) -> float:
+def _isotonic(logits: Array, labels: Array) -> Array:
+    """Return at most 64 knots [2, n] float32 of the isotonic fit, at quantiles of the logits."""
+    x = logits.astype(np.float64)
+    fit = IsotonicRegression(y_min=_EDGE, y_max=1 - _EDGE, out_of_bounds="clip").fit(x, labels.astype(np.float64))
+    knots = np.unique(np.quantile(x[:: max(1, len(x) // _MOST_ROWS)], np.linspace(0.0, 1.0, _MOST_KNOTS)))
+    if len(knots) < 2:
+        knots = np.append(knots, knots + 1.0)
+    return np.stack([knots, np.maximum.accumulate(fit.predict(knots))]).astype(np.float32)
+
+
+def log_loss(probability: Array, labels: Array) -> float:
     """Return the mean negative log-likelihood in nats."""
-    p = probability.double().clamp(1e-6, 1 - 1e-6)
-    return float(-torch.where(labels, p.log(), (1 - p).log()).mean())
+    p = np.clip(np.asarray(probability, dtype=np.float64), 1e-6, 1.0 - 1e-6)
+    return float(-np.where(labels, np.log(p), np.log1p(-p)).mean())
 
 
-def auc(score: Tensor, labels: Tensor) -> float | None:
+def auc(score: Array, labels: Array) -> float | None:
     """Return the area under the ROC curve: the chance that an accepted row scores higher than a rejected one.
 
     None where all labels are the same.
@@ -81,4 +86,4 @@ def auc(score: Tensor, labels: Tensor) -> float | None:
 
     if bool(labels.all()) or not bool(labels.any()):
         return None
-    return float(roc_auc_score(labels.numpy(), score.numpy()))
+    return float(roc_auc_score(labels, score))

@@ -6,16 +6,17 @@ beside what a predictor that is right shows at that size, by simulation from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ...policies.contract import DraftStep
 from ...policies.learned import LearnedPolicy
+from ...policies.rules import Threshold
 from ..traces.data import TraceArrays, seen_features
-from .calibrate import auc, log_loss
+from .calibrate import Array, auc, log_loss
 from .rows import Visits
 
 BINS = 10
@@ -28,12 +29,12 @@ DEEPEST = 8
 class Scored:
     """Survival of R rounds beside what came of them: `survival` [R, K], `length` [R] accepted, `temperature` [R]."""
 
-    survival: Tensor
-    length: Tensor
-    temperature: Tensor
+    survival: Array
+    length: Array
+    temperature: Array
 
 
-def calibration_error(predicted: Tensor, labels: Tensor, bins: int = BINS) -> float:
+def calibration_error(predicted: Array, labels: Array, bins: int = BINS) -> float:
     """Return the expected calibration error over bins of equal mass: the mean over rows of |mean predicted - share of true|.
 
     Args:
@@ -41,28 +42,25 @@ def calibration_error(predicted: Tensor, labels: Tensor, bins: int = BINS) -> fl
         labels: [M] bool.
         bins: of equal mass, by rank of the prediction.
     """
-    order = predicted.argsort(stable=True)
-    return float(_gap(predicted.double()[order], labels[order], bins)) if len(labels) else 0.0
+    chance, truth = np.asarray(predicted, dtype=np.float64), np.asarray(labels)
+    order = np.argsort(chance, kind="stable")
+    return _gap(chance[order], truth[order], bins) if len(truth) else 0.0
 
 
-def perfect_error(predicted: Tensor, seed: int = 0, bins: int = BINS, draws: int = DRAWS) -> tuple[float, float]:
+def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS, draws: int = DRAWS) -> tuple[float, float]:
     """Return (mean, 95th percentile) of the error that a perfectly calibrated predictor with these predictions shows."""
     if not len(predicted):
         return 0.0, 0.0
-    generator = torch.Generator().manual_seed(seed)
-    ordered = predicted.double().sort().values
-    errors = []
-    for _ in range(draws):
-        labels = torch.rand(len(ordered), generator=generator, dtype=torch.float64) < ordered
-        errors.append(_gap(ordered, labels, bins))
-    found = torch.stack(errors)
-    return float(found.mean()), float(torch.quantile(found, 0.95))
+    generator = np.random.default_rng(seed)
+    ordered = np.sort(np.asarray(predicted, dtype=np.float64))
+    errors = [_gap(ordered, generator.random(len(ordered)) < ordered, bins) for _ in range(draws)]
+    return float(np.mean(errors)), float(np.quantile(errors, 0.95))
 
 
-def _gap(ordered: Tensor, labels: Tensor, bins: int) -> Tensor:
+def _gap(ordered: Array, labels: Array, bins: int) -> float:
     """Return the error of predictions in rising order."""
-    parts = torch.tensor_split(labels.double() - ordered, min(bins, len(ordered)))
-    return torch.stack([part.sum().abs() for part in parts]).sum() / len(ordered)
+    parts = np.array_split(labels - ordered, min(bins, len(ordered)))
+    return float(sum(abs(part.sum()) for part in parts)) / len(ordered)
 
 
 def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> list[dict[str, Any]]:
@@ -71,25 +69,25 @@ def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> li
     Each has `temperature` (None = all), `depth`, `rounds`, mean `predicted` and `observed` survival, `ece` and
     `ece_perfect` (mean of the simulation), `brier`, `auc` and `log_loss`.
     """
-    heats = scored.temperature.unique().tolist()
+    temperatures = np.unique(scored.temperature).tolist()
     rows = []
-    for heat in [*([None] if len(heats) > 1 else []), *heats]:
-        use = torch.ones_like(scored.length, dtype=torch.bool) if heat is None else scored.temperature == heat
+    for one in [*([None] if len(temperatures) > 1 else []), *temperatures]:
+        use = slice(None) if one is None else scored.temperature == one
         for depth in range(1, min(deepest, scored.survival.shape[1]) + 1):
-            rows.append(_row(scored.survival[use, depth - 1], scored.length[use] >= depth, heat, depth, seed))
+            rows.append(_row(scored.survival[use, depth - 1], scored.length[use] >= depth, one, depth, seed))
     return rows
 
 
-def _row(predicted: Tensor, labels: Tensor, heat: float | None, depth: int, seed: int) -> dict[str, Any]:
+def _row(predicted: Array, labels: Array, temperature: float | None, depth: int, seed: int) -> dict[str, Any]:
     return {
-        "temperature": None if heat is None else round(heat, 6),
+        "temperature": None if temperature is None else round(temperature, 6),
         "depth": depth,
         "rounds": len(labels),
         "predicted": float(predicted.mean()),
-        "observed": float(labels.double().mean()),
+        "observed": float(labels.mean()),
         "ece": calibration_error(predicted, labels),
         "ece_perfect": perfect_error(predicted, seed)[0],
-        "brier": float((predicted.double() - labels.double()).square().mean()),
+        "brier": float(np.square(predicted - labels).mean()),
         "auc": auc(predicted, labels),
         "log_loss": log_loss(predicted, labels),
     }
@@ -103,13 +101,25 @@ def policy_survival(policy: LearnedPolicy, arrays: TraceArrays, visited: Visits)
         arrays: a trace of chains, held out where the answer shall mean something.
         visited: rounds, such as `visits(arrays, [replay(arrays, policy, profile)])`.
     """
-    seen = seen_features(arrays, policy.features, visited.row, visited.history)
-    maps: Sequence[Any] = [None] * (arrays.depth + 1) if policy.survival is None else policy.survival.by_depth(1)
-    product = torch.ones(len(seen))
-    columns = []
-    for depth in range(1, min(arrays.depth, policy.max_depth) + 1):
-        product = product * policy.probabilities(seen[:, depth], depth)[0]
-        product = product if maps[depth] is None else maps[depth](product)
-        columns.append(product)
-    heat = arrays.column("temperature")[visited.row]
-    return Scored(torch.stack(columns, 1), arrays.accepted[visited.row], heat)
+    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
+    asked = policy.with_rule(Threshold("survival", 0.0))
+    columns = [values[0] for values in survivals(asked, seen[:, : policy.max_depth + 1])]
+    temperature = arrays.column("temperature")[visited.row].numpy()
+    return Scored(np.stack(columns, 1), arrays.accepted[visited.row].numpy(), temperature)
+
+
+def survivals(policy: LearnedPolicy, seen: Array) -> Iterator[Array]:
+    """Yield [3, R] S_j, accept and next of a policy of scalars, depth by depth from its first decision on.
+
+    Args:
+        policy: asked at every depth.
+        seen: [R, K + 1, F], what it sees of rounds of chains at depths 0..K.
+    """
+    rounds = len(seen)
+    alive, parent = np.ones((rounds, 1), dtype=bool), np.zeros((rounds, 1), dtype=np.int64)
+    before = None
+    for depth in range(policy.first, seen.shape[1]):
+        features = np.ascontiguousarray(seen[:, depth, None])
+        found = policy.survive(DraftStep(depth, alive, parent, features, {}, np.arange(rounds)), before)
+        before = found[0] if depth else None
+        yield found[..., 0]

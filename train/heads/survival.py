@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
+import numpy as np
+from scipy.special import expit, logit
 from sklearn.isotonic import IsotonicRegression
-from torch import Tensor
 
 from ...policies.calibration import Calibrator
 from ...policies.survival import KNOTS, STARTS, SurvivalMaps, unchanged
-from .calibrate import log_loss
+from .calibrate import Array, log_loss
 
 MAPS = ("identity", "temperature", "platt", "isotonic")
 LEAST = 100
@@ -29,6 +29,7 @@ GAIN = 1e-4
 
 PER_BIN, MOST_BINS = 100, 24
 _STEPS = 25
+_MOST_ROWS = 100_000  # that quantiles are taken of
 _EDGE = 1e-4
 
 
@@ -42,11 +43,11 @@ class Products:
         fold: [R] of the prompt: all rounds of a prompt are in one.
     """
 
-    accept: Tensor
-    length: Tensor
-    fold: Tensor
+    accept: Array
+    length: Array
+    fold: Array
 
-    def of(self, use: Tensor) -> Products:
+    def of(self, use: Array) -> Products:
         """Return only the rounds `use` [R] bool."""
         return Products(self.accept[use], self.length[use], self.fold[use])
 
@@ -57,7 +58,7 @@ class SurvivalFit:
 
     maps: SurvivalMaps
     kinds: tuple[str, ...]
-    held_out: Tensor
+    held_out: Array
 
 
 def fit_survival(products: Products) -> SurvivalFit:
@@ -73,8 +74,8 @@ def fit_survival(products: Products) -> SurvivalFit:
         fitted, kinds = fit_tables(alive, start)
         tables[start - 1] = fitted
         chosen = chosen or kinds
-    held_out = torch.zeros(products.accept.shape, dtype=torch.float64)
-    for fold in products.fold.unique():
+    held_out = np.zeros(products.accept.shape)
+    for fold in np.unique(products.fold):
         out = products.fold == fold
         rest = products.of(~out)
         own = fit_tables(rest, 1, chosen)[0] if len(rest.length) else tables[0]
@@ -89,18 +90,18 @@ def products_as_they_are(products: Products) -> SurvivalFit:
     return SurvivalFit(maps, ("identity",) * depth, survival(products.accept))
 
 
-def survival(accept: Tensor, tables: Tensor | None = None) -> Tensor:
+def survival(accept: Array, tables: Array | None = None) -> Array:
     """Return [R, K] float64, S_j of `accept` [R, K] under tables [K, 2, n] of products from depth 1 on; None = products."""
     columns = []
-    product = torch.ones(len(accept), dtype=torch.float64)
+    product = np.ones(len(accept))
     for at in range(accept.shape[1]):
-        product = product * accept[:, at].double()
+        product = product * accept[:, at]
         product = product if tables is None else _through(tables[at], product)
         columns.append(product)
-    return torch.stack(columns, 1) if columns else accept.double()
+    return np.stack(columns, 1) if columns else accept
 
 
-def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = None) -> tuple[Tensor, list[str]]:
+def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = None) -> tuple[Array, list[str]]:
     """Return (tables [K, 2, n], kinds) of products that begin at depth `start`, of rounds with A >= start - 1.
 
     Args:
@@ -110,9 +111,9 @@ def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = Non
     """
     depth = products.accept.shape[1]
     tables, chosen = unchanged(1, depth)[0], []
-    product = torch.ones(len(products.length), dtype=torch.float64)
+    product = np.ones(len(products.length))
     for j in range(start, depth + 1):
-        product = product * products.accept[:, j - 1].double()
+        product = product * products.accept[:, j - 1]
         labels = products.length >= j
         kind = kinds[j - start] if kinds is not None else _choose(product, labels, products.fold)
         tables[j - 1] = _fit(kind, product, labels)
@@ -121,14 +122,14 @@ def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = Non
     return tables, chosen
 
 
-def _choose(product: Tensor, labels: Tensor, fold: Tensor) -> str:
+def _choose(product: Array, labels: Array, fold: Array) -> str:
     """Return the simplest kind of map that no freer one beats on prompts left out."""
-    if len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()) or len(fold.unique()) < 2:
+    if len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()) or len(np.unique(fold)) < 2:
         return "identity"
     best, least = "identity", log_loss(product, labels)
     for kind in MAPS[1:]:
         total = 0.0
-        for one in fold.unique():
+        for one in np.unique(fold):
             out = fold == one
             table = _fit(kind, product[~out], labels[~out])
             total += log_loss(_through(table, product[out]), labels[out]) * int(out.sum())
@@ -137,58 +138,58 @@ def _choose(product: Tensor, labels: Tensor, fold: Tensor) -> str:
     return best
 
 
-def _fit(kind: str, product: Tensor, labels: Tensor) -> Tensor:
+def _fit(kind: str, product: Array, labels: Array) -> Array:
     """Return the table [2, n] of a map of this kind."""
     if kind == "identity" or len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
         return unchanged(1, 1)[0, 0]
     if kind == "isotonic":
         return _isotonic(product, labels)
-    slope, offset = _logistic(_odds(product), labels.double(), offset=kind == "platt")
+    slope, offset = _logistic(_odds(product), labels.astype(np.float64), offset=kind == "platt")
     if slope <= 0.0:  # the product says nothing, or less
         return unchanged(1, 1)[0, 0]
     return _table(partial(_bent, slope=slope, offset=offset), product)
 
 
-def _bent(product: Tensor, slope: float, offset: float) -> Tensor:
-    return torch.sigmoid(slope * _odds(product) + offset)
+def _bent(product: Array, slope: float, offset: float) -> Array:
+    chance: Array = expit(slope * _odds(product) + offset)
+    return chance
 
 
-def _odds(product: Tensor) -> Tensor:
-    return torch.logit(product.double(), eps=_EDGE)
+def _odds(product: Array) -> Array:
+    odds: Array = logit(np.clip(product, _EDGE, 1.0 - _EDGE))
+    return odds
 
 
-def _table(bend: Callable[[Tensor], Tensor], product: Tensor) -> Tensor:
+def _table(bend: Callable[[Array], Array], product: Array) -> Array:
     """Return the knots of a smooth map: half of them where products lie, half evenly in the log-odds."""
     inner = KNOTS - 2
-    quantiles = torch.quantile(_thinned(product), torch.linspace(0.0, 1.0, inner // 2 + 1).double())
-    even = torch.sigmoid(torch.linspace(-6.0, 6.0, inner - inner // 2 - 1).double())
-    x = torch.cat([torch.tensor([0.0, 1.0]).double(), quantiles, even]).clamp(0.0, 1.0).sort().values
-    return torch.stack([x, bend(x).cummax(0).values]).float()
+    quantiles = np.quantile(product[:: max(1, len(product) // _MOST_ROWS)], np.linspace(0.0, 1.0, inner // 2 + 1))
+    even = expit(np.linspace(-6.0, 6.0, inner - inner // 2 - 1))
+    x = np.sort(np.clip(np.concatenate([[0.0, 1.0], quantiles, even]), 0.0, 1.0))
+    return np.stack([x, np.maximum.accumulate(bend(x))]).astype(np.float32)
 
 
-def _isotonic(product: Tensor, labels: Tensor) -> Tensor:
+def _isotonic(product: Array, labels: Array) -> Array:
     """Return the knots of an isotonic fit to the means of bins of equal mass, level outside them."""
-    order = product.argsort(stable=True)
-    bins = max(2, min(MOST_BINS, len(order) // PER_BIN))
-    parts = torch.tensor_split(order, bins)
+    order = np.argsort(product, kind="stable")
+    parts = np.array_split(order, max(2, min(MOST_BINS, len(order) // PER_BIN)))
     # Rounded, so that bins of one and the same value count as one.
-    x = torch.tensor([round(float(product[part].mean()), 9) for part in parts], dtype=torch.float64)
-    y = torch.tensor([float(labels[part].double().mean()) for part in parts], dtype=torch.float64)
-    weight = [len(part) for part in parts]
+    x = np.array([round(float(product[part].mean()), 9) for part in parts])
+    y = [float(labels[part].mean()) for part in parts]
     fit = IsotonicRegression(y_min=_EDGE, y_max=1.0 - _EDGE, out_of_bounds="clip").fit(
-        x.numpy(), y.numpy(), sample_weight=weight
+        x, y, sample_weight=[len(part) for part in parts]
     )
-    y = torch.from_numpy(fit.predict(x.numpy())).cummax(0).values
-    more = KNOTS - len(x)
-    return torch.stack([torch.cat([v, v[-1:].expand(more)]) for v in (x.cummax(0).values, y)]).float().clamp(0.0, 1.0)
+    knots = np.stack([np.maximum.accumulate(x), np.maximum.accumulate(fit.predict(x))])
+    level = np.repeat(knots[:, -1:], KNOTS - len(x), 1)
+    return np.clip(np.concatenate([knots, level], 1), 0.0, 1.0).astype(np.float32)
 
 
-def _logistic(odds: Tensor, labels: Tensor, offset: bool) -> tuple[float, float]:
-    """Return (slope, offset) of a logistic regression on one column by Newton's method, a breath of shrinking to (1, 0)."""
+def _logistic(odds: Array, labels: Array, offset: bool) -> tuple[float, float]:
+    """Return (slope, offset) of a logistic regression on one column by Newton's method, drawn a little to (1, 0)."""
     slope, shift = 1.0, 0.0
     ridge = 1e-3 * len(odds) / 100
     for _ in range(_STEPS):
-        p = torch.sigmoid(slope * odds + shift)
+        p = expit(slope * odds + shift)
         residual, weight = labels - p, p * (1.0 - p)
         g0 = float((residual * odds).sum()) - ridge * (slope - 1.0)
         h00 = float((weight * odds * odds).sum()) + ridge
@@ -205,12 +206,7 @@ def _logistic(odds: Tensor, labels: Tensor, offset: bool) -> tuple[float, float]
     return slope, shift
 
 
-def _through(table: Tensor, product: Tensor) -> Tensor:
-    if torch.equal(table[0], table[1]):
+def _through(table: Array, product: Array) -> Array:
+    if np.array_equal(table[0], table[1]):
         return product
-    found: Tensor = Calibrator("isotonic", knots=table)(product.float())
-    return found.double().clamp(0.0, 1.0)
-
-
-def _thinned(values: Tensor) -> Tensor:
-    return values.double()[:: max(1, len(values) // 100_000)]
+    return np.clip(Calibrator("isotonic", knots=table)(product), 0.0, 1.0)
