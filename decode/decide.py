@@ -15,7 +15,7 @@ from ..policies.plugin_code import own
 from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .candidates import Candidates
 from .hidden import seen
-from .summaries import summarise
+from .summaries import lead_over_truncated, summarise
 
 
 @dataclass(slots=True)
@@ -47,6 +47,7 @@ class Logits:
         scores: [R, V] that `match` took the largest of; None under other modes. `best` by row: see `verify.Drawn`.
         owner: for each token that was drawn, its row.
         states: [R, H] the draft's last hidden states, where somebody wants them.
+        untruncated: [R, V] `sampled` before tokens were left out for being unlikely, where that was done.
     """
 
     raw: Tensor
@@ -55,6 +56,7 @@ class Logits:
     owner: Sequence[int]
     states: Tensor | None = None
     best: list[list[float]] | None = None
+    untruncated: Tensor | None = None
 
 
 class Decider:
@@ -97,6 +99,8 @@ class Decider:
         if self._follows_path and above is not None:
             at = {place: row for row, place in enumerate(above.places)}
             drawn.parent_path = above.summary.path[[at[found.parent[place]] for place in places]]
+        if self._columns.plan.noisy and logits.untruncated is not None and logits.sampled is not None:
+            drawn.lead = lead_over_truncated(logits.untruncated, logits.sampled, drawn)
         summary = summarise(
             self._columns.plan, logits.raw, drawn, temperature, logits.sampled, logits.scores, logits.best
         )

@@ -125,6 +125,8 @@ class DraftPhase:
             known = torch.isfinite(sampled).any(-1).tolist()
             feeding = [place for place, any_ in zip(feeding, known, strict=True) if any_]
             raw, sampled = raw[known], sampled[known]
+            if text.sampler.untruncated is not None:
+                text.sampler.untruncated = text.sampler.untruncated[known]
             states = None if states is None else states[known]
             if not feeding:
                 return [], None
@@ -140,7 +142,8 @@ class DraftPhase:
         if not places:  # rows that no token can be drawn from
             return [], None
         shaped = sampled if text.sampler.reads_prefix and self._temperature > 0 else None
-        logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best)
+        untruncated = text.sampler.untruncated if shaped is not None else None
+        logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best, untruncated)
         if self._on_level is not None:
             self._on_level(found, places, logits)
         decider = self._guard.decider

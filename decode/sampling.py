@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
@@ -17,6 +19,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from ..policies.errors import InputError
@@ -28,6 +31,17 @@ _KEEP_STATE = (
     "WhisperTimeStampLogitsProcessor",
 )
 """Transformers' own that remember earlier calls: a tree asks for many prefixes, in an order of its own."""
+
+
+_TRUNCATING = (
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+"""Those that leave tokens out by how likely they are: what draft and target leave out differs."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +105,19 @@ class Sampler:
         processors: of one text, from `Shaping.build`; none = only the temperature.
         temperature: of the text; already part of `processors` if there are any.
         padding: tokens that stand left of every prefix.
+
+    Attributes:
+        reads_prefix: whether there are processors.
+        untruncated: [R, V] the last scores before tokens were left out for being unlikely; None where none are.
     """
 
     def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
         self.reads_prefix = len(processors) > 0
+        self.untruncated: Tensor | None = None
         self._processors, self._temperature = processors, temperature
+        truncating = [at for at, processor in enumerate(processors) if isinstance(processor, _TRUNCATING)]
+        self._first_truncating = truncating[0] if truncating else len(processors)
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """Return [R, V] processed scores.
@@ -109,14 +130,18 @@ class Sampler:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
         lists = [[*self.padding, *prefix] for prefix in prefixes()]
         out = torch.empty_like(logits)
+        if self._first_truncating < len(self._processors):
+            self.untruncated = torch.empty_like(logits)
         for length in sorted(set(map(len, lists))):
             rows = [row for row, tokens in enumerate(lists) if len(tokens) == length]
             ids = torch.tensor([lists[row] for row in rows], device=logits.device)
-            out[rows] = self._processed(ids, logits[rows])
+            out[rows] = self._processed(ids, logits[rows], rows)
         return out
 
-    def _processed(self, ids: Tensor, logits: Tensor) -> Tensor:
-        for processor in self._processors:
+    def _processed(self, ids: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        for at, processor in enumerate(self._processors):
+            if at == self._first_truncating and self.untruncated is not None:
+                self.untruncated[rows] = logits
             if hasattr(processor, "_prefix_allowed_tokens_fn"):  # it numbers the rows: each stands for the one text
                 logits = torch.cat([processor(i[None], row[None]) for i, row in zip(ids, logits, strict=True)])
             else:

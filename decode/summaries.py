@@ -44,6 +44,19 @@ def summarise(
     return summarise_arrays(plan, rows, drawn, temperature, shaped, noisy, ranked)
 
 
+def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> Array:
+    """Return [B] float64, the lead of each drawn token over the likeliest token that was left out; infinite where none was.
+
+    Args:
+        untruncated: [R, V] log-weights before tokens were left out for being unlikely.
+        sampled: [R, V] behind it, -inf where a token was left out.
+    """
+    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)
+    ids = torch.from_numpy(drawn.ids).to(sampled.device)
+    lead: Array = (untruncated[ids[:, 0], ids[:, 1]] - best[ids[:, 0]]).double().cpu().numpy()
+    return lead
+
+
 def _array(values: Tensor) -> Array:
     """Return a tensor as float32 numbers in one piece on the host; without a copy where it is that already."""
     if values.dtype is not torch.float32 or not values.is_contiguous() or values.requires_grad:
@@ -95,4 +108,6 @@ def on_device(
         best[:, : noisy.shape[1]] = parts[2].reshape(count, -1)
     logprob = parts[3].reshape(-1, 2).astype(np.float64)
     path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
-    return Summary(ranked, parts[1].reshape(count, 2).astype(np.float64), best, np.concatenate([logprob, path], 1))
+    lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
+    packed_numbers = np.concatenate([logprob, path, lead], 1)
+    return Summary(ranked, parts[1].reshape(count, 2).astype(np.float64), best, packed_numbers)

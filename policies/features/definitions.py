@@ -10,6 +10,10 @@
 Probability features read the raw logits at temperature 1, whatever the sampling temperature. Only `drawn_prob` reads the
 distribution that is sampled from, and the `noisy_*` features that distribution with the Gumbel noise added (at temperature
 0 there is no distribution to sample from: `drawn_prob` then reads temperature 1, the `noisy_*` the bare logits).
+
+A filter that leaves unlikely tokens out (top-k, a nucleus) leaves out others in the target's distribution than in the
+draft's. So a token that is left out still counts in a noisy margin, by its log-weight without noise: the target may keep it.
+(Without that a nucleus of one token is an infinite margin, which promises acceptance where there is none.)
 """
 
 from __future__ import annotations

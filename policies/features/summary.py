@@ -45,10 +45,13 @@ class Drawn:
         ids: [B, 6] int64 of each token: its row, its id, its parent's (-1 = unknown), its rank among its siblings, their
             number, its depth.
         parent_path: [B] float64 log-probability of the path to its parent, where a path is followed.
+        lead: [B] float64, how far its log-weight is ahead of that of the likeliest token which a filter (top-k, a nucleus)
+            left out; None = no filter.
     """
 
     ids: Array
     parent_path: Array | None = None
+    lead: Array | None = None
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int, int, int, int]], parent_path: Array | None = None) -> Drawn:
@@ -64,8 +67,8 @@ class Summary:
         top: [R, 10] float32, the largest raw logits in falling order, as many as are needed.
         stats: [R, 2] float64, log sum exp(logit - largest) and the entropy in nats.
         best: [R, m] float32, the noisy scores in falling order, the drawn ones first.
-        numbers: [B, 3] float64, the log-probability of each drawn token at temperature 1, that in the distribution which is
-            sampled from, and that of its path.
+        numbers: [B, 4] float64, the log-probability of each drawn token at temperature 1, that in the distribution which is
+            sampled from, that of its path, and `Drawn.lead`.
     """
 
     top: Array
@@ -142,7 +145,7 @@ def summarise(
         PolicyError: noisy scores are needed, and there are none.
     """
     count, ids = len(logits), drawn.ids
-    top, stats, numbers = np.empty((count, TOP), dtype=np.float32), np.empty((count, 2)), np.empty((len(ids), 3))
+    top, stats, numbers = np.empty((count, TOP), dtype=np.float32), np.empty((count, 2)), np.empty((len(ids), 4))
     ranks, most = plan.ranks, 0
     if plan.noisy and best is None:
         if scores is None:
@@ -155,6 +158,7 @@ def summarise(
     scale = 0.0
     if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
         scale = 1.0 if sampled is not None else 1.0 / temperature
+    numbers[:, 3] = np.inf if drawn.lead is None else drawn.lead
     path = np.zeros(len(ids)) if drawn.parent_path is None else drawn.parent_path
     if ranks or most or scale:
         kernels().read_rows(

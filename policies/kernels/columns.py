@@ -42,7 +42,8 @@ def write_columns(
         top, stats: [R, .] of the rows; see `rows.read_rows`.
         best: [R, m] noisy scores of the rows in falling order, the drawn ones first.
         ids: [B, 6] of each token: its row, its id, its parent's, its rank among its siblings, their number, its depth.
-        numbers: [B, 3]: its log-probability, the one in the distribution that is sampled from, that of its path.
+        numbers: [B, 4]: its log-probability, the one in the distribution that is sampled from, that of its path, and how far
+            it is ahead of the tokens that a filter left out.
         temperature: of the sampling.
         out: [B, .].
     """
@@ -68,9 +69,11 @@ def write_columns(
             elif code == _NOISY_SCORE:
                 value = np.float64(best[r, rank])
             elif code == _NOISY_MARGIN:  # to the best token that was not drawn
-                value = _bounded(np.float64(best[r, rank]) - np.float64(best[r, min(ids[b, 4], last)]))
+                ahead = np.float64(best[r, rank]) - np.float64(best[r, min(ids[b, 4], last)])
+                value = _bounded(min(ahead, numbers[b, 3]))
             elif code == _NOISY_LEAD:  # to the best other token, a sibling or not
-                value = _bounded(np.float64(best[r, rank]) - np.float64(best[r, 0 if rank > 0 else 1]))
+                ahead = np.float64(best[r, rank]) - np.float64(best[r, 0 if rank > 0 else 1])
+                value = _bounded(min(ahead, numbers[b, 3]))
             elif code == _TOKEN:
                 value = np.float64(ids[b, 1])
             elif code == _PARENT:
