@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .entries import Entries, check_number
 from .errors import InputError
@@ -24,6 +22,8 @@ from .latency.estimate import DECISIONS, VERIFY, Estimate, check, decisions, est
 from .latency.measurements import Measurements
 from .latency.noise import Noise, judge
 from .strict import check_values
+
+Array = np.ndarray[Any, Any]
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
@@ -55,9 +55,10 @@ class Price:
     each: float = 0.0
     opening: float = 0.0
 
-    def of(self, decisions: Tensor) -> Tensor:
+    def of(self, decisions: Array) -> Array:
         """Return [S] float64 seconds of rounds in which the policy was asked so often."""
-        return self.each * decisions.double() + self.opening * (decisions > 0).double()
+        asked = np.asarray(decisions, dtype=np.float64)
+        return self.each * asked + self.opening * (asked > 0)
 
     def times(self, factor: float) -> Price:
         """Return the price of decisions that cost `factor` as much."""
@@ -119,6 +120,28 @@ def _between(points: Sequence[tuple[int, float]], at: Sequence[int]) -> tuple[fl
     places = np.asarray(at, dtype=np.float64)
     inside = np.interp(places, x, y) + rise * np.maximum(places - x[-1], 0.0)
     return tuple(inside.tolist())
+
+
+class _Costs:
+    """The costs of chains as arrays, a row for each of the two contexts.
+
+    Attributes:
+        first: [2, 1] seconds of the first draft step with one token to read.
+        more, token: [2, 1] what the second token to read adds, and each further one.
+        second, later: [2, 1] of the second draft step, and of each one after it.
+        verify: [2, K + 1].
+    """
+
+    def __init__(self, low: CostTable, high: CostTable) -> None:
+        def both(of: Callable[[CostTable], float]) -> Array:
+            return np.array([[of(low)], [of(high)]])
+
+        self.first = both(lambda table: table.draft_s[0])
+        self.more = both(lambda table: table.draft_s[1] - table.draft_s[0])
+        self.token = both(lambda table: table.draft_token_s)
+        self.second = both(lambda table: table.later_s if table.second_draft_s is None else table.second_draft_s)
+        self.later = both(lambda table: table.later_s)
+        self.verify = np.array([low.verify_s, high.verify_s])
 
 
 @dataclass(frozen=True)
@@ -277,79 +300,80 @@ class Profile:
 
     def round_seconds(
         self,
-        context: Tensor,
-        drafted: Tensor,
-        verified: Tensor,
-        backlog: Tensor,
-        decisions: Tensor,
+        context: Array,
+        drafted: Array,
+        verified: Array,
+        backlog: Array,
+        decisions: Array,
         decision: float | Price,
-        fed: Tensor | None = None,
-    ) -> Tensor:
+        fed: Array | None = None,
+    ) -> Array:
         """Return [S] float64 seconds of rounds.
 
         Args:
             context: [S] tokens committed before the round.
-            drafted, verified: [S] tokens drawn, tokens sent to the target.
+            drafted, verified: [S] int64, tokens drawn, tokens sent to the target.
             backlog: [S] committed tokens that the draft has not read yet.
             decisions: [S] times the policy was asked.
             decision: of the policy.
-            fed: [S, K] of trees: how many tokens the draft read at each of its steps; None = chains, one a step.
+            fed: [S, K] int64, of trees: how many tokens the draft read at each of its steps; None = chains, one a step.
         """
         decided = Price.read(decision).of(decisions)
         if fed is not None:
-            low, high = (self._tree_calls(side, verified, backlog, fed) for side in (self.low, self.high))
             per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
-            outside = per_round + per_step * (fed > 0).sum(1).double() + per_token * drafted.double()
-            return self._at(context, low, high) + outside + decided
-        verified = torch.tensor(self.padded(), device=verified.device)[verified]
-        low = self._calls(self.low, drafted, verified, backlog)
-        high = self._calls(self.high, drafted, verified, backlog)
-        return self._at(context, low, high) + self.round_s + self.step_s * drafted.double() + decided
+            outside = per_round + per_step * (fed > 0).sum(1) + per_token * drafted
+            return self._at(context, self._tree_calls(verified, backlog, fed)) + outside + decided
+        calls = self._calls(drafted, self._padded[verified], backlog)
+        return self._at(context, calls) + self.round_s + self.step_s * drafted + decided
 
-    def _at(self, context: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        """Return the seconds of model calls at `context`, given those at the two contexts measured."""
+    def _at(self, context: Array, calls: Array) -> Array:
+        """Return [S] seconds of model calls at `context`, given those at the two contexts measured [2, S]."""
+        low, high = calls
         span = self.high.context - self.low.context
-        weight = (context.double() - self.low.context) / span if span else torch.zeros_like(low)
-        return (low + (high - low) * weight).clamp_min(0.25 * torch.minimum(low, high))
+        weight = (context - self.low.context) / span if span else 0.0
+        return np.maximum(low + (high - low) * weight, 0.25 * np.minimum(low, high))
 
-    @staticmethod
-    def _first_step(table: CostTable, backlog: Tensor) -> Tensor:
-        one, two = table.draft_s
-        backlog = backlog.double()
-        return one + (two - one) * (backlog > 1).double() + (backlog - 2).clamp_min(0) * table.draft_token_s
+    def _first_step(self, backlog: Array) -> Array:
+        """Return [2, S] seconds of the first draft step of a round, at the two contexts."""
+        costs = self._costs
+        return costs.first + costs.more * (backlog > 1) + np.maximum(backlog - 2, 0) * costs.token
 
-    def _tree_calls(self, table: CostTable, verified: Tensor, backlog: Tensor, fed: Tensor) -> Tensor:
-        most = [int(counts.max()) if counts.numel() else 0 for counts in (fed, verified)]
-        draft, verify = (
-            torch.tensor(seconds, dtype=torch.float64, device=fed.device)
-            for seconds in (table.tree_draft(most[0]), table.tree_verify(most[1]))
-        )
-        first = self._first_step(table, backlog) * (fed[:, 0] > 0)
-        return first + draft[fed[:, 1:]].sum(1) + verify[verified]
+    def _tree_calls(self, verified: Array, backlog: Array, fed: Array) -> Array:
+        """Return [2, S] seconds of the model calls of trees, at the two contexts."""
+        rows, sent = int(fed.max(initial=0)), int(verified.max(initial=0))
+        draft = np.array([side.tree_draft(rows) for side in (self.low, self.high)])
+        verify = np.array([side.tree_verify(sent) for side in (self.low, self.high)])
+        first = self._first_step(backlog) * (fed[:, 0] > 0)
+        return first + draft[:, fed[:, 1:]].sum(-1) + verify[:, verified]
 
-    @classmethod
-    def _calls(cls, table: CostTable, drafted: Tensor, verified: Tensor, backlog: Tensor) -> Tensor:
-        verify = torch.tensor(table.verify_s, dtype=torch.float64, device=drafted.device)
-        first, drafted = cls._first_step(table, backlog), drafted.double()
-        later = table.later_s
-        second = later if table.second_draft_s is None else table.second_draft_s
-        drafts = first + second * (drafted > 1).double() + later * (drafted - 2).clamp_min(0)
-        return drafts * (drafted > 0) + verify[verified]
+    def _calls(self, drafted: Array, verified: Array, backlog: Array) -> Array:
+        """Return [2, S] seconds of the model calls of chains, at the two contexts."""
+        costs = self._costs
+        drafts = self._first_step(backlog) + costs.second * (drafted > 1) + costs.later * np.maximum(drafted - 2, 0)
+        return drafts * (drafted > 0) + costs.verify[:, verified]
 
-    def chain_costs(self, context: float, decision: float | Price, first: int = 0, depth: int | None = None) -> Tensor:
+    @cached_property
+    def _padded(self) -> Array:
+        return np.array(self.padded(), dtype=np.int64)
+
+    @cached_property
+    def _costs(self) -> _Costs:
+        return _Costs(self.low, self.high)
+
+    def chain_costs(self, context: float, decision: float | Price, first: int = 0, depth: int | None = None) -> Array:
         """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
 
         A policy that is asked from depth `first` on decides k - first + 1 times, but not at depth K.
         """
         depth = self.max_depth if depth is None else depth
-        k = torch.arange(depth + 1)
-        asked = (torch.minimum(k, torch.tensor(depth - 1)) - first + 1).clamp_min(0)
-        one = torch.ones_like(k)
+        k = np.arange(depth + 1)
+        asked = np.maximum(np.minimum(k, depth - 1) - first + 1, 0)
+        one = np.ones_like(k)
         return self.round_seconds(one * context, k, k, one, asked, decision)
 
-    def prefill_seconds(self, length: Tensor) -> Tensor:
+    def prefill_seconds(self, length: Array) -> Array:
         """Return [S] float64 seconds to read prompts of `length` [S] tokens with the target."""
-        return self.prefill_s[0] + self.prefill_s[1] * length.double()
+        return self.prefill_s[0] + self.prefill_s[1] * np.asarray(length, dtype=np.float64)
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, each series of its measurements on a line of its own."""

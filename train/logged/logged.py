@@ -15,22 +15,18 @@ logging policy goes at least as deep by itself, else eps. Assumed are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_keep, checked_observe
+from ...policies.contract import RoundOutcome, StopPolicy, checked_keep
 from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ..traces.data import TraceArrays
-from ..traces.walk import Walk
+from ..traces.rounds import recorded_anchors
+from ..traces.walk import Array, Walk
 
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")
 """What `shown_rounds` wants of `trace_arrays` as `extra`."""
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -70,40 +66,38 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         TraceError: the trace is dense or of trees, or the policy reads what it does not hold.
     """
     check_logged(arrays, policy)
-    walk = Walk(arrays, policy, profile, torch.arange(arrays.sequences)[:, None])
-    trace = _Recorded(arrays)
-    out = torch.zeros(5, len(arrays.accepted), dtype=torch.float64)
-    for turn in range(int(arrays.rows.max())):
-        row = arrays.offset + torch.minimum(torch.tensor(turn), arrays.rows - 1)
-        active = turn < arrays.rows
+    walk = Walk(arrays, policy, profile, np.arange(arrays.sequences)[:, None])
+    trace, cut = _Recorded(arrays), arrays.cut.numpy()
+    offset, rows = arrays.offset.numpy(), arrays.rows.numpy()
+    out = np.zeros((5, len(cut)))
+    for turn in range(int(rows.max())):
+        row = offset + np.minimum(turn, rows - 1)
+        active = turn < rows
         walk.active, walk.anchor, walk.backlog = active, trace.anchors[row], trace.backlog[row]
         drafted, verified, decisions, unseen = _draft(walk, trace, row, trace.explored[row] & recorded)
         tokens = trace.tokens(row, verified)
-        context = arrays.prompt_tokens + walk.anchor
-        seconds = profile.round_seconds(context, drafted, verified, walk.backlog, decisions, walk.price)
+        seconds = profile.round_seconds(walk.context(), drafted, verified, walk.backlog, decisions, walk.price)
         own = ~unseen & (not recorded)
-        sent = torch.where(own, verified, trace.sent[row])
-        accepted = torch.minimum(arrays.accepted[row], sent)
-        heard = torch.zeros_like(seconds) if recorded else seconds
-        drew = torch.where(own, drafted, trace.drawn[row])
-        walk.history = walk.history.after(accepted, sent, active & ~arrays.cut[row])
-        line = torch.stack([v.double() for v in (~unseen, drafted, verified, tokens * ~unseen, seconds * ~unseen)])
+        sent = np.where(own, verified, trace.sent[row])
+        accepted = np.minimum(walk.accepted[row], sent)
+        heard = np.zeros_like(seconds) if recorded else seconds
+        drew = np.where(own, drafted, trace.drawn[row])
+        walk.history = walk.history.after(accepted, sent, active & ~cut[row])
+        line = np.stack([~unseen, drafted, verified, tokens * ~unseen, seconds * ~unseen])
         out[:, row[active]] = line[:, active]
-        walk.state = checked_observe(
-            policy, RoundOutcome(active, drew, sent, accepted, arrays.cut[row], heard), walk.state
-        )
-    seen, drafted, verified, tokens, seconds = out.numpy()
+        walk.observe(RoundOutcome(active, drew, sent, accepted, cut[row], heard))
+    seen, drafted, verified, tokens, seconds = out
     return Shown(seen > 0, drafted.astype(np.int64), verified.astype(np.int64), tokens, seconds)
 
 
 def recorded_rounds(arrays: TraceArrays, profile: Profile) -> tuple[Array, Array]:
     """Return [N] tokens and [N] modelled seconds of the rounds as they were recorded; arguments as of `shown_rounds`."""
-    trace, row = _Recorded(arrays), torch.arange(len(arrays.accepted))
-    prompt = torch.repeat_interleave(arrays.prompt_tokens, arrays.rows)
+    trace, row = _Recorded(arrays), np.arange(len(arrays.accepted))
+    context = np.repeat(arrays.prompt_tokens.numpy(), arrays.rows.numpy()) + trace.anchors
     price = profile.decision(arrays.header.policy.partition(":")[0])
-    decisions = arrays.extra["decisions"].long()
-    seconds = profile.round_seconds(prompt + trace.anchors, trace.drawn, trace.sent, trace.backlog, decisions, price)
-    return trace.tokens(row, trace.sent).numpy(), seconds.numpy()
+    decisions = arrays.extra["decisions"].numpy()
+    seconds = profile.round_seconds(context, trace.drawn, trace.sent, trace.backlog, decisions, price)
+    return trace.tokens(row, trace.sent), seconds
 
 
 def check_logged(arrays: TraceArrays, policy: StopPolicy) -> None:
@@ -117,7 +111,7 @@ def check_logged(arrays: TraceArrays, policy: StopPolicy) -> None:
         raise TraceError("the trace is vLLM's, whose lengths no coin has chosen: nothing can be estimated of others")
     if not arrays.tree.is_chain:
         raise TraceError("off-policy estimates are of chains; collect live traces without --tree")
-    if policy.vectors or policy.reads_clock:
+    if policy.hidden or policy.reads_clock:
         raise TraceError(f"{policy.name} reads hidden states or the clock, which this trace does not hold")
     if type(policy).select is not StopPolicy.select:
         raise TraceError(f"{policy.name} selects among drawn tokens; estimates are of policies that stop or trim")
@@ -129,71 +123,66 @@ class _Recorded:
     def __init__(self, arrays: TraceArrays) -> None:
         assert arrays.drawn is not None
         depth, header = arrays.depth, arrays.header
-        drawn = arrays.drawn
-        self.drawn, self.sent = drawn.sum(1), arrays.extra["sent"].bool().sum(1)
-        self.backlog, self.explored = arrays.extra["backlog"].long(), arrays.extra["explored"].bool()
-        ends = arrays.ends & drawn  # tokens that were not drawn are zeros, which may be an id that ends texts
-        self.first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, depth + 1)
-        self.anchors = _following(arrays) if arrays.anchors is None else arrays.anchors
+        drawn = arrays.drawn.numpy()
+        self.drawn, self.sent = drawn.sum(1), arrays.extra["sent"].numpy().astype(bool).sum(1)
+        self.backlog = arrays.extra["backlog"].numpy().astype(np.int64)
+        self.explored = arrays.extra["explored"].numpy().astype(bool)
+        ends = arrays.ends.numpy() & drawn  # tokens that were not drawn are zeros, which may be an id that ends texts
+        self.first_end = np.where(ends.any(1), ends.argmax(1) + 1, depth + 1)
+        self.anchors = recorded_anchors(arrays)
         self._soft = header.verification.startswith(("rejection", "block")) and header.texts == "target"
-        self._survival = _survival(arrays) if self._soft else torch.zeros(0)
-        self._accepted, self._node = arrays.accepted, torch.arange(depth)
+        self._survival = _survival(arrays) if self._soft else np.zeros((0, depth))
+        self._accepted, self._node = arrays.accepted.numpy(), np.arange(depth)
 
-    def tokens(self, row: Tensor, verified: Tensor) -> Tensor:
+    def tokens(self, row: Array, verified: Array) -> Array:
         """Return [R] tokens committed when so many are verified: in expectation, or as drawn."""
         ends = verified == self.first_end[row]  # an accepted end of text is followed by no token of the target's
         if self._soft:
             survival = self._survival[row]
-            last = survival.gather(1, (verified - 1).clamp_min(0)[:, None])[:, 0]
+            last = np.take_along_axis(survival, np.maximum(verified - 1, 0)[:, None], 1)[:, 0]
             return (survival * (self._node < verified[:, None])).sum(1) + 1.0 - last * ends
-        accepted = torch.minimum(self._accepted[row], verified)
-        return accepted.double() + 1.0 - (ends & (accepted == verified)).double()
+        accepted = np.minimum(self._accepted[row], verified)
+        return accepted + 1.0 - (ends & (accepted == verified))
 
 
-def _survival(arrays: TraceArrays) -> Tensor:
+def _survival(arrays: TraceArrays) -> Array:
     """Return [N, K] P(A >= j | x_1..x_j): the product of min(1, p / q), or of block verification min(1, w p / q)."""
-    q, p = arrays.extra["draft_prob"].double(), arrays.extra["target_prob"].double()
-    ratio = torch.where(q > 0, p / q.clamp_min(1e-300), 0.0)
+    q, p = (arrays.extra[name].numpy().astype(np.float64) for name in ("draft_prob", "target_prob"))
+    ratio = np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
     if not arrays.header.verification.startswith("block"):
-        return ratio.clamp_max(1.0).cumprod(1)
-    weight, out = torch.ones(len(q), dtype=torch.float64), []
-    for column in ratio.unbind(1):
-        weight = (weight * column).clamp_max(1.0)
-        out.append(weight)
-    return torch.stack(out, 1)
+        return np.minimum(ratio, 1.0).cumprod(1)
+    weight, out = np.ones(len(q)), np.empty_like(ratio)
+    for at in range(ratio.shape[1]):
+        weight = np.minimum(weight * ratio[:, at], 1.0)
+        out[:, at] = weight
+    return out
 
 
-def _following(arrays: TraceArrays) -> Tensor:
-    return torch.cat([torch.arange(int(n)) + f for n, f in zip(arrays.rows, arrays.first_anchor, strict=True)])
-
-
-def _draft(walk: Walk, trace: _Recorded, row: Tensor, overruled: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _draft(walk: Walk, trace: _Recorded, row: Array, overruled: Array) -> tuple[Array, Array, Array, Array]:
     """Ask the policy along what was drawn; return [R] drafted, verified, decisions, and whether it wants more than that.
 
     Where the recorded run `overruled` it [R], the policy was asked on after it had stopped, and its state with it.
     """
     policy, drawn = walk.policy, trace.drawn[row]
     depth = min(walk.arrays.depth, policy.max_depth)
-    bound = torch.minimum(walk.allowed().clamp(max=depth), trace.first_end[row])
+    bound = np.minimum(np.minimum(walk.allowed(), depth), trace.first_end[row])
     base = walk.base(row)
-    nodes = walk.node_columns[row.numpy()]
-    drafting, parent = walk.active, torch.zeros(len(row), 1, dtype=torch.int64)
-    drafted, dropped, decisions = (torch.zeros_like(row) for _ in range(3))
-    unseen = torch.zeros_like(drafting)
+    drafting = walk.active
+    drafted, dropped, decisions = np.zeros((3, len(row)), dtype=np.int64)
+    unseen = np.zeros(len(row), dtype=bool)
     for j in range(depth):
         drafting = drafting & (bound > j)
         asked = drafting | (overruled & walk.active & (bound > j))
-        if not bool(asked.any()):
+        if not asked.any():
             break
         if j >= policy.first:
-            seen = walk.layout.step(base, nodes[:, j - 1]) if j else base
-            features = torch.from_numpy(seen * asked.numpy()[:, None])
-            step = DraftStep(j, asked[:, None].clone(), parent, features[:, None])
+            step = walk.step(row, base, j, asked[:, None], np.array([j - 1]) if j else None)
             keep, walk.state = checked_keep(policy, step, walk.state)
             decisions += drafting
+            kept = drafting & keep[:, 0]
             if policy.trims and j > 0:
-                dropped += drafting & ~keep[:, 0]
-            drafting = drafting & keep[:, 0]
+                dropped += drafting & ~kept
+            drafting = kept
         unseen |= drafting & (drawn <= j)
         drafting = drafting & ~unseen
         drafted += drafting

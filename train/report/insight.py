@@ -15,6 +15,7 @@ import torch
 from ...policies.costs import Profile
 from ..traces.data import TraceArrays
 from ..traces.metered import Played, scaled
+from ..traces.seconds import prompt_seconds
 from ..traces.verdicts import Verdicts
 from .intervals import Resamples
 from .pricing import Change, Draws, Priced
@@ -177,7 +178,7 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     outside = float(rounds.seconds(scaled(profile, 0.0, 0.0, 0.0)).sum())
     verify = float(rounds.seconds(scaled(profile, draft=0.0, decision=0.0)).sum()) - outside
     every = float(rounds.seconds(profile).sum())
-    prompt = float(profile.prefill_seconds(arrays.prompt_tokens).sum())
+    prompt = float(prompt_seconds(profile, arrays.prompt_tokens).sum())
     parts = (every - decided - outside - verify, verify, decided, outside, prompt)
     scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
     draft, verify, decided, outside, prompt = (scale * part for part in parts)

@@ -19,6 +19,7 @@ from ..traces.data import TraceArrays, seen_features
 from ..traces.drafting import TreeShape
 from ..traces.metered import Rounds
 from ..traces.replay import Replayed
+from ..traces.walk import Array
 
 MOST_ROUNDS = 20_000
 _DRAWS = 20
@@ -70,7 +71,7 @@ class Reliability:
 
 
 def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: Tensor) -> Tensor:
-    """Return [R, N] float32, S of every node as the policy computes it while it drafts; NaN where it is not asked.
+    """Return [R, N] float64, S of every node as the policy computes it while it drafts; NaN where it is not asked.
 
     Args:
         policy: asked, with every branch alive.
@@ -78,32 +79,36 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
         row: [R] of the anchors.
         history: [R, 4] when the rounds began.
     """
-    seen = seen_features(arrays, policy.features, row, history)
-    shape = TreeShape(arrays.tree.limited(policy.max_depth))
-    out = torch.full((len(row), arrays.tree.nodes), torch.nan)
-    state = policy.start(len(row), torch.zeros(len(row), dtype=torch.int64))
+    seen = seen_features(arrays, policy.features, row, history).numpy()
+    shape, streams = TreeShape(arrays.tree.limited(policy.max_depth)), len(row)
+    out = np.full((streams, arrays.tree.nodes), np.nan)
+    state = policy.start(streams, np.zeros(streams, dtype=np.int64))
     for depth in range(policy.first, shape.tree.deepest + 1):
         level = shape.levels[depth]
-        alive = torch.ones(len(row), len(level), dtype=torch.bool)
-        vectors = _vectors(policy, arrays, row, level if depth else None)
-        parent = shape.among[depth].expand(len(row), -1) if depth else torch.zeros(len(row), 1, dtype=torch.int64)
-        step = DraftStep(depth, alive, parent, seen[:, level + 1], vectors)
+        step = DraftStep(
+            depth,
+            np.ones((streams, len(level)), dtype=bool),
+            np.tile(shape.among[depth], (streams, 1)),
+            np.ascontiguousarray(seen[:, level + 1]),
+            _hidden(policy, arrays, row, level if depth else None),
+            np.arange(streams),
+        )
         _, state = policy.keep(step, state)
         if depth:
-            out[:, level] = state.float()
-    return out
+            out[:, level] = state
+    return torch.from_numpy(out)
 
 
-def _vectors(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, nodes: Tensor | None) -> dict[str, Tensor]:
+def _hidden(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, nodes: Array | None) -> dict[str, Array]:
     """Return the hidden states that the policy reads at nodes [B] of rows [R], each [R, B, H]; 0 before any node."""
     out = {}
-    for name in policy.vectors:
+    for name in policy.hidden:
         stored, width = arrays.vector(name), 1 if nodes is None else len(nodes)
         full = torch.zeros(len(row), width, stored.width)
         if nodes is not None or not stored.of_nodes:
-            where = None if nodes is None else nodes.repeat(len(row))
+            where = None if nodes is None else torch.from_numpy(nodes).repeat(len(row))
             full = stored.at(row.repeat_interleave(width), where).float().view_as(full)
-        out[name] = full
+        out[name] = full.numpy()
     return out
 
 
@@ -129,7 +134,7 @@ def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, resu
         known = torch.ones(len(row), len(level), dtype=torch.bool)
         if start > 1:  # S begins at `start`: given that what is above it was accepted
             known = path[:, torch.tensor([_ancestor(tree.parent, int(n) + 1, depth - start + 1) - 1 for n in level])]
-        guess = predicted[:, level][known].double().numpy()
+        guess = predicted[:, level][known].numpy()
         if len(guess):
             depths.append(_at_depth(depth, guess, path[:, level][known].numpy(), seed))
     total = sum(d.all.count for d in depths) or 1
@@ -143,17 +148,16 @@ def _ancestor(parent: tuple[int, ...], node: int, up: int) -> int:
     return node
 
 
-def _at_depth(depth: int, guess: np.ndarray, accepted: np.ndarray, seed: int) -> Depth:
+def _at_depth(depth: int, guess: Array, accepted: Array, seed: int) -> Depth:
     order = np.argsort(guess, kind="stable")
     guess, accepted = guess[order], accepted[order]
-    predicted, labels = torch.from_numpy(guess), torch.from_numpy(accepted)
-    perfect = perfect_error(predicted, seed, BINS, _DRAWS)[0]
+    perfect = perfect_error(guess, seed, BINS, _DRAWS)[0]
     parts = (np.array_split(side, min(BINS, len(guess))) for side in (guess, accepted))
     bins = tuple(_bin(*both) for both in zip(*parts, strict=True))
-    return Depth(depth, _bin(guess, accepted), calibration_error(predicted, labels, BINS), perfect, bins)
+    return Depth(depth, _bin(guess, accepted), calibration_error(guess, accepted, BINS), perfect, bins)
 
 
-def _bin(guess: np.ndarray, accepted: np.ndarray) -> Bin:
+def _bin(guess: Array, accepted: Array) -> Bin:
     """Return a bin with Wilson's interval of its share."""
     count, share = len(guess), float(accepted.mean())
     centre = (share + _Z**2 / (2 * count)) / (1 + _Z**2 / count)

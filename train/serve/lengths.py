@@ -15,6 +15,7 @@ from torch import Tensor
 from ...policies.costs import Profile
 from ..traces.data import TraceArrays
 from ..traces.metered import Rounds
+from ..traces.seconds import prompt_seconds, round_seconds
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Walked:
 
     def seconds(self, profile: Profile) -> Tensor:
         """Return [C, S] float64 seconds, reading each text's prompt included, decisions left out."""
-        return self.of_rounds(profile)[1] + profile.prefill_seconds(self.arrays.prompt_tokens)
+        return self.of_rounds(profile)[1] + prompt_seconds(profile, self.arrays.prompt_tokens)
 
     def rounds(self, run: int) -> Rounds:
         """Return the rounds of a run; its decisions are nobody's."""
@@ -64,8 +65,7 @@ class Walked:
 
     def of_rounds(self, profile: Profile) -> tuple[Tensor, Tensor]:
         """Return [C, S] committed tokens and [C, S] float64 seconds of the rounds alone."""
-        nothing = torch.zeros_like(self.drafted)
-        spent = profile.round_seconds(self.context, self.drafted, self.verified, self.backlog, nothing, 0.0)
+        spent = round_seconds(profile, self.context, self.drafted, self.verified, self.backlog)
         bins = self.run * self.arrays.sequences + self.sequence
         sums = torch.zeros(2, self.runs * self.arrays.sequences, dtype=torch.float64)
         sums.index_add_(1, bins, torch.stack([self.committed.double(), spent]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...policies.costs import Profile
 from .data import TraceArrays
+from .seconds import prompt_seconds, round_seconds
 
 SAME_S = 1e-12
 """Seconds below which two plans are equally good: sums of the same numbers in another order."""
@@ -53,7 +54,7 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
     for t in range(longest - 1, -1, -1):
         row = torch.minimum(arrays.offset + t, arrays.offset + arrays.rows - 1)
         context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options)
-        cost = cheap.round_seconds(context, k.flatten(), sent, one, 0 * one, 0.0, fed).view(streams, -1)
+        cost = round_seconds(cheap, context, k.flatten(), sent, one, fed=fed).view(streams, -1)
         if fed is None:
             cost = cost.flip(1).cummin(1).values.flip(1)
         reached = t + torch.minimum(arrays.accepted[row][:, None], k) + 1
@@ -62,7 +63,7 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
         first = (total <= least[:, None] + SAME_S).int().argmax(1)
         value[:, t] = torch.where(t < length, least, 0.0)
         chosen[:, t] = torch.where(t < length, steps[first], 0)
-    return Ideal(value, chosen, value[:, 0] + profile.prefill_seconds(arrays.prompt_tokens), cheap)
+    return Ideal(value, chosen, value[:, 0] + prompt_seconds(profile, arrays.prompt_tokens), cheap)
 
 
 def oracle_seconds(arrays: TraceArrays, profile: Profile) -> Tensor:

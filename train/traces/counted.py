@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ...policies.costs import Profile
 
+Array = np.ndarray[Any, Any]
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 LONG = 2
@@ -27,10 +26,10 @@ class Kinds:
         fed: [C, K] of trees, tokens read at each draft step; None for chains.
     """
 
-    drafted: Tensor
-    verified: Tensor
-    backlog: Tensor
-    fed: Tensor | None
+    drafted: Array
+    verified: Array
+    backlog: Array
+    fed: Array | None
 
     def seconds(self, profile: Profile, counts: Values) -> Values:
         """Return [R, C] seconds of model calls and of what is outside of them, decisions left out.
@@ -44,17 +43,17 @@ class Kinds:
             counts: [R, 2, C] rounds of each kind, and the sums of their contexts.
         """
         rows, kinds = len(counts), len(self.drafted)
-        rounds, context = (torch.from_numpy(counts[:, at].copy()) for at in range(2))
+        rounds, context = counts[:, 0], counts[:, 1]
         each = profile.round_seconds(
-            torch.where(rounds == 0, 0.0, context / rounds).flatten(),
-            self.drafted.repeat(rows),
-            self.verified.repeat(rows),
-            self.backlog.repeat(rows),
-            torch.zeros(rows * kinds, dtype=torch.int64),
+            np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0).ravel(),
+            np.tile(self.drafted, rows),
+            np.tile(self.verified, rows),
+            np.tile(self.backlog, rows),
+            np.zeros(rows * kinds, dtype=np.int64),
             0.0,
-            None if self.fed is None else self.fed.repeat(rows, 1),
+            None if self.fed is None else np.tile(self.fed, (rows, 1)),
         )
-        spent: Values = (each.view(rows, kinds) * rounds).numpy()
+        spent: Values = each.reshape(rows, kinds) * rounds
         return spent
 
 
@@ -75,13 +74,13 @@ class Counted:
 
 def count_rounds(
     sequences: int,
-    sequence: Tensor,
-    context: Tensor,
-    drafted: Tensor,
-    verified: Tensor,
-    backlog: Tensor,
-    decisions: Tensor,
-    fed: Tensor | None = None,
+    sequence: Array,
+    context: Array,
+    drafted: Array,
+    verified: Array,
+    backlog: Array,
+    decisions: Array,
+    fed: Array | None = None,
 ) -> Counted:
     """Count rounds by kind.
 
@@ -93,31 +92,32 @@ def count_rounds(
         sequence: [R] whose round it was.
         context, drafted, verified, backlog, decisions, fed: [R], as of `Profile.round_seconds`.
     """
-    beyond = (backlog - LONG).clamp_min(0) * (drafted > 0)  # nothing is read where nothing is drafted
-    short = torch.where(drafted > 0, backlog.clamp_max(LONG), 1)
-    columns = [drafted[:, None], verified[:, None], short[:, None], *([] if fed is None else [fed])]
-    found, kind = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)
-    one_more = torch.zeros(2, found.shape[1], dtype=torch.int64)
-    one_more[:, 0], one_more[:, 2], one_more[:, 3:4] = 1, torch.tensor([LONG + 1, LONG]), 1
-    found = torch.cat([found, one_more])
-    sums = torch.zeros(2, sequences, len(found), dtype=torch.float64)
-    for at, value in enumerate((torch.ones_like(context), context)):
-        sums[at].index_put_((sequence, kind), value.double(), accumulate=True)
-        extra = torch.zeros(sequences, dtype=torch.float64).index_add_(0, sequence, (value * beyond).double())
+    beyond = np.maximum(backlog - LONG, 0) * (drafted > 0)  # nothing is read where nothing is drafted
+    short = np.where(drafted > 0, np.minimum(backlog, LONG), 1)
+    columns = np.column_stack([drafted, verified, short, *([] if fed is None else [fed])])
+    found, kind = np.unique(columns, axis=0, return_inverse=True)
+    one_more = np.zeros((2, found.shape[1]), dtype=np.int64)
+    one_more[:, 0], one_more[:, 2], one_more[:, 3:4] = 1, [LONG + 1, LONG], 1
+    found = np.concatenate([found, one_more])
+    sums = np.zeros((2, sequences, len(found)))
+    for at, value in enumerate((np.ones_like(context), context)):
+        np.add.at(sums[at], (sequence, kind.ravel()), value)
+        extra = np.bincount(sequence, value * beyond, sequences)
         sums[at, :, -2], sums[at, :, -1] = extra, -extra
-    asked = torch.zeros(2, sequences, dtype=torch.float64)
-    asked.index_add_(1, sequence, torch.stack([decisions, (decisions > 0).long()]).double())
+    asked = np.stack([np.bincount(sequence, times, sequences) for times in (decisions, decisions > 0)], 1)
     kinds = Kinds(found[:, 0], found[:, 1], found[:, 2], None if fed is None else found[:, 3:])
-    return Counted(kinds, sums.transpose(0, 1).numpy(), asked.T.numpy())
+    return Counted(kinds, sums.transpose(1, 0, 2), asked)
 
 
 def joined(kinds: Sequence[Kinds]) -> tuple[Kinds, list[int]]:
     """Return the kinds of several replays, all of chains or all of trees, after each other, and where those of each begin."""
     feeds = [one.fed for one in kinds if one.fed is not None]
     deepest = max((fed.shape[1] for fed in feeds), default=0)
-    wide = [torch.nn.functional.pad(fed, (0, deepest - fed.shape[1])) for fed in feeds]
+    wide = [np.pad(fed, ((0, 0), (0, deepest - fed.shape[1]))) for fed in feeds]
     begins = np.cumsum([0, *(len(one.drafted) for one in kinds[:-1])]).tolist()
-    drafted, verified, backlog = (
-        torch.cat([getattr(one, name) for one in kinds]) for name in ("drafted", "verified", "backlog")
-    )
-    return Kinds(drafted, verified, backlog, torch.cat(wide) if wide else None), begins
+    return Kinds(
+        np.concatenate([one.drafted for one in kinds]),
+        np.concatenate([one.verified for one in kinds]),
+        np.concatenate([one.backlog for one in kinds]),
+        np.concatenate(wide) if wide else None,
+    ), begins

@@ -22,6 +22,8 @@ from ...policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ...policies.history import HISTORY_FEATURES
 from .vectors import StoredVectors
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True)
 class TraceArrays:
@@ -116,20 +118,21 @@ class TraceArrays:
             side_by_side(node) if node else torch.zeros(rows, nodes, 0),
         )
 
-    def find(self, sequence: Tensor, anchor: Tensor) -> Tensor:
-        """Return the rows of these anchors; -1 where the trace has none."""
+    def find(self, sequence: Array, anchor: Array) -> Array:
+        """Return [R] the rows of these anchors [R] of sequences [R], all int64 arrays; -1 where the trace has none."""
+        offset, rows = self.offset.numpy(), self.rows.numpy()
         if self.anchors is None:
-            at = anchor - self.first_anchor[sequence]
-            inside = (at >= 0) & (at < self.rows[sequence])
-            return torch.where(inside, self.offset[sequence] + at, -1)
+            at = anchor - self.first_anchor.numpy()[sequence]
+            inside = (at >= 0) & (at < rows[sequence])
+            return np.where(inside, offset[sequence] + at, -1)
         wanted = sequence * _FAR + anchor
-        at = torch.searchsorted(self._known, wanted).clamp_max(len(self._known) - 1)
-        return torch.where(self._known[at] == wanted, at, -1)
+        at = np.minimum(np.searchsorted(self._known, wanted), len(self._known) - 1)
+        return np.where(self._known[at] == wanted, at, -1)
 
     @cached_property
-    def _known(self) -> Tensor:
+    def _known(self) -> Array:
         assert self.anchors is not None
-        return torch.repeat_interleave(torch.arange(self.sequences), self.rows) * _FAR + self.anchors
+        return np.repeat(np.arange(self.sequences), self.rows.numpy()) * _FAR + self.anchors.numpy()
 
     def subset(self, keep: Sequence[int]) -> TraceArrays:
         """Return only the sequences `keep`, in that order."""
@@ -255,13 +258,13 @@ def trace_arrays(
     return made
 
 
-def _read(trace: Trace, name: str, kind: Any) -> np.ndarray[Any, Any]:
+def _read(trace: Trace, name: str, kind: Any) -> Array:
     """Return a column as an array [N] or [N, K]; one at a time, so that a large trace need not fit whole."""
     column = trace.table([name]).column(0).combine_chunks()
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0)
     if pa.types.is_fixed_size_list(column.type):
-        values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+        values: Array = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
     else:
         values = column.to_numpy(zero_copy_only=False)
     return values if kind is None else values.astype(kind, copy=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +14,10 @@ from ...policies.costs import CostTable, Price, Profile
 from .counted import Counted, count_rounds
 from .data import TraceArrays
 from .replay import Replayed, replay
+from .seconds import prompt_seconds, round_seconds
+from .walk import Array
 
-_Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None"]
+_Call = tuple[Array, Array, Array, Array, Array, "Array | None"]
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,14 @@ class _Meter(Profile):
 
     def round_seconds(
         self,
-        context: Tensor,
-        drafted: Tensor,
-        verified: Tensor,
-        backlog: Tensor,
-        decisions: Tensor,
+        context: Array,
+        drafted: Array,
+        verified: Array,
+        backlog: Array,
+        decisions: Array,
         decision: float | Price,
-        fed: Tensor | None = None,
-    ) -> Tensor:
+        fed: Array | None = None,
+    ) -> Array:
         """See `Profile.round_seconds`."""
         self.calls.append((context, drafted, verified, backlog, decisions, fed))
         return super().round_seconds(context, drafted, verified, backlog, decisions, decision, fed)
@@ -67,29 +70,32 @@ class Rounds:
 
     def seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64, what a profile says that these rounds take."""
-        return profile.round_seconds(
-            self.context, self.drafted, self.verified, self.backlog, self.decisions,
+        return round_seconds(
+            profile, self.context, self.drafted, self.verified, self.backlog, self.decisions,
             profile.decision(self.cost_name), self.fed,
         )  # fmt: skip
 
     def of_texts(self, profile: Profile, prompt_tokens: Tensor) -> Tensor:
         """Return [S] float64, what a profile says that texts take; prompts of no token are not read."""
-        read = profile.prefill_seconds(prompt_tokens) * (prompt_tokens > 0)
+        read = prompt_seconds(profile, prompt_tokens) * (prompt_tokens > 0)
         return self.by_sequence(self.seconds(profile), len(prompt_tokens)) + read
 
     def bare_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64, the same without decisions and with a draft that has read all but the anchor."""
         one = torch.ones_like(self.drafted)
-        return profile.round_seconds(self.context, self.drafted, self.verified, one, 0 * one, 0.0, self.fed)
+        return round_seconds(profile, self.context, self.drafted, self.verified, one, fed=self.fed)
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
-        return profile.decision(self.cost_name).of(self.decisions)
+        return torch.from_numpy(profile.decision(self.cost_name).of(self.decisions.numpy()))
 
     def counted(self, sequences: int) -> Counted:
         """Return these rounds by what they consisted of, for each of the sequences."""
-        columns = self.context, self.drafted, self.verified, self.backlog, self.decisions
-        return count_rounds(sequences, self.sequence, *columns, self.fed)
+        columns = [
+            values.numpy()
+            for values in (self.sequence, self.context, self.drafted, self.verified, self.backlog, self.decisions)
+        ]
+        return count_rounds(sequences, *columns, None if self.fed is None else self.fed.numpy())
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""
@@ -124,14 +130,14 @@ def _rounds(result: Replayed, calls: list[_Call], policy: StopPolicy) -> Rounds:
         return Rounds(none, none, none, none, none, none, none, none, none, None, policy.cost_name)
     streams = len(calls[0][0])
     if streams == sequences and not policy.carries:  # a stream for each sequence; it is idle once its text has ended
-        place = torch.arange(turns)[None] < result.rounds[:, None]
-        order = torch.arange(turns * streams).view(turns, streams).T[place]
+        place = np.arange(turns) < result.rounds.numpy()[:, None]
+        order = np.arange(turns * streams).reshape(turns, streams).T[place]
     else:  # one stream, all sequences in their order
-        order = torch.arange(turns)
+        order = np.arange(turns)
 
     def column(at: int) -> Tensor:
         parts = [part for call in calls if (part := call[at]) is not None]
-        return torch.cat(parts)[order]
+        return torch.from_numpy(np.concatenate(parts)[order])
 
     context, drafted, verified, backlog, decisions = (column(at) for at in range(5))
     fed = None if calls[0][5] is None else column(5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +18,12 @@ from ...policies.costs import Profile
 from .data import TraceArrays
 from .drafting import TreeShape, draft_chains, draft_trees
 from .stacking import stacked
-from .walk import Walk, check_replayable, concatenated, orders
+from .walk import Array, Walk, check_replayable, concatenated, orders
 
 MOST_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""
 
-MOST_VECTOR_BYTES = 1 << 26
+MOST_HIDDEN_BYTES = 1 << 26
 """Of the hidden states that they are shown at once."""
 
 
@@ -87,7 +88,7 @@ def replay_orders(
 
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
     """Replay many policies; those that differ in a threshold only run side by side, which is what a sweep wants."""
-    most = min([MOST_STREAMS, *(_streams_of(arrays, policy) for policy in policies if policy.vectors)])
+    most = min([MOST_STREAMS, *(_streams_of(arrays, policy) for policy in policies if policy.hidden)])
     each = max(1, most // max(arrays.sequences, 1))
     done: list[Replayed] = []
     at = 0
@@ -102,66 +103,67 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
             at += 1
             continue
         check_replayable(arrays, one, profile)
-        done += _played(arrays, one, profile, queues.repeat(len(group), 1), group)
+        done += _played(arrays, one, profile, np.tile(queues, (len(group), 1)), group)
         at += len(group)
     return done
 
 
-def _queues(arrays: TraceArrays, policy: StopPolicy) -> Tensor:
+def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
     """Return [R, Q], the streams of a policy: one for each sequence, or one for all where it carries its state on."""
-    every = torch.arange(arrays.sequences)
+    every = np.arange(arrays.sequences)
     return every[None] if policy.carries else every[:, None]
 
 
 def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
-    """Return how many streams' hidden states of one depth fit into `MOST_VECTOR_BYTES`."""
-    return MOST_VECTOR_BYTES // (4 * arrays.tree.width * sum(arrays.vector(name).width for name in policy.vectors))
+    """Return how many streams' hidden states of one depth fit into `MOST_HIDDEN_BYTES`."""
+    return MOST_HIDDEN_BYTES // (4 * arrays.tree.width * sum(arrays.vector(name).width for name in policy.hidden))
 
 
 def _played(
-    arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Tensor, names: Sequence[StopPolicy]
+    arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Array, names: Sequence[StopPolicy]
 ) -> list[Replayed]:
     """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
     walk = Walk(arrays, policy, profile, queues)
     shape = None if arrays.tree.is_chain and arrays.drawn is None else TreeShape(arrays.tree.limited(policy.max_depth))
-    part = torch.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
-    sums = torch.zeros(5, len(names) * arrays.sequences, dtype=torch.int64)
-    seconds = profile.prefill_seconds(arrays.prompt_tokens).repeat(len(names))
-    logs: list[Tensor] = []
-    histories: list[Tensor] = []
-    owners: list[Tensor] = []
-    while bool(walk.active.any()):
-        row, active, bin_ = walk.rows(), walk.active, part + walk.sequence
+    part = np.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
+    bins = len(names) * arrays.sequences
+    lines: list[Array] = []
+    histories: list[Array] = []
+    owners = [np.arange(bins)]  # seconds begin with those of reading the prompts
+    spent = [np.tile(profile.prefill_seconds(arrays.prompt_tokens.numpy()), len(names))]
+    while walk.active.any():
+        row, owner = walk.rows(), (part + walk.sequence)[walk.active]
         made = draft_chains(walk, row) if shape is None else draft_trees(walk, shape, row)
-        committed, spent, log, before = walk.advance(row, made)
-        counts = (active.long(), made.drafted * active, made.verified * active, made.accepted * active, committed)
-        sums.index_add_(1, bin_, torch.stack(counts))
-        seconds.index_add_(0, bin_, spent)
-        logs.append(log)
+        line, seconds, before = walk.advance(made)
+        owners.append(owner)
+        spent.append(seconds)
+        lines.append(line)
         histories.append(before)
-        owners.append(bin_[active])
-    log, before = concatenated(logs, 5, torch.int64), concatenated(histories, 4, torch.float32)
-    order = torch.argsort(torch.cat([torch.zeros(0, dtype=torch.int64), *owners]), stable=True)
-    log, before = log[order], before[order]
+    seconds = np.bincount(np.concatenate(owners), np.concatenate(spent), bins)
+    owner = np.concatenate([np.zeros(0, dtype=np.int64), *owners[1:]])
+    order = np.argsort(owner, kind="stable")
+    log, history = concatenated(lines, 6, np.int64)[order], concatenated(histories, 4, np.float32)[order]
+    rounds = np.bincount(owner, minlength=bins)
+    first = np.concatenate([[0], np.cumsum(rounds)])
+    totals = np.concatenate([np.zeros((1, 4), dtype=np.int64), np.cumsum(log[:, 2:], 0)])
+    sums = np.diff(totals[first], axis=0)
     out = []
-    total = 0
     for at, named in enumerate(names):
         mine = slice(at * arrays.sequences, (at + 1) * arrays.sequences)
-        rounds, drafted, verified, accepted, committed = sums[:, mine]
-        lines = slice(total, total + int(rounds.sum()))
-        total = lines.stop
+        here = slice(first[mine.start], first[mine.stop])
+        drafted, verified, accepted, committed = torch.from_numpy(sums[mine].T.copy())
         out.append(
             Replayed(
                 named.name,
                 arrays.first_anchor + committed,
-                seconds[mine],
-                rounds,
+                torch.from_numpy(seconds[mine]),
+                torch.from_numpy(rounds[mine]),
                 drafted,
                 verified,
                 accepted,
                 committed,
-                log[lines],
-                before[lines],
+                torch.from_numpy(log[here, :5]),
+                torch.from_numpy(history[here]),
             )
         )
     return out

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import RoundOutcome, StopPolicy, checked_observe
+from ...policies.contract import RoundOutcome, StopPolicy
 from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from .data import TraceArrays
 from .drafting import TreeShape, draft_trees
 from .metered import Rounds
-from .walk import Drafted, Walk
+from .walk import Array, Drafted, Walk
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
 """What `evaluate_rounds` wants of `trace_arrays` as `extra`."""
@@ -70,52 +71,57 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     header = arrays.header
     if header.collector != "live" or arrays.drawn is None:
         raise TraceError("single rounds are of live traces; replay dense ones")
-    unknown = [name for name in policy.vectors if name not in arrays.vectors]
+    unknown = [name for name in policy.hidden if name not in arrays.vectors]
     if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
-    walk = Walk(arrays, policy, profile, torch.arange(arrays.sequences)[:, None])
+    walk = Walk(arrays, policy, profile, np.arange(arrays.sequences)[:, None])
     shape = TreeShape(arrays.tree.limited(policy.max_depth))
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
-    full = arrays.extra["explored"] | (header.explore == 0.0)
-    anchors = arrays.anchors if arrays.anchors is not None else _following(arrays)
+    full = (arrays.extra["explored"] | (header.explore == 0.0)).numpy() & ~arrays.cut.numpy()
+    anchors, backlog = recorded_anchors(arrays), arrays.extra["backlog"].numpy().astype(np.int64)
+    offset, rows = arrays.offset.numpy(), arrays.rows.numpy()
     lines, counts, feeds = [], [], []
-    for turn in range(int(arrays.rows.max())):
-        row = arrays.offset + torch.minimum(torch.tensor(turn), arrays.rows - 1)
-        walk.active = (turn < arrays.rows) & full[row] & ~arrays.cut[row]
-        walk.anchor, walk.backlog = anchors[row], arrays.extra["backlog"][row].long()
+    for turn in range(int(rows.max())):
+        row = offset + np.minimum(turn, rows - 1)
+        walk.active = (turn < rows) & full[row]
+        walk.anchor, walk.backlog = anchors[row], backlog[row]
         made = draft_trees(walk, shape, row)
+        context, on = walk.context(), walk.active
         seconds = profile.round_seconds(
-            arrays.prompt_tokens + walk.anchor, made.drafted, made.verified, walk.backlog, made.decisions,
-            walk.price, made.fed,
-        )  # fmt: skip
-        expected = _expected(arrays, row, made) if soft else made.accepted.double()
-        walk.history = walk.history.after(made.accepted, made.verified, walk.active & ~made.capped)
-        on, context = walk.active, arrays.prompt_tokens + walk.anchor
-        lines.append(torch.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[on])
+            context, made.drafted, made.verified, walk.backlog, made.decisions, walk.price, made.fed
+        )
+        expected = _expected(arrays, row, made) if soft else made.accepted
+        walk.history = walk.history.after(made.accepted, made.verified, on & ~made.capped)
+        lines.append(np.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[on])
         columns = (walk.sequence, walk.anchor, context, made.drafted, made.verified, made.accepted, walk.backlog)
         steps = made.drafted if made.fed is None else (made.fed > 0).sum(1)
-        counts.append(torch.stack([*columns, made.decisions, steps], 1)[on])
+        counts.append(np.stack([*columns, made.decisions, steps], 1)[on])
         feeds += [] if made.fed is None else [made.fed[on]]
-        outcome = RoundOutcome(walk.active, made.drafted, made.verified, made.accepted, made.capped, seconds)
-        walk.state = checked_observe(policy, outcome, walk.state)  # last: it may write into what it is told
-    table = torch.cat(lines)
+        walk.observe(RoundOutcome(on, made.drafted, made.verified, made.accepted, made.capped, seconds))
+    table = torch.from_numpy(np.concatenate(lines))
     if not len(table):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
-    sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps = torch.cat(counts).unbind(1)
+    sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps = torch.from_numpy(
+        np.concatenate(counts)
+    ).unbind(1)
     taken = Rounds(
         sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps,
-        torch.cat(feeds) if feeds else None, policy.cost_name,
+        torch.from_numpy(np.concatenate(feeds)) if feeds else None, policy.cost_name,
     )  # fmt: skip
     return RoundValues(policy.name, len(table), table[:, 0], table[:, 1], table[:, 2], table[:, 3], caveats, taken)
 
 
-def _expected(arrays: TraceArrays, row: Tensor, made: Drafted) -> Tensor:
+def _expected(arrays: TraceArrays, row: Array, made: Drafted) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
-    q, p = arrays.extra["draft_prob"][row].double(), arrays.extra["target_prob"][row].double()
-    survival = torch.where(q > 0, (p / q.clamp_min(1e-300)).clamp_max(1.0), 0.0).cumprod(1)
-    return (survival * (torch.arange(arrays.depth) < made.verified[:, None])).sum(1)
+    q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
+    survival = np.where(q > 0, np.minimum(p / np.maximum(q, 1e-300), 1.0), 0.0).cumprod(1)
+    return (survival * (np.arange(arrays.depth) < made.verified[:, None])).sum(1)
 
 
-def _following(arrays: TraceArrays) -> Tensor:
-    return torch.cat([torch.arange(int(n)) + f for n, f in zip(arrays.rows, arrays.first_anchor, strict=True)])
+def recorded_anchors(arrays: TraceArrays) -> Array:
+    """Return [N], the anchor of every row."""
+    if arrays.anchors is not None:
+        return arrays.anchors.numpy()
+    starts = zip(arrays.rows.tolist(), arrays.first_anchor.tolist(), strict=True)
+    return np.concatenate([np.arange(count) + first for count, first in starts])

@@ -18,6 +18,7 @@ from ...policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ...policies.costs import Profile
 from .data import TraceArrays, typical_context
 from .replay import Replayed, replay
+from .walk import Array
 
 SHORTLIST = 12
 _LARGEST = 96
@@ -34,9 +35,9 @@ class StaticTree(StopPolicy):
     def __init__(self, tree: Topology, nodes: Sequence[int]) -> None:
         self.tree, self.nodes = tree, tuple(sorted(nodes))
         chosen = set(self.nodes)
-        self._chosen = torch.tensor([node in chosen for node in range(tree.nodes)], dtype=torch.bool)
+        self._chosen = np.array([node in chosen for node in range(tree.nodes)], dtype=bool)
         extends = [any(child - 1 in chosen for child in below) for below in tree.children]
-        self._extends = [torch.tensor([extends[row] for row in level]) for level in tree.levels]
+        self._extends = [np.array([extends[row] for row in level]) for level in tree.levels]
         self.max_depth = max((tree.depth[node + 1] for node in self.nodes), default=0)
         self.first = min(1, self.max_depth)
         self.name = f"static:{self.shape.name}"
@@ -47,13 +48,13 @@ class StaticTree(StopPolicy):
         row = {0: 0, **{node + 1: at for at, node in enumerate(self.nodes, 1)}}
         return Topology([-1, *(row[self.tree.parent[node + 1]] for node in self.nodes)])
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that have chosen nodes below them."""
-        return step.alive & self._extends[step.depth].to(step.alive.device), state
+        return step.alive & self._extends[step.depth], state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         """Verify the chosen nodes."""
-        return tree.drawn & self._chosen[: tree.drawn.shape[1]].to(tree.drawn.device)
+        return tree.drawn & self._chosen[: tree.drawn.shape[1]]
 
 
 def node_acceptance(arrays: TraceArrays) -> Tensor:
@@ -123,8 +124,8 @@ def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree,
 
 def _seconds(shape: Topology, profile: Profile, context: float) -> float:
     """Return the seconds of a round that drafts and verifies the whole of a tree."""
-    fed = torch.tensor([[sum(bool(shape.children[row]) for row in level) for level in shape.levels[:-1]] or [0]])
-    one = torch.ones(1, dtype=torch.int64)
+    fed = np.array([[sum(bool(shape.children[row]) for row in level) for level in shape.levels[:-1]] or [0]])
+    one = np.ones(1, dtype=np.int64)
     count = one * shape.nodes
     if shape.is_chain and shape.nodes <= profile.max_depth:
         return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0))

@@ -22,6 +22,8 @@ from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ...policies.history import History
 from .data import TraceArrays
+from .seconds import prompt_seconds, round_seconds
+from .walk import Array
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ToGo:
         self._capped = (first_end <= allowed) | (allowed < self.depth)
         context = arrays.prompt_tokens[self.sequence] + self.anchor
         one = torch.ones(rows, dtype=torch.int64)
-        each = [profile.round_seconds(context, one * k, one * k, one, 0 * one, 0.0) for k in range(self.depth + 1)]
+        each = [round_seconds(profile, context, one * k, one * k, one) for k in range(self.depth + 1)]
         self.cost = torch.stack(each, 1)
 
     @cached_property
@@ -90,7 +92,7 @@ class ToGo:
         row = torch.where(step < self.left[:, None], torch.arange(len(step))[:, None] + step, -1)
         return seconds.view(lengths.shape), row.view(lengths.shape)
 
-    def value(self, lengths: Tensor, decided_s: Tensor | float = 0.0) -> Tensor:
+    def value(self, lengths: Tensor, decided_s: Array | float = 0.0) -> Tensor:
         """Return [N + 1] seconds to go from each anchor, the last entry 0, if rounds are of these lengths.
 
         Args:
@@ -98,7 +100,7 @@ class ToGo:
             decided_s: [N] seconds of the decisions of each round.
         """
         seconds, row = self.rounds(torch.minimum(lengths, self.bound))
-        seconds = seconds + decided_s
+        seconds = seconds + torch.as_tensor(decided_s)
         value = torch.zeros(len(seconds) + 1, dtype=torch.float64)
         arrays = self.arrays
         for t in range(int(arrays.rows.max()) - 1, -1, -1):
@@ -106,9 +108,9 @@ class ToGo:
             value[at] = seconds[at] + value[row[at]]  # the entry behind the last, at -1, is 0
         return value
 
-    def level(self, lengths: Tensor, decided_s: Tensor | float = 0.0) -> Tensor:
+    def level(self, lengths: Tensor, decided_s: Array | float = 0.0) -> Tensor:
         """Return [N + 1] what `value` does if each token still to come takes as long as any other (METHODS D3, no h)."""
-        seconds = self.play(lengths, decided_s).seconds - self.profile.prefill_seconds(self.arrays.prompt_tokens)
+        seconds = self.play(lengths, decided_s).seconds - prompt_seconds(self.profile, self.arrays.prompt_tokens)
         each = float(seconds.sum() / (self.arrays.text_tokens - self.arrays.first_anchor).sum().clamp_min(1))
         return torch.cat([each * self.left.double(), torch.zeros(1, dtype=torch.float64)])
 
@@ -118,7 +120,7 @@ class ToGo:
         seconds, row = self.rounds(every)
         return seconds + value[row]
 
-    def play(self, lengths: Tensor, decided_s: Tensor | float = 0.0) -> Played:
+    def play(self, lengths: Tensor, decided_s: Array | float = 0.0) -> Played:
         """Decode the texts in rounds of these lengths.
 
         Args:
@@ -128,7 +130,7 @@ class ToGo:
         arrays = self.arrays
         lengths = torch.minimum(lengths, self.bound)
         decided = torch.as_tensor(decided_s, dtype=torch.float64).expand(len(lengths))
-        total = self.profile.prefill_seconds(arrays.prompt_tokens)
+        total = prompt_seconds(self.profile, arrays.prompt_tokens)
         at = arrays.offset.clone()
         backlog = arrays.prompt_tokens + arrays.first_anchor
         active = arrays.text_tokens > arrays.first_anchor
@@ -136,17 +138,18 @@ class ToGo:
         record = torch.zeros(len(lengths), past.record.shape[1])
         while bool(active.any()):
             row = torch.where(active, at, arrays.offset)
-            visits[row[active]], record[row[active]] = True, past.values()[active]
-            k, zero = lengths[row], torch.zeros_like(row)
+            visits[row[active]], record[row[active]] = True, torch.from_numpy(past.values())[active]
+            k = lengths[row]
             context = arrays.prompt_tokens + self.anchor[row]
-            seconds = self.profile.round_seconds(context, k, k, backlog, zero, 0.0) + decided[row]
+            seconds = round_seconds(self.profile, context, k, k, backlog) + decided[row]
             total = total + seconds * active
             accepted = torch.minimum(arrays.accepted[row], k)
             committed = torch.minimum(accepted + 1, self.left[row])
             read = torch.minimum(accepted, k - 1)
             backlog = committed + torch.where(k > 0, -read, backlog)
             goes_on = active & (committed < self.left[row])
-            past = past.after(accepted, k, goes_on & ~(self._capped[row] & (k == self.bound[row])))
+            counts = goes_on & ~(self._capped[row] & (k == self.bound[row]))
+            past = past.after(accepted.numpy(), k.numpy(), counts.numpy())
             active = goes_on
             at = torch.where(active, row + committed, at)
         latest = torch.where(visits, torch.arange(len(visits)), 0).cummax(0).values  # each text begins with a visit

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...policies.checking import check_policy
-from ...policies.contract import RoundOutcome, State, StopPolicy, checked_observe, checked_start
+from ...policies.contract import DraftStep, RoundOutcome, State, StopPolicy, checked_observe, checked_start
 from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ...policies.features import Layout
 from ...policies.history import History
+from ...policies.plugin_code import own
 from ...policies.vectors import check_sizes
 from .data import TraceArrays
 
@@ -28,152 +28,182 @@ class Drafted:
     """What the streams drafted in a round; all [R].
 
     Attributes:
-        drafted, verified: tokens drawn, and sent to the target.
-        accepted: min(A, k).
-        read: accepted tokens that the draft has read.
-        decisions: times the policy was asked.
-        capped: a limit or EOS ended drafting.
-        fed: [R, K] tokens read at each draft step, of trees; None for chains.
+        drafted, verified: int64, tokens drawn, and sent to the target.
+        accepted: int64, min(A, k).
+        read: int64, accepted tokens that the draft has read.
+        decisions: int64, times the policy was asked.
+        capped: bool, a limit or EOS ended drafting.
+        fed: [R, K] int64, tokens read at each draft step, of trees; None for chains.
     """
 
-    drafted: Tensor
-    verified: Tensor
-    accepted: Tensor
-    read: Tensor
-    decisions: Tensor
-    capped: Tensor
-    fed: Tensor | None = None
+    drafted: Array
+    verified: Array
+    accepted: Array
+    read: Array
+    decisions: Array
+    capped: Array
+    fed: Array | None = None
 
 
 class Walk:
     """R streams, each with a queue of texts that it decodes one after the other.
 
+    The trace is tensors, replay works on views of them as arrays: what it does between two decisions is many small steps.
+
     Args:
         arrays: a trace.
         policy: asked.
         profile: prices rounds.
-        queues: [R, Q] sequences; with more than one in a queue the policy's state passes from text to text.
+        queues: [R, Q] int64 sequences; with more than one in a queue the policy's state passes from text to text.
     """
 
-    def __init__(self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Tensor) -> None:
+    def __init__(self, arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Array) -> None:
         self.arrays, self.policy, self.profile, self.queues = arrays, policy, profile, queues
         self.layout = Layout(policy.features)
         anchors, nodes = arrays.tensors(policy.features)
-        self.anchor_columns, self.node_columns = anchors.numpy(), nodes.numpy()
-        self._vectors = {name: arrays.vector(name) for name in policy.vectors}
+        self._anchor_columns, self._node_columns = anchors.numpy(), nodes.numpy()
+        self._hidden = {name: arrays.vector(name) for name in policy.hidden}
+        self.accepted, self.tokens, self.ends = arrays.accepted.numpy(), arrays.tokens.numpy(), arrays.ends.numpy()
+        self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
+        self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()
         self.price = profile.decision(policy.cost_name)
-        self.turn = torch.zeros(len(queues), dtype=torch.int64)
+        self.turn = np.zeros(len(queues), dtype=np.int64)
         self.sequence = queues[:, 0]
-        self.state: State = checked_start(policy, len(queues), arrays.keys[self.sequence])
+        self.state: State = checked_start(policy, len(queues), arrays.keys.numpy()[self.sequence])
         self.history = History.start(len(queues))
-        self.anchor = arrays.first_anchor[self.sequence]
-        self.backlog = arrays.prompt_tokens[self.sequence] + self.anchor
-        self.active = torch.ones(len(queues), dtype=torch.bool)
+        self.anchor = self._first_anchor[self.sequence]
+        self.backlog = self.context()
+        self.active = np.ones(len(queues), dtype=bool)
         self._skip_finished()
+
+    def context(self) -> Array:
+        """Return [R], the tokens committed, the prompts' included."""
+        return self._prompt[self.sequence] + self.anchor
 
     def _skip_finished(self) -> None:
         """Go on to the next text where one has ended."""
-        arrays = self.arrays
         while True:
-            ended = self.active & (self.anchor >= arrays.text_tokens[self.sequence])
-            if not bool(ended.any()):
+            ended = self.active & (self.anchor >= self._text[self.sequence])
+            if not ended.any():
                 return
             self.turn = self.turn + ended
             self.active = self.turn < self.queues.shape[1]
-            at = self.turn.clamp_max(self.queues.shape[1] - 1)
-            self.sequence = self.queues.gather(1, at[:, None])[:, 0]
+            at = np.minimum(self.turn, self.queues.shape[1] - 1)
+            self.sequence = np.take_along_axis(self.queues, at[:, None], 1)[:, 0]
             begins = ended & self.active
-            fresh = History.start(len(self.queues))
-            self.history = History(
-                torch.where(begins[:, None], fresh.record, self.history.record),
-                torch.where(begins, fresh.weight, self.history.weight),
-            )
-            self.anchor = torch.where(begins, arrays.first_anchor[self.sequence], self.anchor)
-            self.backlog = torch.where(begins, arrays.prompt_tokens[self.sequence] + self.anchor, self.backlog)
+            if begins.any():
+                fresh = History.start(len(self.queues))
+                self.history = History(
+                    np.where(begins[:, None], fresh.record, self.history.record),
+                    np.where(begins, fresh.weight, self.history.weight),
+                )
+                self.anchor = np.where(begins, self._first_anchor[self.sequence], self.anchor)
+                self.backlog = np.where(begins, self.context(), self.backlog)
 
     @cached_property
-    def first_end(self) -> Tensor:
+    def first_end(self) -> Array:
         """[N] of chains, the depth of the first node that drew EOS; beyond the tree where none did."""
-        ends = self.arrays.ends
-        if not self.arrays.header.eos or not ends.shape[1]:
-            return torch.full((len(ends),), ends.shape[1] + 1)
-        return torch.where(ends.any(1), ends.int().argmax(1) + 1, ends.shape[1] + 1)
+        rows, nodes = self.ends.shape
+        if not self.arrays.header.eos or not nodes:
+            return np.full(rows, nodes + 1)
+        return np.where(self.ends.any(1), self.ends.argmax(1) + 1, nodes + 1)
 
-    def base(self, row: Tensor) -> Array:
+    def base(self, row: Array) -> Array:
         """Return [R, F] float32, the ANCHOR and HISTORY columns of the rounds at these rows, the rest 0."""
-        past = self.history.values(self.layout.history).numpy()
-        return self.layout.base(self.anchor_columns[row.numpy()], past)
+        return self.layout.base(self._anchor_columns[row], self.history.values(self.layout.history))
 
-    def vectors(self, row: Tensor, nodes: Tensor | None, alive: Tensor) -> dict[str, Tensor]:
-        """Return the hidden states that the policy reads, each [R, B, H]; 0 where a branch is not alive.
+    def step(
+        self, row: Array, base: Array, depth: int, alive: Array, nodes: Array | None, parent: Array | None = None
+    ) -> DraftStep:
+        """Return what the policy is shown. All of it is its own: a plugin may write into what it is shown.
 
         Args:
             row: [R] of the anchors.
+            base: [R, F] of `base`.
+            depth: j.
+            alive: [R, B] bool.
             nodes: [B] of the branches; None at depth 0.
-            alive: [R, B].
+            parent: [B] among the branches of the depth before; None = all of the first one.
         """
-        out = {}
-        for name, recorded in self._vectors.items():
-            full = torch.zeros(*alive.shape, recorded.width)
-            if nodes is not None or not recorded.of_nodes:
-                stream, branch = alive.nonzero(as_tuple=True)
-                full[stream, branch] = recorded.at(row[stream], None if nodes is None else nodes[branch]).float()
-            out[name] = full
-        return out
+        stream, branch = alive.nonzero()
+        seen = base[stream]
+        if nodes is not None and self.layout.node:
+            seen[:, self.layout.node_at] = self._node_columns[row[stream], nodes[branch]]
+        features = np.zeros((*alive.shape, base.shape[1]), dtype=np.float32)
+        features[stream, branch] = seen
+        above = np.zeros(alive.shape, dtype=np.int64)
+        if parent is not None:
+            above += parent
+        hidden = {name: self._states(name, row, nodes, stream, branch, alive.shape) for name in self._hidden}
+        return DraftStep(depth, alive.copy(), above, features, hidden, np.arange(len(row)))
 
-    def rows(self) -> Tensor:
+    def _states(
+        self, name: str, row: Array, nodes: Array | None, stream: Array, branch: Array, shape: tuple[int, ...]
+    ) -> Array:
+        """Return [R, B, H] float32, a hidden state of these branches of these streams; 0 of all others."""
+        recorded = self._hidden[name]
+        full = np.zeros((*shape, recorded.width), dtype=np.float32)
+        if nodes is not None or not recorded.of_nodes:
+            at = None if nodes is None else torch.from_numpy(nodes[branch])
+            full[stream, branch] = recorded.at(torch.from_numpy(row[stream]), at).float().numpy()
+        return full
+
+    def rows(self) -> Array:
         """Return [R], the row of each stream's anchor; any row for finished ones.
 
         Raises:
-            TraceError: the trace has no round there: it was recorded under a policy that did not come by.
+            TraceError: the trace has no round there: it was recorded under a policy that did not visit it.
         """
         row = self.arrays.find(self.sequence, self.anchor)
         missing = self.active & (row < 0)
-        if bool(missing.any()):
-            at = int(missing.nonzero()[0, 0])
+        if missing.any():
+            at = int(missing.argmax())
             name = self.arrays.prompt_ids[int(self.sequence[at])]
             raise TraceError(
                 f"{self.policy.name} comes to anchor {int(self.anchor[at])} of {name!r}, where the trace has no round "
                 f"({self._origin()}); collect dense traces to replay any policy"
             )
-        return torch.where(self.active, row, self.arrays.offset[self.sequence])
+        return np.where(self.active, row, self._offset[self.sequence])
 
     def _origin(self) -> str:
         header = self.arrays.header
         return f"it was recorded under {header.policy}" if header.policy else f"its texts are {header.texts}"
 
-    def allowed(self) -> Tensor:
+    def allowed(self) -> Array:
         """Return [R], the depth at which the length limit ends drafting."""
         return self.arrays.header.max_new_tokens - self.anchor - 1
 
-    def advance(self, row: Tensor, made: Drafted) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Commit a round and move on; return [R] committed and seconds, [R', 5] the log and [R', 4] the history of those
-        that were active: sequence, anchor, drafted, verified, accepted."""
-        arrays, active = self.arrays, self.active
-        text = arrays.text_tokens[self.sequence]
+    def advance(self, made: Drafted) -> tuple[Array, Array, Array]:
+        """Commit a round and move on.
+
+        Returns:
+            [R', 6] int64 of the streams that were active, one line each: sequence, anchor, drafted, verified, accepted,
+            committed; [R'] seconds; and [R', 4] the history when the round began.
+        """
+        active, sequence = self.active, self.sequence
+        left = self._text[sequence] - self.anchor
         accepted = made.accepted * active
-        committed = torch.minimum(accepted + 1, text - self.anchor) * active
-        context = arrays.prompt_tokens[self.sequence] + self.anchor
-        seconds = self.profile.round_seconds(
-            context, made.drafted, made.verified, self.backlog, made.decisions, self.price, made.fed
+        committed = np.minimum(accepted + 1, left) * active
+        seconds = active * self.profile.round_seconds(
+            self.context(), made.drafted, made.verified, self.backlog, made.decisions, self.price, made.fed
         )
-        seconds = seconds * active
-        ends = self.anchor + committed >= text
-        cut = (made.capped | ends) & active
+        cut = (made.capped | (committed >= left)) & active
         before = self.history.values()[active]
         self.history = self.history.after(accepted, made.verified, active & ~cut)
-        told = RoundOutcome(active, made.drafted, made.verified, accepted, cut, seconds)
-        copies = {
-            name: values.clone() for name, values in vars(told).items()
-        }  # a plugin may write into what it is told
-        self.state = checked_observe(self.policy, RoundOutcome(**copies), self.state)
-        log = torch.stack([self.sequence, self.anchor, made.drafted, made.verified, accepted], 1)[active]
+        self.observe(RoundOutcome(active, made.drafted, made.verified, accepted, cut, seconds))
+        line = np.stack([sequence, self.anchor, made.drafted, made.verified, accepted, committed], 1)[active]
         # The draft has read what was fed of the accepted path; what was rejected is forgotten.
-        backlog = committed + torch.where(made.drafted > 0, -made.read, self.backlog)
-        self.backlog = torch.where(active, backlog, self.backlog)
+        backlog = committed + np.where(made.drafted > 0, -made.read, self.backlog)
+        self.backlog = np.where(active, backlog, self.backlog)
         self.anchor = self.anchor + committed
         self._skip_finished()
-        return committed, seconds, log, before
+        return line, seconds[active], before
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Tell the policy of a round."""
+        if not own(self.policy):  # it may write into what it is told
+            outcome = RoundOutcome(**{name: values.copy() for name, values in vars(outcome).items()})
+        self.state = checked_observe(self.policy, outcome, self.state)
 
 
 def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
@@ -203,7 +233,7 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
         )
     if policy.reads_clock:
         raise TraceError(f"{policy.name} reads the clock, which no trace holds; measure it live (`specstop bench`)")
-    if missing := [name for name in policy.vectors if name not in arrays.vectors]:
+    if missing := [name for name in policy.hidden if name not in arrays.vectors]:
         models = ",".join(name.removesuffix("_hidden") for name in missing)
         raise TraceError(
             f"{policy.name} reads hidden states ({', '.join(missing)}), which the trace was recorded without; "
@@ -212,13 +242,13 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
     check_sizes(policy, header.vectors)
 
 
-def orders(sequences: int, count: int, seed: int) -> Tensor:
+def orders(sequences: int, count: int, seed: int) -> Array:
     """Return [count, S]: the order of the trace, then shuffled ones."""
     generator = torch.Generator().manual_seed(seed)
-    shuffled = [torch.randperm(sequences, generator=generator) for _ in range(count - 1)]
-    return torch.stack([torch.arange(sequences), *shuffled])
+    shuffled = [torch.randperm(sequences, generator=generator).numpy() for _ in range(count - 1)]
+    return np.stack([np.arange(sequences), *shuffled])
 
 
-def concatenated(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
+def concatenated(parts: Sequence[Array], width: int, dtype: Any) -> Array:
     """Return the parts below each other; [0, width] for none."""
-    return torch.cat([torch.zeros(0, width, dtype=dtype), *parts])
+    return np.concatenate([np.zeros((0, width), dtype=dtype), *parts])
