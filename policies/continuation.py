@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .calibration import Calibrator
+from .calibration import Array, Calibrator
 from .contract import DraftStep, State
 from .errors import PolicyError
 from .features import Kind, feature
 from .heads import Head
-from .heads_base import NO_ARRAYS, Arrays
 from .learned import Facts, LearnedPolicy
 from .rules import Continuation, Rule
 
@@ -23,7 +21,7 @@ def remembered(features: Sequence[str]) -> list[int]:
 
 
 def head_names(features: Sequence[str], rule: object) -> tuple[str, ...]:
-    """Return the columns of the head: the features, and behind them those of the depth above if the rule remembers them."""
+    """Return the columns of the head: the features, and behind them those of the depth before if the rule remembers them."""
     if not (isinstance(rule, Continuation) and rule.remembers):
         return tuple(features)
     return (*features, *(features[at] for at in remembered(features)))
@@ -34,7 +32,7 @@ class ContinuationPolicy(LearnedPolicy):
 
     A rule that remembers shows the head two depths at once: what is seen here, and what was seen where the policy was asked
     before in this round (0 at its first decision). One token says little of the run that it stands in; two say more, and the
-    numbers are there already.
+    numbers are there already. The state is what is remembered of the last depth, [S, B, M] float32.
     """
 
     def __init__(
@@ -48,8 +46,7 @@ class ContinuationPolicy(LearnedPolicy):
     ) -> None:
         super().__init__(name, features, head, Calibrator(), Calibrator(), rule, max_depth, facts)
         self._margin = rule.margin
-        self._memory = remembered(self.features) if rule.remembers else []
-        self._nothing = [0.0] * len(self._memory)
+        self._memory = np.array(remembered(self.features) if rule.remembers else [], dtype=np.int64)
 
     def with_rule(self, rule: Rule) -> ContinuationPolicy:
         """Return this policy under another margin or first decision."""
@@ -57,23 +54,24 @@ class ContinuationPolicy(LearnedPolicy):
             raise PolicyError(f"{self.name}: a head of values goes with the rule continuation, not {rule.kind}")
         return ContinuationPolicy(self.name, self.features, self.head, rule, self.max_depth, self.facts)
 
-    def keep_one(
-        self, depth: int, features: Sequence[float], state: State, vectors: Arrays = NO_ARRAYS
-    ) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`. The state is what is remembered of this depth."""
-        row: Sequence[float] = features
-        if self._memory:
-            row = [*features, *(state if depth > self.first else self._nothing)]
-            state = [features[at] for at in self._memory]
-        return self.head.logits_one(row, depth)[1] > self._margin, state
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that are worth drafting on."""
+        rows = step.features
+        if len(self._memory):
+            rows, state = self._with_memory(step, state)
+        at = np.flatnonzero(step.alive)
+        value = self.head.scores(rows.reshape(-1, rows.shape[-1])[at], step.depth)[:, 1]
+        kept = np.zeros(step.alive.shape, dtype=np.bool_)
+        kept.flat[at] = value > self._margin
+        return kept, state
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep the branches that are worth drafting on; the state is what is remembered of this depth, by branch."""
-        x = step.features
-        if self._memory:
-            now = x[..., self._memory]
-            before = torch.zeros_like(now)
-            if step.depth > self.first:
-                before = state.gather(1, step.parent[..., None].expand(-1, -1, now.shape[-1]))
-            x, state = torch.cat([x, before], -1), now
-        return step.alive & (self.head.logits(x, step.depth)[..., 1] > self._margin), state
+    def _with_memory(self, step: DraftStep, state: State) -> tuple[Array, Array]:
+        """Return the features and after them what is remembered of the parents [S, B, F + M], and what to remember."""
+        now: Array = step.features.take(self._memory, -1)
+        if step.depth <= self.first:
+            before = np.zeros_like(now)
+        elif state.shape[1] == 1:  # every branch has this parent
+            before = np.broadcast_to(state, now.shape)
+        else:
+            before = np.take_along_axis(state, step.parent[..., None], 1)
+        return np.concatenate([step.features, before], -1), now

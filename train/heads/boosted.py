@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 import xgboost as xgb
+from scipy.special import logit
 from torch import Tensor
 
 from ...policies.errors import InputError
 from ...policies.heads import TreesHead
+from ...policies.heads_base import Array
+from .exported import exported
 from .fitting import FitOptions, FitTask
 from .matrices import OUT_OF_CORE, matrices
 from .rows import FitRows
@@ -45,10 +48,10 @@ def fit_boosted(
     deepest = max(depth_of(a) for a in arrays)
     arrays = [flatten(booster, deepest) for booster in boosters]
     count = max(a["leaf"].shape[0] for a in arrays)
-    tensors = {name: torch.stack([_padded(a[name], count) for a in arrays]) for name in arrays[0] if name != "base"}
-    tensors["base"] = torch.stack([a["base"] for a in arrays])
+    tensors = {name: np.stack([_padded(a[name], count) for a in arrays]) for name in arrays[0] if name != "base"}
+    tensors["base"] = np.stack([a["base"] for a in arrays])
     files = {f"{name}.ubj": bytes(b.save_raw("ubj")) for name, b in zip(("accept", "next"), boosters, strict=True)}
-    return TreesHead(names, tensors), files
+    return TreesHead(names, exported(tensors, names, rows)), files
 
 
 def fit_trees(task: FitTask) -> tuple[TreesHead, dict[str, bytes]]:
@@ -102,12 +105,12 @@ def _boost(
     return booster[: booster.best_iteration + 1]
 
 
-def depth_of(arrays: Mapping[str, Tensor]) -> int:
+def depth_of(arrays: Mapping[str, Array]) -> int:
     """Return D of a flattened booster."""
     return int(arrays["leaf"].shape[-1]).bit_length() - 1
 
 
-def flatten(booster: xgb.Booster, depth: int | None = None) -> dict[str, Tensor]:
+def flatten(booster: xgb.Booster, depth: int | None = None) -> dict[str, Array]:
     """Return a booster as `feature`, `threshold`, `missing_left` [T, 2^D - 1], `leaf` [T, 2^D], `base` [].
 
     D is `depth`, or that of the deepest tree.
@@ -117,8 +120,8 @@ def flatten(booster: xgb.Booster, depth: int | None = None) -> dict[str, Tensor]
     raw = model["gradient_booster"]["model"]["trees"]
     depth = max(1, *map(_deepest, raw)) if depth is None else depth
     trees = [_complete(tree, depth) for tree in raw]
-    out = {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
-    out["base"] = torch.logit(torch.tensor(float(score)))
+    out = {name: np.stack([tree[name] for tree in trees]) for name in trees[0]}
+    out["base"] = np.array(logit(float(score)), dtype=np.float32)
     return out
 
 
@@ -131,13 +134,13 @@ def _deepest(tree: dict[str, Any]) -> int:
     return max(depth)
 
 
-def _complete(tree: dict[str, Any], depth: int) -> dict[str, Tensor]:
+def _complete(tree: dict[str, Any], depth: int) -> dict[str, Array]:
     """Return one tree as a complete one of this depth: a leaf above the bottom is repeated below itself."""
     inner = 2**depth - 1
-    feature = torch.zeros(inner, dtype=torch.int64)
-    threshold = torch.full((inner,), float(np.finfo(np.float32).max))
-    missing = torch.ones(inner, dtype=torch.bool)
-    leaf = torch.zeros(inner + 1)
+    feature = np.zeros(inner, dtype=np.int64)
+    threshold = np.full(inner, np.finfo(np.float32).max, dtype=np.float32)
+    missing = np.ones(inner, dtype=bool)
+    leaf = np.zeros(inner + 1, dtype=np.float32)
     at = {0: 0}  # place in the complete tree -> node of the booster's
     for place in range(2 * inner + 1):
         node = at[place]
@@ -154,6 +157,6 @@ def _complete(tree: dict[str, Any], depth: int) -> dict[str, Tensor]:
     return {"feature": feature, "threshold": threshold, "missing_left": missing, "leaf": leaf}
 
 
-def _padded(values: Tensor, count: int) -> Tensor:
+def _padded(values: Array, count: int) -> Array:
     """Return `values` [T, ...] with zero trees up to `count`: a zero leaf adds nothing."""
-    return torch.cat([values, values.new_zeros(count - len(values), *values.shape[1:])])
+    return np.concatenate([values, np.zeros((count - len(values), *values.shape[1:]), dtype=values.dtype)])

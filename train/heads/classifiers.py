@@ -30,7 +30,6 @@ from .forms import SCALAR_KINDS
 from .rows import FitRows
 
 HELD_OUT = 0.2
-BLOCK = 64
 _PLAIN = "noisy_score"
 """Stands for columns that have no feature's name: a real number that is taken as it is."""
 
@@ -75,7 +74,7 @@ class StopClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
-        if "head_" in state:  # which keeps buffers that cannot travel; its tensors say all
+        if "head_" in state:  # its arrays say all
             state["head_"] = (self.head_.kind, self.head_.tensors())
         return state
 
@@ -124,11 +123,7 @@ class StopClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Return [M] logits of the second class."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False)
-        # Blocks of one size: matrix products of other sizes add in another order, and a row's score would depend on them.
-        rows = np.pad(_float32(X), ((0, -len(X) % BLOCK), (0, 0)))
-        with torch.inference_mode():
-            parts = [self.head_.logits(block, 1)[:, 0] for block in torch.from_numpy(rows).split(BLOCK)]
-        found: Array = torch.cat(parts).double().numpy()[: len(X)]
+        found: Array = self.head_.scores(_float32(X), 1)[:, 0]
         return found
 
     def predict_proba(self, X: Any) -> Array:
@@ -179,4 +174,4 @@ def rows_of(x: Array, label: Array) -> FitRows:
 
 
 def _float32(x: Array) -> Array:
-    return np.clip(np.asarray(x, dtype=np.float64), -1e30, 1e30).astype(np.float32)
+    return np.ascontiguousarray(np.clip(np.asarray(x, dtype=np.float64), -1e30, 1e30), dtype=np.float32)

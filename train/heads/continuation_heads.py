@@ -1,6 +1,6 @@
 """Heads whose second output is the value of drafting on: ridge regression, boosted trees, a small network.
 
-Rows are (anchor, depth); the label is what going on saved in hindsight, in tokens. All kinds end as the flat tensors of
+Rows are (anchor, depth); the label is what going on saved in hindsight, in tokens. All kinds end as the arrays of
 `policies.heads`, so that a continuation policy runs, is saved and is loaded as any other.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ import xgboost as xgb
 from torch import Tensor, nn
 
 from ...policies.heads import Basis, Head, LinearHead, MLPHead, TreesHead
+from ...policies.heads_base import Array
+from .basis import basis_columns, fit_basis
 from .boosted import flatten
-from .linear import fit_basis
+from .exported import exported
 from .rows import FitRows
 
 TREES = {"max_depth": 4, "eta": 0.1, "min_child_weight": 40.0, "subsample": 0.8, "lambda": 5.0}
@@ -65,46 +68,48 @@ def fit_boosted_value(rows: ValueRows, held: ValueRows, names: Sequence[str], se
     """Fit boosted regression trees."""
     parts = [(r.features, r.gain, r.weight) for r in (rows, held)]
     arrays = flatten(boost(*parts[0], seed, MOST_TREES, parts[1]))
-    tensors = {name: torch.stack([torch.zeros_like(a), a]) for name, a in arrays.items()}
-    tensors["threshold"][0] = float(np.finfo(np.float32).max)  # the first output is void: nothing is split
-    return TreesHead(names, tensors)
+    tensors = {name: np.stack([np.zeros_like(a), a]) for name, a in arrays.items()}
+    tensors["threshold"][0] = np.finfo(np.float32).max  # the first output is void: nothing is split
+    return TreesHead(names, exported(tensors, names, _as_fit_rows(rows)))
 
 
 def fit_linear_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> LinearHead:
     """Fit ridge regressions: one for depth 0, one for what comes after."""
-    mean, scale = fit_basis(_as_fit_rows(rows), names)
-    basis = Basis(names, mean, scale)
-    weight, bias = torch.zeros(3, basis.width), torch.zeros(3)
-    for at, depth, use in ((1, 1, rows.depth > 0), (2, 0, rows.depth == 0)):
-        if bool(use.any()):
-            weight[at], bias[at] = _ridge(basis(rows.features[use], depth), rows.gain[use], rows.weight[use])
-    return LinearHead(names, {"mean": mean, "scale": scale, "weight": weight, "bias": bias})
+    basis = fit_basis(_as_fit_rows(rows), names)
+    columns, gain, weight = basis_columns(basis, rows.features, rows.depth), rows.gain.numpy(), rows.weight.numpy()
+    first = rows.depth.numpy() == 0
+    slopes, bias = np.zeros((3, basis.width), dtype=np.float32), np.zeros(3, dtype=np.float32)
+    for at, use in ((1, ~first), (2, first)):
+        if use.any():
+            slopes[at], bias[at] = _ridge(columns[use], gain[use], weight[use])
+    fitted = {"mean": basis.mean, "scale": basis.scale, "weight": slopes, "bias": bias}
+    return LinearHead(names, exported(fitted, names, _as_fit_rows(rows)))
 
 
-def _ridge(x: Tensor, y: Tensor, weight: Tensor, strength: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return (weight [F'], bias []) of the weighted least squares under a small penalty."""
-    x = torch.cat([x, torch.ones(len(x), 1)], 1).double()
-    w, y = weight.double()[:, None], y.clamp(-CLIP, CLIP).double()
-    penalty = strength * torch.eye(x.shape[1], dtype=torch.float64)
+def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Array, float]:
+    """Return (weight [F'], bias) of the weighted least squares under a small penalty."""
+    x = np.append(x, np.ones((len(x), 1)), 1)
+    weighted = x.T * weight
+    penalty = strength * np.eye(x.shape[1])
     penalty[-1, -1] = 0.0
-    solved = torch.linalg.solve((x * w).T @ x + penalty, (x * w).T @ y).float()
-    return solved[:-1], solved[-1]
+    solved: Array = np.linalg.solve(weighted @ x + penalty, weighted @ np.clip(y, -CLIP, CLIP))
+    return solved[:-1], float(solved[-1])
 
 
 def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> MLPHead:
     """Fit a network by least squares and keep the epoch with the least held-out error; torch's random state is kept."""
-    mean, scale = fit_basis(_as_fit_rows(rows), names)
-    basis = Basis(names, mean, scale)
+    basis = fit_basis(_as_fit_rows(rows), names)
     sides = [(_columns(basis, r), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float()) for r in (rows, held)]
     sizes = [basis.width + 1, *HIDDEN, 2]
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
         layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
         best = _descend(layers, sides, torch.Generator().manual_seed(seed))
-    tensors = {f"{part}.{i}": best[f"{i}.{part}"] for i in range(len(layers)) for part in ("weight", "bias")}
+    fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
+    fitted |= {f"{part}.{i}": best[f"{i}.{part}"] for i in range(len(layers)) for part in ("weight", "bias")}
     last = len(layers) - 1
-    tensors[f"weight.{last}"][0], tensors[f"bias.{last}"][0] = 0.0, 0.0
-    return MLPHead(names, {"mean": mean, "scale": scale, **tensors})
+    fitted[f"weight.{last}"][0], fitted[f"bias.{last}"][0] = 0.0, 0.0
+    return MLPHead(names, exported(fitted, names, _as_fit_rows(rows)))
 
 
 def _descend(
@@ -137,8 +142,8 @@ def _descend(
 
 
 def _columns(basis: Basis, rows: ValueRows) -> Tensor:
-    first = (rows.depth == 0)[:, None]
-    return torch.cat([torch.where(first, basis(rows.features, 0), basis(rows.features, 1)), first.float()], 1)
+    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
+    return torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
 
 
 def _as_fit_rows(rows: ValueRows) -> FitRows:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from ...policies.heads import Head
 from ...policies.progress import Progress, silent
 from ..traces.data import TraceArrays, seen_features
 from ..traces.replay import replay
-from .calibrate import auc, fit_calibrator, fit_kind, log_loss
+from .calibrate import Array, auc, fit_calibrator, fit_kind, log_loss
 from .fitting import FitOptions, FitTask, fitter
 from .forms import form
 from .mixing import mixed_rows
@@ -158,17 +159,17 @@ class Outputs:
     """What heads say of R visited rounds that they were not fitted on.
 
     Attributes:
-        logits: [R, K + 1, 2], accept and next at depths 0..K, nodes behind a rejection included.
+        logits: [R, K + 1, 2] float64, accept and next at depths 0..K, nodes after a rejection included.
         length: [R] accepted length.
         fold: [R], the part of the prompts, for cross-fitting what is fitted on these outputs.
         temperature: [R].
         lag: depths whose `accept` is not scored (`Head.lag`).
     """
 
-    logits: Tensor
-    length: Tensor
-    fold: Tensor
-    temperature: Tensor
+    logits: Array
+    length: Array
+    fold: Array
+    temperature: Array
     lag: int = 0
 
 
@@ -177,18 +178,19 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     owner = fitted.folds.of_rows(arrays, visited)
     use = owner < len(fitted.heads)
     visited, owner = Visits(visited.row[use], visited.history[use]), owner[use]
-    logits = torch.zeros(len(owner), arrays.depth + 1, 2)
+    logits = np.zeros((len(owner), arrays.depth + 1, 2))
     for fold, head in enumerate(fitted.heads):
         mine = owner == fold
-        seen = seen_features(arrays, names, visited.row[mine], visited.history[mine])
+        row = visited.row[mine]
+        seen = seen_features(arrays, names, row, visited.history[mine]).numpy()
         for depth in range(seen.shape[1]):
-            states = seen_vectors(arrays, getattr(head, "sizes", ()), visited.row[mine], depth)
-            logits[mine, depth] = head.logits(seen[:, depth], depth, states)
+            states = seen_states(arrays, head.sizes, row, depth)
+            logits[mine.numpy(), depth] = head.scores(np.ascontiguousarray(seen[:, depth]), depth, states)
     numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
     parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.prompt_ids]), PARTS)
-    heat = arrays.column("temperature")[visited.row]
-    lag = getattr(fitted.heads[0], "lag", 0)
-    return Outputs(logits, arrays.accepted[visited.row], parts.of_rows(arrays, visited), heat, lag)
+    length, temperature = arrays.accepted[visited.row], arrays.column("temperature")[visited.row]
+    part = parts.of_rows(arrays, visited)
+    return Outputs(logits, length.numpy(), part.numpy(), temperature.numpy(), fitted.heads[0].lag)
 
 
 def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
@@ -212,16 +214,16 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
     return visits(arrays, parts)
 
 
-def seen_vectors(arrays: TraceArrays, names: Iterable[str], row: Tensor, depth: int) -> dict[str, Tensor]:
-    """Return the hidden states [R, H] that a policy sees at one depth of the rounds `row` [R] of chains."""
+def seen_states(arrays: TraceArrays, names: Iterable[str], row: Tensor, depth: int) -> dict[str, Array]:
+    """Return the hidden states [R, H] float32 that a policy sees at one depth of the rounds `row` [R] of chains."""
     found = {}
     for name in names:
         recorded = arrays.vector(name)
         if depth == 0 and recorded.of_nodes:
-            found[name] = torch.zeros(len(row), recorded.width)
+            found[name] = np.zeros((len(row), recorded.width), dtype=np.float32)
         else:
             node = torch.full_like(row, depth - 1) if recorded.of_nodes else None
-            found[name] = recorded.at(row, node).float()
+            found[name] = recorded.at(row, node).float().numpy()
     return found
 
 
@@ -244,15 +246,15 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
         as_they_are: leave probabilities and products as the head gives them, and measure those.
     """
     logits, length = outputs.logits, outputs.length[:, None]
-    depths = torch.arange(logits.shape[1])[None]
+    depths = np.arange(logits.shape[1])[None]
     drawn = (length >= depths - outputs.lag - 1) & (depths > outputs.lag)
     known = (length >= depths) & (depths < logits.shape[1] - 1)
-    fold = outputs.fold[:, None].expand(drawn.shape)
+    fold = np.broadcast_to(outputs.fold[:, None], drawn.shape)
     maps: list[Calibrator] = []
     metrics: dict[str, Any] = {}
     parts = (("accept", 0, length >= depths - outputs.lag, drawn), ("next", 1, length > depths, known))
     for name, column, truth, use in parts:
-        found, labels, owner = logits[..., column][use], truth.expand(use.shape)[use], fold[use]
+        found, labels, owner = logits[..., column][use], truth[use], fold[use]
         calibrator = Calibrator() if as_they_are else fit_calibrator(found, labels, owner)
         maps.append(calibrator)
         metrics |= _scores(name, calibrator, found, labels, owner)
@@ -262,15 +264,12 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
     return Calibrated(maps[0], maps[1], fitted, Scored(fitted.held_out, outputs.length, outputs.temperature), metrics)
 
 
-def _scores(name: str, calibrator: Calibrator, logits: Tensor, labels: Tensor, fold: Tensor) -> dict[str, Any]:
-    """Return AUC and log loss of one output, the calibrator refitted on the other folds for each."""
-    probability = torch.zeros(len(logits))
-    constant = torch.zeros(len(logits), dtype=torch.float64)
-    for one in fold.unique():
-        out = fold == one
-        rest = ~out if bool((~out).any()) else out
+def _scores(name: str, calibrator: Calibrator, logits: Array, labels: Array, fold: Array) -> dict[str, Any]:
+    """Return AUC and log loss of one output, the calibrator fitted again on the other folds for each."""
+    probability, constant = np.zeros(len(logits)), np.zeros(len(logits))
+    for out, rest in _sides(fold):
         probability[out] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[out])
-        constant[out] = labels[rest].double().mean()
+        constant[out] = labels[rest].mean()
     return {
         f"{name}_auc": auc(logits, labels),
         f"{name}_log_loss": log_loss(probability, labels),
@@ -279,14 +278,20 @@ def _scores(name: str, calibrator: Calibrator, logits: Tensor, labels: Tensor, f
     }
 
 
-def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Tensor) -> Tensor:
+def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Array) -> Array:
     """Return [R, K], `accept` of every depth under calibrators of that kind, fitted on the other folds."""
-    logits, out = outputs.logits[:, 1:, 0], torch.ones(len(outputs.length), outputs.logits.shape[1] - 1)
-    labels = outputs.length[:, None] >= torch.arange(1, outputs.logits.shape[1])[None] - outputs.lag
-    use = drawn[:, 1:]
-    for one in outputs.fold.unique():
-        mine = outputs.fold == one
-        rest = (~mine if bool((~mine).any()) else mine)[:, None] & use
+    logits = outputs.logits[:, 1:, 0]
+    out, use = np.ones(logits.shape), drawn[:, 1:]
+    labels = outputs.length[:, None] >= np.arange(1, outputs.logits.shape[1])[None] - outputs.lag
+    for mine, others in _sides(outputs.fold):
+        rest = others[:, None] & use
         out[mine] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[mine])
     out[:, : outputs.lag] = 1.0
     return out
+
+
+def _sides(fold: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield which rows are of each fold, and which of the others; a fold that is alone is both."""
+    for one in np.unique(fold):
+        mine = fold == one
+        yield mine, mine if mine.all() else ~mine

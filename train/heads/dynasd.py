@@ -12,6 +12,7 @@ from ...policies.errors import TraceError
 from ...policies.heads import HardHead, SoftHead
 from ...policies.heads_dynasd import HARD_LAYERS, SOFT_LAYERS, SOFT_LAYERS_WIDE
 from ...policies.vectors import DRAFT_HIDDEN
+from .exported import exported
 from .fitting import FitTask
 from .networks import Recipe, opening, seeded, states, train_network
 from .rows import FitRows
@@ -50,7 +51,7 @@ def fit_soft(task: FitTask) -> tuple[SoftHead, dict[str, bytes]]:
     ]
     size = parts[0][0].shape[1]
     sizes = (size, *(SOFT_LAYERS if size < WIDE else SOFT_LAYERS_WIDE), 1)
-    return SoftHead((), _fit(sizes, parts, task, "dynasd-soft")), {}
+    return SoftHead((), exported(_fit(sizes, parts, task, "dynasd-soft"))), {}
 
 
 def fit_hard(task: FitTask) -> tuple[HardHead, dict[str, bytes]]:
@@ -63,8 +64,8 @@ def fit_hard(task: FitTask) -> tuple[HardHead, dict[str, bytes]]:
     for at, rows in enumerate((task.rows, task.held_out)):
         use = balanced(rows, 2 * task.seed + at)
         parts.append((rows.features[use], rows.accepted[use, None].float()))
-    sizes = (len(task.names), *HARD_LAYERS, 1)
-    return HardHead(task.names, _fit(sizes, parts, task, "dynasd-hard")), {}
+    fitted = _fit((len(task.names), *HARD_LAYERS, 1), parts, task, "dynasd-hard")
+    return HardHead(task.names, exported(fitted, task.names, task.rows)), {}
 
 
 def soft(rows: FitRows) -> Tensor:
@@ -83,7 +84,7 @@ def balanced(rows: FitRows, seed: int) -> Tensor:
 
 
 def _fit(sizes: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]], task: FitTask, name: str) -> dict[str, Tensor]:
-    """Train the layers and return the head's tensors."""
+    """Train the layers and return the tensors of the head."""
     network = seeded(Perceptron, task.seed, sizes)
     data = [(x, labels, torch.ones_like(labels)) for x, labels in parts]
     weights = train_network(network, data[0], data[1], task, RECIPE, name)

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
-from torch import Tensor
 
-from ...policies.features import feature
-from ...policies.heads import Basis, LinearHead
+from ...policies.heads import LinearHead
+from ...policies.heads_base import Array
+from .basis import fit_basis
+from .exported import exported
 from .fitting import FitTask
 from .rows import FitRows
 
 
-def fit_basis(rows: FitRows, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Return (mean, scale) [F'] of the expanded columns over rows with a drawn token; constant columns get scale 1."""
-    width = len(names) + sum(feature(name).is_probability for name in names)
-    columns = Basis(names, torch.zeros(width), torch.ones(width)).expand(rows.features[rows.drawn]).double()
-    mean, scale = columns.mean(0), columns.std(0)
-    return mean.float(), torch.where(scale > 1e-6, scale, 1.0).float()
-
-
 def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: float = 1.0) -> LinearHead:
-    """Fit `accept` on drawn tokens, `next` behind accepted ones, and `next` at depth 0 on what is known there.
+    """Fit `accept` on drawn tokens, `next` after accepted ones, and `next` at depth 0 on what is known there.
 
     Args:
         rows: to fit on.
@@ -32,18 +25,17 @@ def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: flo
         seed: of the solver.
         strength: C of scikit-learn's regression, the inverse of the penalty.
     """
-    mean, scale = fit_basis(rows, names)
-    basis = Basis(names, mean, scale)
-    drawn, known = rows.drawn, rows.followed_known
+    basis = fit_basis(rows, names)
+    features, drawn, known = rows.features.numpy(), rows.drawn.numpy(), rows.followed_known.numpy()
+    accepted, followed = rows.accepted.numpy(), rows.followed.numpy()
     parts = (
-        (basis(rows.features[drawn], 1), rows.accepted[drawn]),
-        (basis(rows.features[drawn & known], 1), rows.followed[drawn & known]),
-        (basis(rows.features[~drawn & known], 0), rows.followed[~drawn & known]),
+        (basis(features[drawn], 1), accepted[drawn]),
+        (basis(features[drawn & known], 1), followed[drawn & known]),
+        (basis(features[~drawn & known], 0), followed[~drawn & known]),
     )
     weights, biases = zip(*(_regress(x, y, seed, strength) for x, y in parts), strict=True)
-    return LinearHead(
-        names, {"mean": mean, "scale": scale, "weight": torch.stack(weights), "bias": torch.stack(biases)}
-    )
+    fitted = {"mean": basis.mean, "scale": basis.scale, "weight": np.stack(weights), "bias": np.array(biases)}
+    return LinearHead(names, exported(fitted, names, rows))
 
 
 def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
@@ -51,10 +43,9 @@ def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
     return fit_linear(task.rows, task.names, task.seed, float(task.options.params.get("C", 1.0))), {}
 
 
-def _regress(x: Tensor, y: Tensor, seed: int, strength: float) -> tuple[Tensor, Tensor]:
-    """Return (weight [F'], bias []); labels of one kind only give a constant."""
+def _regress(x: Array, y: Array, seed: int, strength: float) -> tuple[Array, np.float32]:
+    """Return (weight [F'], bias) float32; labels of one kind only give a constant."""
     if len(y) == 0 or bool(y.all()) or not bool(y.any()):
-        odds = torch.logit(torch.tensor((float(y.sum()) + 1.0) / (len(y) + 2.0)))
-        return torch.zeros(x.shape[1]), odds
-    model = LogisticRegression(C=strength, max_iter=1000, random_state=seed).fit(x.numpy(), y.numpy())
-    return torch.from_numpy(model.coef_[0].astype(np.float32)), torch.tensor(float(model.intercept_[0]))
+        return np.zeros(x.shape[1], dtype=np.float32), np.float32(logit((float(y.sum()) + 1.0) / (len(y) + 2.0)))
+    model = LogisticRegression(C=strength, max_iter=1000, random_state=seed).fit(x, y)
+    return model.coef_[0].astype(np.float32), np.float32(model.intercept_[0])

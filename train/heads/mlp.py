@@ -2,10 +2,10 @@
 
 visited = visits(arrays, [replay(arrays, FixedLength(4), profile)])
 rows = fit_rows(arrays, names, visited)
-basis = Basis(names, *fit_basis(rows, names))
+basis = fit_basis(rows, names)
 module = StopHeadModule(basis.width + 1, hidden=(128, 128))
 lightning.Trainer(max_epochs=30).fit(module, datamodule=TraceDataModule(rows, held_out, basis))
-head = module.to_head(names, basis)
+head = module.to_head(names, basis, rows)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning
 import torch
@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from ...policies.errors import InputError
 from ...policies.heads import Basis, MLPHead
 from ...policies.progress import Progress, silent
+from .basis import basis_columns, fit_basis
+from .exported import exported
 from .fitting import FitOptions, FitTask
-from .linear import fit_basis
 from .rows import FitRows
 from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet
 
@@ -54,12 +55,19 @@ class StopHeadModule(lightning.LightningModule):
         self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
         self.rate, self.decay = rate, decay
 
-    def to_head(self, names: Sequence[str], basis: Basis) -> MLPHead:
-        """Return the head that a policy runs, with the weights as they are now; `names` are the basis's features."""
-        layers: dict[str, Tensor] = {}
+    def to_head(self, names: Sequence[str], basis: Basis, rows: FitRows | None = None) -> MLPHead:
+        """Return the head that a policy runs, with the weights as they are now.
+
+        Args:
+            names: the basis's features.
+            basis: that the columns were put through.
+            rows: that the module was fitted on: live, features are held within the range that they had there; None = as
+                they come.
+        """
+        fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
         for at, layer in enumerate(self.layers):
-            layers |= {f"{part}.{at}": getattr(layer, part).detach().float().cpu() for part in ("weight", "bias")}
-        return MLPHead(names, {"mean": basis.mean, "scale": basis.scale, **layers})
+            fitted |= {f"{part}.{at}": getattr(layer, part).detach().float().cpu() for part in ("weight", "bias")}
+        return MLPHead(names, exported(fitted, names, rows))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [R, 2] logits for columns [R, F' + 1]."""
@@ -103,9 +111,8 @@ class TraceDataModule(lightning.LightningDataModule):
         self.parts, self.basis, self.batch, self.seed = (rows, held_out), basis, batch, seed
 
     def _data(self, rows: FitRows) -> TensorDataset:
-        first = rows.depth == 0
-        columns = torch.where(first[:, None], self.basis(rows.features, 0), self.basis(rows.features, 1))
-        columns = torch.cat([columns, first[:, None].float()], 1)
+        columns = torch.from_numpy(basis_columns(self.basis, rows.features, rows.depth))
+        columns = torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
         labels = torch.stack([rows.accepted, rows.followed], 1).float()
         return TensorDataset(columns, labels, torch.stack([rows.drawn, rows.followed_known], 1).float())
 
@@ -174,8 +181,7 @@ def fit_mlp(
     """
     options = options or FitOptions()
     most = epochs or options.epochs or EPOCHS
-    mean, scale = fit_basis(rows, names)
-    basis = Basis(names, mean, scale)
+    basis = fit_basis(rows, names)
     params = options.params
     rate = float(options.learning_rate or params.get("learning_rate", RATE))
     hidden = (int(params.get("width", WIDTH)),) * int(params.get("layers", LAYERS))
@@ -185,12 +191,8 @@ def fit_mlp(
         trainer, best = make_trainer(options, folder, most, [Report("train mlp", progress, most)])
         data = TraceDataModule(rows, held_out, basis, options.batch_size or BATCH, seed)
         state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
-    tensors = {
-        f"{part}.{i}": state[f"layers.{i}.{part}"].float()
-        for i in range(len(module.layers))
-        for part in ("weight", "bias")
-    }
-    return MLPHead(names, {"mean": mean, "scale": scale, **tensors})
+    module.load_state_dict(state)
+    return module.to_head(names, basis, rows)
 
 
 def fit_network(task: FitTask) -> tuple[MLPHead, dict[str, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from ...policies.features import Kind
 from ...policies.heads import Basis, ResNetHead
 from ...policies.vectors import VECTORS
+from .basis import basis_columns, fit_basis
+from .exported import exported
 from .fitting import FitTask
-from .linear import fit_basis
 from .networks import Recipe, seeded, train_network
 from .rows import FitRows
 
@@ -55,8 +57,7 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
     Options' `params`: `width`, `blocks`, `dropout`.
     """
     params = task.options.params
-    mean, scale = fit_basis(task.rows, task.names) if task.names else (torch.zeros(0), torch.ones(0))
-    basis = Basis(task.names, mean, scale)
+    basis = fit_basis(task.rows, task.names)
     names = [name for name in VECTORS if name in task.rows.vectors]
     moments = {name: state_moments(task.rows, name) for name in names}
     inputs = [basis.width + 1, *(len(moments[name][0]) for name in names)]
@@ -64,9 +65,9 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
     network = seeded(ResNet, task.seed, inputs, *shape)
     parts = [_inputs(rows, basis, moments) for rows in (task.rows, task.held_out)]
     weights = train_network(network, parts[0], parts[1], task, Recipe(), "resnet")
-    tensors = {
-        "mean": mean,
-        "scale": scale,
+    tensors: dict[str, Any] = {
+        "mean": basis.mean,
+        "scale": basis.scale,
         "enter.weight": weights["enter.0.weight"],
         "enter.bias": weights["enter.0.bias"],
         "block.weight": _stack([weights[f"blocks.{i}.weight"] for i in range(shape[1])], (shape[0], shape[0])),
@@ -77,7 +78,7 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
     for at, name in enumerate(names, 1):
         middle, spread = moments[name]
         tensors |= {f"enter.{name}": weights[f"enter.{at}.weight"], f"mean.{name}": middle, f"scale.{name}": spread}
-    return ResNetHead(task.names, tensors), {}
+    return ResNetHead(task.names, exported(tensors, task.names, task.rows)), {}
 
 
 def state_moments(rows: FitRows, name: str) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ def state_moments(rows: FitRows, name: str) -> tuple[Tensor, Tensor]:
 def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
     """Return the columns and hidden states, standardised, what is not known yet 0; labels and which are known."""
     first = (rows.depth == 0)[:, None]
-    columns = torch.where(first, basis(rows.features, 0), basis(rows.features, 1))
+    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
     states = []
     for name, (mean, scale) in moments.items():
         state = (rows.vectors[name].float() - mean) / scale

@@ -1,8 +1,9 @@
-"""SpecDec++'s acceptance head, as published and put right."""
+"""SpecDec++'s acceptance head, as published and with its bias taken out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ...policies.heads import SpecDecHead
 from ...policies.heads_specdec import BLOCKS, REJECTION_WEIGHT, unbiased
 from ...policies.vectors import DRAFT_HIDDEN
+from .exported import exported
 from .fitting import FitTask
 from .networks import Recipe, opening, seeded, states, train_network
 
@@ -70,15 +72,15 @@ def _fit(task: FitTask, shared: bool, weight: float) -> tuple[SpecDecHead, dict[
     assert isinstance(network, AcceptanceNetwork)
     weights = train_network(network, parts[0], parts[1], task, RECIPE, "specdec")
     count = len(network.blocks)
-    tensors = {
+    tensors: dict[str, Any] = {
         "block.weight": _stack(weights, "weight", count, (size, size)),
         "block.bias": _stack(weights, "bias", count, (size,)),
         "order": torch.tensor(network.order, dtype=torch.int64),
         "leave.weight": weights["leave.weight"],
-        "leave.bias": unbiased(weights["leave.bias"], weight),
+        "leave.bias": unbiased(weights["leave.bias"].numpy(), weight),
         "first": opening(task),
     }
-    return SpecDecHead((), tensors), {}
+    return SpecDecHead((), exported(tensors)), {}
 
 
 def _stack(weights: Mapping[str, Tensor], part: str, count: int, shape: tuple[int, ...]) -> Tensor:
