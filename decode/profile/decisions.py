@@ -6,13 +6,14 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy, checked_start
 from ...policies.costs import Profile
 from ...policies.errors import SpecstopWarning
-from ...policies.history import HistoryOne
+from ...policies.history import History
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
@@ -82,7 +83,7 @@ def measure_decision(
 ) -> Measurements:
     """Return the timings of a round's first decision after a drawn token, features included, for one stream.
 
-    It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by vector, as the header of
+    It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by name, as the header of
     a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
     """
     decision = _decision_alone(policy, vocabulary, temperature, device, widths)
@@ -100,13 +101,11 @@ def _decision_alone(
     """Return what takes one decision, and the time of it."""
     generator = torch.Generator().manual_seed(0)
     scratch = torch.ones(SCRATCH, SCRATCH, device=device)
-    sizes = {**dict.fromkeys(policy.vectors, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
-    hidden = {
-        name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.vectors
-    }
+    sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
+    hidden = {name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.hidden}
     asked = max(1, policy.first)
     decide, tree = Decider(policy, widths=sizes), chain(asked + 1)
-    state = checked_start(policy, 1, torch.zeros(1, dtype=torch.int64, device="cpu"))
+    state = checked_start(policy, 1, np.zeros(1, dtype=np.int64))
 
     def decision() -> float:
         nonlocal state
@@ -115,7 +114,7 @@ def _decision_alone(
         for depth in range(asked):
             found.add(depth, depth + 1, int(logits.argmax(-1)))
         base = decide.base(
-            logits, found.tokens[1], found.tokens[0], HistoryOne(), temperature, hidden.get(TARGET_HIDDEN)
+            logits, found.tokens[1], found.tokens[0], History.start(1), temperature, hidden.get(TARGET_HIDDEN)
         )
         if policy.first == 0:
             _, state = decide(0, base, None, state, found, [0])

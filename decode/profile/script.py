@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ...policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 
 TWICE = 2
 """Times in a row that a length comes."""
@@ -18,8 +16,10 @@ TWICE = 2
 class Scripted(StopPolicy):
     """Drafts lengths from a shuffled deck of 0..K, each twice in a row, whatever the text is; K = 0 is plain decoding.
 
-    A size that comes again is a little cheaper, and with real policies about every other one does. It works in plain
-    numbers: what a script does between model calls cools the caches that these are timed on.
+    A size that comes again is a little cheaper, and with real policies about every other one does. It does little else:
+    what a script does between model calls cools the caches that these are timed on.
+
+    The state is, by stream, its key and the number of its round.
     """
 
     first = 0
@@ -28,27 +28,24 @@ class Scripted(StopPolicy):
         self.max_depth = depth
         self.name = f"scripted:{depth}"
 
-    def start(self, streams: int, key: Tensor) -> State:
-        """Return by stream its key and the number of its round."""
-        return [(one, 0) for one in key.tolist()]
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams in their first round."""
+        return keys, np.zeros(streams, dtype=np.int64)
 
     def _length(self, key: int, number: int) -> int:
         deck, place = divmod(number // TWICE, self.max_depth + 1)
         return _shuffled(self.max_depth + 1, key, deck)[place]
 
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Go on up to the length on the deck."""
-        return depth < self._length(*state[0]), state
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the deck."""
-        length = torch.tensor([[self._length(*stream)] for stream in state], device=step.alive.device)
-        return step.alive & (step.depth < length), state
+        keys, numbers = state
+        lengths = [[self._length(*stream)] for stream in zip(keys.tolist(), numbers.tolist(), strict=True)]
+        return step.alive & (step.depth < np.array(lengths)), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Turn to the next card."""
-        active = outcome.active.tolist()
-        return [(key, number + on) for (key, number), on in zip(state, active, strict=True)]
+        keys, numbers = state
+        return keys, numbers + outcome.active
 
 
 @lru_cache(maxsize=256)

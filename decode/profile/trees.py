@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ...policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_PATH, TREE_VERIFY
 from ...policies.latency.measurements import Key
 from ..candidates import Candidates
@@ -36,10 +34,10 @@ GOES_ON, WHOLE = 5, 1.25
 
 
 class RandomTree(StopPolicy):
-    """Extends and verifies branches at random, whatever the text is, in plain numbers.
+    """Extends and verifies branches at random, whatever the text is.
 
     Some rounds are a single path. Others extend at most 1, 2, 4, ... branches of a depth, each as often as the others, and
-    verify a number of nodes whose logarithm is even.
+    verify a number of nodes whose logarithm is even. The state is, by stream, its key and the number of the round.
     """
 
     name = "random-tree"
@@ -48,49 +46,45 @@ class RandomTree(StopPolicy):
         self.max_depth, self._widest = depth, widest
         self.first = min(1, depth)
 
-    def start(self, streams: int, key: Tensor) -> State:
-        """Return the stream's key and the number of the round; there is one stream."""
-        return int(key), 0
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams in their first round."""
+        return keys, np.zeros(streams, dtype=np.int64)
 
-    def keep_few(
-        self, depth: int, alive: Sequence[bool], parent: Sequence[int], columns: Sequence[Sequence[float]], state: State
-    ) -> tuple[list[bool], State]:
+    def _width(self, depth: int, key: int, number: int) -> int:
+        """Return how many branches of a depth a round extends."""
+        wide = 0 if _is_path(key, number) else _toss(key, number) % (1 + self._widest.bit_length())
+        return 2**wide if _toss(key, number, depth) % GOES_ON else 0
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the first branches, up to the round's own width, or none."""
-        wide = 0 if _is_path(state) else _toss(*state) % (1 + self._widest.bit_length())
-        left = 2**wide if _toss(*state, depth) % GOES_ON else 0
-        return _first(left, alive), state
+        widths = [[self._width(step.depth, *stream)] for stream in _streams(state)]
+        return step.alive & (step.alive.cumsum(1) <= np.array(widths)), state
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep some branches."""
-        kept, state = self.keep_few(step.depth, step.alive[0].tolist(), (), (), state)
-        return torch.tensor([kept], device=step.alive.device), state
-
-    def select_few(
-        self, parent: Sequence[int], depth: Sequence[int], drawn: Sequence[bool], state: State
-    ) -> list[bool]:
+    def select(self, tree: DraftTree, state: State) -> Array:
         """Verify the first nodes, a random number of them or all; or the first one of each depth."""
-        if _is_path(state):
-            return [on and (at == 0 or depth[at] > depth[at - 1]) for at, on in enumerate(drawn)]
-        limit = (1 + sum(drawn)) ** (WHOLE * _toss(*state, -1) / 2**64)
-        return _first(int(limit), drawn)
-
-    def select(self, tree: DraftTree, state: State) -> Tensor:
-        """Verify the first nodes."""
-        parent, depth, drawn = (values[0].tolist() for values in (tree.parent, tree.depth, tree.drawn))
-        return torch.tensor([self.select_few(parent, depth, drawn, state)], device=tree.drawn.device)
+        drawn = tree.drawn.sum(1).tolist()
+        most = [
+            [int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]
+            for count, stream in zip(drawn, _streams(state), strict=True)
+        ]
+        paths = np.array([[_is_path(*stream)] for stream in _streams(state)])
+        deeper = np.diff(tree.depth, prepend=0) > 0
+        return tree.drawn & np.where(paths, deeper, tree.drawn.cumsum(1) <= np.array(most))
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Count the round."""
-        return state[0], state[1] + 1
+        keys, numbers = state
+        return keys, numbers + outcome.active
 
 
-def _is_path(state: State) -> bool:
-    return _toss(*state, -2) % PATHS == 0
+def _streams(state: State) -> list[tuple[int, int]]:
+    """Return (key, number of the round) of each stream."""
+    keys, numbers = state
+    return list(zip(keys.tolist(), numbers.tolist(), strict=True))
 
 
-def _first(count: int, flags: Sequence[bool]) -> list[bool]:
-    """Return the flags without those behind the first `count` that are set."""
-    return [on and number <= count for on, number in zip(flags, accumulate(flags), strict=True)]
+def _is_path(key: int, number: int) -> bool:
+    return _toss(key, number, -2) % PATHS == 0
 
 
 def _toss(*numbers: int) -> int:
