@@ -93,7 +93,7 @@ def backward(
         length = torch.where(open_ & ~on, j, length)
         asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)
         if j in firsts:
-            seconds = togo.play(length, price.of(asked)).seconds
+            seconds = togo.play(length, price.of(asked.numpy())).seconds
             if best is None or float(seconds.sum()) < best[0]:
                 best = float(seconds.sum()), j, length, asked, seconds
     assert best is not None

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def fit_continuation(
         seed: of folds and fits.
         rounds: most fits.
         margins: tokens that must be expected to be saved; the fastest is taken.
-        remembers: the head reads the features of the depth above too.
+        remembers: the head reads the features of the depth before too.
         starts: where a round ends counts as the text has it, the start of the next one included; else each token still to
             come counts the same, which says less and wavers less.
         progress: see `Progress`.
@@ -99,8 +100,9 @@ def fit_continuation(
         chosen = choose(togo, values(head, seen), price, margins, firsts)
         rule = Continuation(chosen.margin, chosen.first, remembers)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
-        after = togo.play(chosen.lengths, price.of(chosen.asked))
-        onward = going(chosen.lengths, price.of(chosen.asked))
+        decided_s = price.of(chosen.asked.numpy())
+        after = togo.play(chosen.lengths, decided_s)
+        onward = going(chosen.lengths, decided_s)
         return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
 
     going = togo.value if starts else togo.level
@@ -112,7 +114,7 @@ def fit_continuation(
 
 
 def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
-    """Return [N, K + 1, F + M], `seen` and behind it the columns at `places` of the depth above; 0 up to depth `first`."""
+    """Return [N, K + 1, F + M], `seen` and after it the columns at `places` of the depth before; 0 up to depth `first`."""
     if not places:
         return seen
     before = torch.nn.functional.pad(seen[:, :-1, list(places)], (0, 0, 1, 0))
@@ -131,8 +133,9 @@ def _fitted(kind: str, rows: ValueRows, fold: Tensor, names: Sequence[str], seed
 
 
 def values(head: Head, seen: Tensor) -> Tensor:
-    """Return [N, K] what a head expects drafting on to save, in tokens, from [N, K + 1, F]."""
-    return torch.stack([head.logits(seen[:, j], j)[..., 1] for j in range(seen.shape[1] - 1)], 1)
+    """Return [N, K] float64, what a head expects drafting on to save, in tokens, from [N, K + 1, F]."""
+    found = [head.scores(np.ascontiguousarray(seen[:, j].numpy()), j)[:, 1] for j in range(seen.shape[1] - 1)]
+    return torch.from_numpy(np.stack(found, 1))
 
 
 def choose(togo: ToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
@@ -146,7 +149,7 @@ def choose(togo: ToGo, value: Tensor, price: Price, margins: Sequence[float], fi
         if first >= deepest:
             continue
         lengths, asked = rounds_of(togo, value, first, deepest, margin)
-        seconds = float(togo.play(lengths, price.of(asked)).seconds.sum())
+        seconds = float(togo.play(lengths, price.of(asked.numpy())).seconds.sum())
         if best is None or seconds < best[0]:
             best = seconds, Chosen(first, deepest, margin, lengths, asked)
     assert best is not None

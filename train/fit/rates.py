@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
+import numpy as np
 
 from ...policies.costs import Profile
 from ...policies.learned import LearnedPolicy
@@ -42,11 +42,11 @@ def left_out_rates(arrays: TraceArrays, folds: Folds, drafts: Sequence[LearnedPo
     parts = [arrays.subset(folds.sequences(fold)) for fold in range(1, folds.count)]
 
     def rates(policies: Sequence[LearnedPolicy]) -> list[float]:
-        tokens, seconds = torch.zeros(2, len(policies), dtype=torch.float64)
+        tokens, seconds = np.zeros((2, len(policies)))
         for draft, part in zip(drafts[1:], parts, strict=True):
             played = replay_many(part, [draft.with_rule(policy.rule) for policy in policies], profile)
-            tokens += torch.tensor([float(one.tokens.sum()) for one in played])
-            seconds += torch.tensor([float(one.seconds.sum()) for one in played])
+            tokens += [float(one.tokens.sum()) for one in played]
+            seconds += [float(one.seconds.sum()) for one in played]
         return [float(rate) for rate in tokens / seconds]
 
     return rates

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 MOST_ROUNDS = 4
@@ -78,7 +77,7 @@ def refit(fit: Callable[[S, int], Turn[S, P]], start: S, visits: Tensor, rounds:
         stalled = number >= 2 and max(rates[-2:]) < (1.0 + GAIN) * max(rates[:-2])
         if moved[-1] < SETTLED or stalled:
             break
-    best = int(torch.tensor(rates, dtype=torch.float64).argmax())
+    best = rates.index(max(rates))
     return Settled(turns[best].made, best, tuple(rates), tuple(moved))
 
 

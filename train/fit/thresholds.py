@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...policies.costs import Price, Profile
+from ...policies.heads_base import Array
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived
+from ..heads.scores import survivals
 from ..traces.data import TraceArrays, seen_features
 from ..traces.replay import replay
 from ..traces.togo import Played, ToGo
@@ -50,43 +53,37 @@ def settle_thresholds(
     deepest = min(policy.max_depth, togo.depth)
     best: tuple[float, LearnedPolicy] | None = None
     for _ in range(rounds):
-        outputs = _outputs(policy, arrays, played, deepest)
+        seen = seen_features(arrays, policy.features, torch.arange(len(played.visits)), played.history)
+        seen = seen[:, :deepest]
         turn: tuple[float, LearnedPolicy, Tensor, Tensor, Played] | None = None
         for first in (f for f in firsts if f < deepest):
-            rule, lengths, asked = _backward(togo, scores(policy, outputs, first), first, value, played.visits, price)
-            now = togo.play(lengths, price.of(asked))
+            score = scores(policy, seen.numpy(), first)
+            rule, lengths, asked = _backward(togo, score, first, value, played.visits, price)
+            now = togo.play(lengths, price.of(asked.numpy()))
             total = float(now.seconds.sum())
             if turn is None or total < turn[0]:
                 turn = total, policy.with_rule(rule), lengths, asked, now
         assert turn is not None
         if best is None or turn[0] < best[0]:
             best = turn[0], turn[1]
-        value, played = togo.value(turn[2], price.of(turn[3])), turn[4]
+        value, played = togo.value(turn[2], price.of(turn[3].numpy())), turn[4]
     assert best is not None
     return best[1], replay(arrays, best[1], profile).rate
 
 
-def _outputs(policy: LearnedPolicy, arrays: TraceArrays, played: Played, deepest: int) -> tuple[Tensor, Tensor]:
-    """Return calibrated accept and next [N, K] of every anchor at each depth."""
-    seen = seen_features(arrays, policy.features, torch.arange(len(played.visits)), played.history)
-    both = [policy.probabilities(seen[:, j], j) for j in range(deepest)]
-    accept, following = (torch.stack(column, 1) for column in zip(*both, strict=True))
-    return accept, following
+def scores(policy: LearnedPolicy, seen: Array, first: int) -> Tensor:
+    """Return [N, K] S_j next_j as the derived rule has them if its first decision is at `first`; 0 before.
 
-
-def scores(policy: LearnedPolicy, outputs: tuple[Tensor, Tensor], first: int) -> Tensor:
-    """Return [N, K] S_j next_j as the derived rule has them if its first decision is at `first`; 0 before."""
-    accept, following = outputs
-    maps = policy.survival.by_depth(first) if policy.survival is not None else None
-    out = torch.zeros_like(accept)
-    survival = torch.ones_like(accept[:, 0])
-    for j in range(first, accept.shape[1]):
-        survival = torch.ones_like(survival) if j == 0 else accept[:, j] * (survival if j > first else 1.0)
-        table = None if maps is None else maps[j]
-        if table is not None:
-            survival = table(survival)
-        out[:, j] = survival * following[:, j]
-    return out
+    Args:
+        policy: head and calibration.
+        seen: [N, K, F], what is seen from each anchor at depths 0..K - 1.
+        first: depth of the first decision.
+    """
+    asked = policy.with_rule(Derived([NEVER] * seen.shape[1], first))
+    out = np.zeros(seen.shape[:2])
+    for depth, (survival, _, following) in enumerate(survivals(asked, seen), first):
+        out[:, depth] = survival * following
+    return torch.from_numpy(out)
 
 
 def _backward(

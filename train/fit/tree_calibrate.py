@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from ...policies.heads import Head
 from ...policies.tree_calibration import PathCalibrator
 from ..heads.rows import Visits
 from ..traces.data import TraceArrays, seen_features
-from .tree_rows import accepted_nodes, askable_nodes, node_ranks
+from .tree_rows import accepted_nodes, askable_nodes, level_scores, node_ranks
 
 STEPS = 60
 HOLD = 20.0
@@ -33,7 +34,7 @@ def fit_paths(
         features: the heads'.
     """
     tree = arrays.tree
-    seen = [seen_features(arrays, features, visited.row, visited.history) for _, visited in parts]
+    seen = [seen_features(arrays, features, visited.row, visited.history).numpy() for _, visited in parts]
     row = torch.cat([visited.row for _, visited in parts])
     accepted, there = accepted_nodes(arrays, row), askable_nodes(arrays, row)
     ranks = torch.tensor(node_ranks(tree))
@@ -41,8 +42,8 @@ def fit_paths(
     above = torch.ones(len(row), 1, dtype=torch.float64)  # calibrated chances of the level above
     tables: list[list[Tensor]] = [[], []]
     for depth, level in enumerate(tree.levels):
-        logits = torch.cat([head.logits(some[:, level], depth) for (head, _), some in zip(parts, seen, strict=True)])
-        one, two = logits.double().unbind(-1)
+        scores = [level_scores(head, some, level, depth) for (head, _), some in zip(parts, seen, strict=True)]
+        one, two = torch.from_numpy(np.concatenate(scores)).unbind(-1)
         use, rank = there[:, level], ranks[level].expand(len(row), -1)
         if depth == 0:
             tables[0].append(_plain(most))
@@ -51,14 +52,17 @@ def fit_paths(
             first = tree.levels[depth - 1][0]
             chance = above[:, [tree.parent[node] - first for node in level]]
             tables[0].append(_row(chance[use], one[use], accepted[:, level][use], rank[use], most))
-            calibrator = PathCalibrator(torch.stack(tables[0]).float())
+            calibrator = _calibrator(tables[0])
             chance = torch.from_numpy(calibrator.of(chance.numpy(), one.numpy(), depth, ranks[level].numpy()))
         best = torch.tensor([(tree.children[node] or [0])[0] for node in level])
         use = use & (best > 0)
         tables[1].append(_row(chance[use], two[use], accepted[:, best][use], rank[use], most))
         above = chance
-    accept, following = (PathCalibrator(torch.stack(rows).float()) for rows in tables)
-    return accept, following
+    return _calibrator(tables[0]), _calibrator(tables[1])
+
+
+def _calibrator(rows: Sequence[Tensor]) -> PathCalibrator:
+    return PathCalibrator(torch.stack(list(rows)).float().numpy())
 
 
 def _plain(ranks: int) -> Tensor:

@@ -205,5 +205,5 @@ def _part(visited: Visits, use: Tensor) -> Visits:
 def _chances(head: Head, rows: TreeRows) -> Tensor:
     """Return [M], `next` of the accepted nodes that have children."""
     features, depth = rows.rows.features[rows.known], rows.rows.depth[rows.known]
-    later, opening = head.logits(features, 1), head.logits(features, 0)
-    return torch.sigmoid(torch.where((depth == 0)[:, None], opening, later)[:, 1])
+    later, opening = (torch.from_numpy(head.scores(features.numpy(), at)[:, 1]) for at in (1, 0))
+    return torch.sigmoid(torch.where(depth == 0, opening, later))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...decode.topology import Topology
 from ...policies.errors import TraceError
+from ...policies.heads import Head
+from ...policies.heads_base import Array
 from ..heads.rows import FitRows, Visits
 from ..traces.data import TraceArrays, seen_features
 
@@ -45,6 +48,12 @@ def node_ranks(tree: Topology) -> list[int]:
         for rank, row in enumerate(below):
             ranks[row] = rank
     return ranks
+
+
+def level_scores(head: Head, seen: Array, level: Sequence[int], depth: int) -> Array:
+    """Return [R, B, 2] float64, a head's scores of the B nodes `level` of a depth, from what is seen [R, N + 1, F]."""
+    rows = np.ascontiguousarray(seen[:, level])
+    return head.scores(rows.reshape(-1, rows.shape[-1]), depth).reshape(*rows.shape[:-1], 2)
 
 
 def accepted_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:

@@ -5,29 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ...policies.heads_base import Array
 from ...policies.tree_gain import TreeGain
 from ..heads.rows import Visits
+from ..heads.scores import calibration_error
 from ..traces.data import TraceArrays, seen_features
-from .tree_rows import accepted_nodes, askable_nodes, node_ranks
+from .tree_rows import accepted_nodes, askable_nodes, level_scores, node_ranks
 
 BINS = 10
 LEAST = 20
 """Nodes of a depth and rank below which nothing is said about them."""
 
 
-def path_chances(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> Tensor:
+def path_chances(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> Array:
     """Return [R, N + 1] float64, the survival of every node of the rounds visited, if the policy were asked everywhere."""
     tree = arrays.tree
-    seen = seen_features(arrays, policy.features, visited.row, visited.history)
-    out = torch.ones(len(seen), len(tree), dtype=torch.float64)
+    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
+    out = np.ones((len(seen), len(tree)))
     ranks = np.array(node_ranks(tree))
     for depth, level in enumerate(tree.levels[1:], 1):
-        logits = policy.head.logits(seen[:, level], depth)[..., 0].double().numpy()
-        above = out[:, [tree.parent[row] for row in level]].numpy()
-        out[:, level] = torch.from_numpy(policy.accept.of(above, logits, depth, ranks[level]))
+        above = out[:, [tree.parent[row] for row in level]]
+        out[:, level] = policy.accept.of(above, level_scores(policy.head, seen, level, depth)[..., 0], depth, ranks[level])
     return out
 
 
@@ -35,20 +34,16 @@ def tree_scores(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> list[
     """Return by depth and rank: nodes, mean survival as said and as it was, and the calibration error in deciles."""
     if not len(visited.row):
         return []
-    said, accepted, there = (
-        path_chances(policy, arrays, visited),
-        accepted_nodes(arrays, visited.row),
-        askable_nodes(arrays, visited.row),
-    )
-    ranks, depth = torch.tensor(node_ranks(arrays.tree)), torch.tensor(arrays.tree.depth)
+    said = path_chances(policy, arrays, visited)
+    accepted, there = (of(arrays, visited.row).numpy() for of in (accepted_nodes, askable_nodes))
+    ranks, depth = np.array(node_ranks(arrays.tree)), np.array(arrays.tree.depth)
     rows = []
     for d in range(1, arrays.depth + 1):
         for rank in range(int(ranks.max()) + 1):
-            nodes = (depth == d) & (ranks == rank)
-            use = there & nodes
-            if int(use.sum()) < LEAST:
+            use = there & ((depth == d) & (ranks == rank))
+            if use.sum() < LEAST:
                 continue
-            s, truth = said[use], accepted[use].double()
+            s, truth = said[use], accepted[use]
             rows.append(
                 {
                     "depth": d,
@@ -56,14 +51,7 @@ def tree_scores(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> list[
                     "nodes": len(s),
                     "said": float(s.mean()),
                     "was": float(truth.mean()),
-                    "ece": _ece(s, truth),
+                    "ece": calibration_error(s, truth, BINS),
                 }
             )
     return rows
-
-
-def _ece(said: Tensor, truth: Tensor) -> float:
-    """Return the expected calibration error over bins of equal mass."""
-    order = said.argsort()
-    bins = [part for part in order.tensor_split(BINS) if len(part)]
-    return float(sum(len(b) * (said[b].mean() - truth[b].mean()).abs() for b in bins) / len(said))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.costs import Profile
 from ...policies.errors import PolicyError
+from ...policies.heads_base import Array
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import Derived, derived_thresholds
 from ...policies.tree_gain import TreeGain
@@ -93,7 +91,7 @@ def solve_rate(
 
 
 def _solved(
-    policy: LearnedPolicy, costs: Tensor, first: int, acceptance: Sequence[float], start: float, rates: Rates
+    policy: LearnedPolicy, costs: Array, first: int, acceptance: Sequence[float], start: float, rates: Rates
 ) -> tuple[LearnedPolicy, float]:
     """Return the fastest rule met whose first decision is at this depth, and its rate; rho is `start` to begin with."""
     best, best_rate = policy, 0.0
@@ -117,4 +115,4 @@ def _solved(
 
 def best_of(replays: Sequence[Replayed]) -> Replayed:
     """Return the fastest replay."""
-    return replays[int(torch.tensor([r.rate for r in replays]).argmax())]
+    return max(replays, key=lambda played: played.rate)

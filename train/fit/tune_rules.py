@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from ...policies.baselines import Confidence, FixedLength
 from ...policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
 from ...policies.baselines_bandit import Bandit
@@ -145,8 +143,7 @@ def tuned_rules(names: Sequence[str], arrays: TraceArrays, profile: Profile) -> 
 def fastest(policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profile) -> tuple[StopPolicy, Replayed]:
     """Return the policy that replays fastest, and its replay."""
     played = replay_many(arrays, policies, profile)
-    best = int(torch.tensor([r.rate for r in played], dtype=torch.float64).argmax())
-    return policies[best], played[best]
+    return max(zip(policies, played, strict=True), key=lambda pair: pair[1].rate)
 
 
 def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
