@@ -144,8 +144,9 @@ class LearnedPolicy(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the rule keeps."""
-        survival, accept, following = self.survive(step, state if step.depth > max(self.first, 1) else None)
-        return step.alive & self.rule.keep(step.depth, accept, survival, following), survival
+        depth = step.depth
+        found = self.survive(step, state if depth > 1 and depth > self.first else None)
+        return self.rule.keep(depth, found, step.alive), found[0]
 
 
 _NONE = np.zeros((1, 0))

@@ -4,42 +4,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from .calibration import Array
+from .calibration import Array, kernels
 from .errors import PolicyError
 from .tree_rule import TreeRule, build_tree_rule
 
 
-class Rule(Protocol):
-    """Says whether to draft on."""
+SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
+"""What a rule compares with its threshold; see `kernels.decisions.compare`."""
+
+
+class Rule:
+    """Says which branches to draft further: those that pass a threshold.
+
+    Attributes:
+        kind: its name.
+        first: depth of the first decision.
+        by: what is compared.
+        strict: only what is above the threshold passes, not what equals it.
+        together: all branches of a stream pass if one of them does.
+        levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds.
+    """
 
     kind: str
-    first: int
+    first: int = 1
+    by: int = SURVIVAL
+    strict: bool = False
+    together: bool = False
+    levels: tuple[Array, ...]
 
-    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
-        """Return [S, B] bool, from `accept` at depth j, S_j, and the `next` output, each [S, B] float64."""
+    def keep(self, depth: int, found: Array, alive: Array) -> Array:
+        """Return [S, B] bool, the branches to extend.
+
+        Args:
+            depth: j.
+            found: [3, S, B] float64: S_j, accept and next.
+            alive: [S, B] bool.
+        """
+        out = np.empty(alive.shape, dtype=bool)
+        levels = self.levels
+        level = levels[depth] if depth < len(levels) else levels[-1]
+        kernels().compare(self.by, self.strict, self.together, level, alive, found, out)
+        return out
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
+        raise NotImplementedError
 
 
-class Threshold:
+class Threshold(Rule):
     """Draft on while `accept` (per step) or S_j (survival; SpecDec++, arXiv 2405.19715) is at least a threshold."""
-
-    first = 1
 
     def __init__(self, kind: str, threshold: float) -> None:
         if not 0.0 <= threshold <= 1.0:
             raise PolicyError(f"rule {kind}: expected a threshold between 0 and 1, not {threshold}")
         self.kind, self.threshold = kind, threshold
-
-    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
-        """Compare with the threshold; see `Rule`."""
-        kept: Array = (accept if self.kind == "step" else survival) >= self.threshold
-        return kept
+        self.by = SURVIVAL if kind == "survival" else ACCEPT
+        self.levels = (np.array([threshold], dtype=np.float64),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -51,18 +75,16 @@ class AnyFork(Threshold):
 
     DynaSD (arXiv 2409.10644; `continue_decision_check`: any output above the threshold, 0.4 in the scripts, 0.5 by
     default): no memory of the depths above, and a fork that is sure draws the others along. In a chain it is the rule per
-    step. Branches that are not alive come as 0.
+    step.
     """
+
+    strict = together = True
 
     def __init__(self, threshold: float) -> None:
         super().__init__("any", threshold)
 
-    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
-        """Compare the largest of the branches [..., B] with the threshold; see `Rule`."""
-        return np.broadcast_to((accept > self.threshold).any(-1, keepdims=True), accept.shape)
 
-
-class Derived:
+class Derived(Rule):
     """Draft on while some further length is worth its time, at the policy's own rate rho.
 
     With S = S_j and n = `next`, going on to j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...) more
@@ -76,7 +98,7 @@ class Derived:
             tokens are nearly always worth drafting. S_j then counts from x_first on, and the thresholds with it.
     """
 
-    kind = "derived"
+    kind, by, strict = "derived", GAIN, True
 
     def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
         if not thresholds or not all(t == t for t in thresholds):
@@ -85,18 +107,14 @@ class Derived:
             raise PolicyError(f"rule derived: expected first to be a depth up to {len(thresholds)}, not {first!r}")
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
-
-    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
-        """Compare S_j next_j with tau_j; see `Rule`."""
-        kept: Array = survival * following > self.thresholds[min(depth, len(self.thresholds) - 1)]
-        return kept
+        self.levels = tuple(np.array([t]) for t in self.thresholds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         return {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
 
 
-class Continuation:
+class Continuation(Rule):
     """Draft on where the head's second output says that going on saves time.
 
     That output is no chance of acceptance here but the fitted value of continuing, in tokens: what drafting on and deciding
@@ -109,7 +127,7 @@ class Continuation:
         remembers: the head reads the features of the depth above too (`continuation.ContinuationPolicy`).
     """
 
-    kind = "continuation"
+    kind, by, strict = "continuation", NEXT, True
 
     def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
@@ -119,12 +137,8 @@ class Continuation:
         if not isinstance(remembers, bool):
             raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
         self.margin, self.first, self.remembers = float(margin), first, remembers
-        self._threshold = 1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))  # outputs come through a sigmoid
-
-    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
-        """Compare the value with the margin; see `Rule`."""
-        kept: Array = following > self._threshold
-        return kept
+        # Outputs come through a sigmoid.
+        self.levels = (np.array([1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))]),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""

@@ -75,3 +75,27 @@ def survive(
             out[1, s, b] = chance
             out[2, s, b] = _calibrated(scores[r, 1], next_scale, following)
             r += 1
+
+
+@kernel("void(int64, boolean, boolean, float64[::1], boolean[:,::1], float64[:,:,::1], boolean[:,::1])")
+def compare(by: int, strict: bool, together: bool, threshold: Any, alive: Any, found: Any, out: Any) -> None:
+    """Write which branches of a depth a rule keeps: those alive whose number passes a threshold.
+
+    Args:
+        by: what is compared: 0, 1, 2 = a part of `found`; 3 = the product of survival and next.
+        strict: only what is above the threshold passes, not what equals it.
+        together: all branches of a stream pass if one of them does.
+        threshold: [S], or [1] for all streams.
+        alive: [S, B].
+        found: [3, S, B]: survival, accept, next.
+        out: [S, B].
+    """
+    for s in range(alive.shape[0]):
+        least, any_passes = threshold[s if threshold.shape[0] > 1 else 0], False
+        for b in range(alive.shape[1]):
+            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]
+            passes = value > least or (value == least and not strict)
+            out[s, b] = alive[s, b] and passes
+            any_passes = any_passes or out[s, b]
+        if together and any_passes:
+            out[s] = alive[s]

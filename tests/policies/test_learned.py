@@ -55,7 +55,7 @@ class Product:
         return {}
 
 
-class Spy:
+class Spy(Rule):
     """A rule that remembers S_j and keeps everything."""
 
     kind = "spy"
@@ -64,12 +64,9 @@ class Spy:
         self.first = first
         self.survival: list[Array] = []
 
-    def keep(self, depth: int, accept: Array, survival: Array, following: Array) -> Array:
-        self.survival.append(survival)
-        return np.ones(survival.shape, dtype=bool)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {}
+    def keep(self, depth: int, found: Array, alive: Array) -> Array:
+        self.survival.append(found[0])
+        return alive
 
 
 def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None = None) -> DraftStep:
