@@ -5,41 +5,38 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .calibration import Calibrator
 from .errors import PolicyError
-from .tree_rule import Array
-
-_EDGE = 1e-6
+from .tree_rule import Array, kernels
 
 
 class PathCalibrator(Calibrator):
     """P = sigmoid(scale_d logit(above sigmoid(l)) + tilt_d l + shift_{d,r}), never more than `above`.
 
     `above` is the calibrated chance of all that comes before, l the head's logit at depth d of a node of rank r. The bare
-    product takes it that what is read at a node says nothing about the nodes above it. It does: behind a wrong token the
-    draft is often as sure as behind a right one. So what is calibrated is the chance of the whole path.
+    product takes it that what is read at a node says nothing about the nodes above it. It does: after a wrong token the
+    draft is often as sure as after a right one. So what is calibrated is the chance of the whole path.
 
     Args:
-        table: [D + 1, 2 + R], by depth 0..D: scale, tilt, and the shifts of rank 0..R-1. What lies beyond is taken from its
-            end.
+        table: [D + 1, 2 + R] float32, by depth 0..D: scale, tilt, and the shifts of rank 0..R-1. What lies beyond is taken
+            from its end.
     """
 
     name: ClassVar[str] = "path"
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, table: Array) -> None:
         super().__init__()
-        if table.dim() != 2 or table.shape[0] < 1 or table.shape[1] < 3 or not bool(table.isfinite().all()):
+        if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] < 3 or not np.isfinite(table).all():
             raise PolicyError("calibration: expected by depth a scale, a tilt and shifts by rank, all finite")
         self.kind, self.knots = self.name, table
-        self._table = table.double().numpy()
+        self._table = table.astype(np.float64)
 
-    @property
-    def scale(self) -> float | None:
-        """None: one number does not say it."""
-        return None
+    def maps(self, depth: int, ranks: Array) -> Array:
+        """Return [B, 3], scale, tilt and shift of the branches of a depth, given their ranks [B]."""
+        row = self._table[min(depth, len(self._table) - 1)]
+        shift = row[2 + np.minimum(ranks, len(row) - 3)]
+        return np.stack([np.full(len(shift), row[0]), np.full(len(shift), row[1]), shift], 1)
 
     def of(self, above: Array, logits: Array, depth: int, ranks: Array) -> Array:
         """Return [..., B] chances of whole paths.
@@ -50,14 +47,12 @@ class PathCalibrator(Calibrator):
             depth: of the branches.
             ranks: [B] of the branches.
         """
-        scale, tilt, *_ = row = self._table[min(depth, len(self._table) - 1)]
-        shift = row[2 + np.minimum(ranks, len(row) - 3)]
-        product = np.clip(above / (1.0 + np.exp(-np.clip(logits, -60.0, 60.0))), _EDGE, 1.0 - _EDGE)
-        odds = scale * np.log(product / (1.0 - product)) + tilt * logits + shift
-        out: Array = np.minimum(1.0 / (1.0 + np.exp(-np.clip(odds, -60.0, 60.0))), above)
-        return out
+        both = np.broadcast_arrays(above, logits)
+        parents, scores = (np.ascontiguousarray(v, dtype=np.float64).reshape(-1, len(ranks)) for v in both)
+        out = np.empty(scores.shape)
+        kernels().path_chances(parents, scores, self.maps(depth, ranks), out)
+        return out.reshape(both[0].shape)
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Array) -> Array:
         """Return the chances [B] of first branches of rank 0, 1, ..."""
-        values = logits.double().numpy()
-        return torch.from_numpy(self.of(np.ones_like(values), values, 1, np.arange(logits.shape[-1])))
+        return self.of(np.ones(logits.shape), logits, 1, np.arange(logits.shape[-1]))

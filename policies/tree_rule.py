@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,10 +17,38 @@ Array = np.ndarray[Any, Any]
 MOST_NODES = 64
 """Values that the price of a further node is worked out from: those of the best nodes."""
 
-_EDGE = 1e-4
-
 MOST_ENTRIES = 1024
 """Of any list, and nodes of the tree."""
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; imported on first use, as that of features."""
+    from .kernels import trees
+
+    return trees
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a rule knows of the branches of a depth before anything is read.
+
+    Attributes:
+        ranks, counts: [B] int64, the rank of each among its siblings, and how many children are drawn below it.
+        mean: [B] mean survival.
+        mean_above: [P] likewise of the depth before; the last one for branches beyond.
+        floor: survival that must be expected of a branch that is read.
+        costs: [B, T] in tokens, of extending 1..B branches by 1..T levels.
+        decay: [T] the share of a best child's survival that the best node 0, 1, ... levels below it should have.
+    """
+
+    ranks: Array
+    counts: Array
+    mean: Array
+    mean_above: Array
+    floor: float
+    costs: Array
+    decay: Array
 
 
 class TreeRule:
@@ -70,20 +101,12 @@ class TreeRule:
         self.shares = tuple((float(u), float(v)) for u, v in shares)
         self.children = tuple(tuple(level) for level in children)
         self._check()
-        pairs = np.array([(0.0, 1.0), *self.shares])
-        self._u, self._v = pairs[:, 0], pairs[:, 1]
-        self._counts = [np.array(level, dtype=np.int64) for level in self.children]
-        self._ranks, self._mean = [np.zeros(1, dtype=np.int64)], [np.ones(1)]
-        for depth, counts in enumerate(self._counts, 1):
-            ranks = np.concatenate([np.arange(n) for n in counts]) if counts.size else np.zeros(0, dtype=np.int64)
-            chance = self.share(np.full(len(ranks), self.typical(depth)), ranks)
-            self._ranks.append(ranks)
-            self._mean.append(np.repeat(self._mean[-1], counts) * chance)
-        self._costs: dict[tuple[int, int], Array] = {}
-        self._verify_all: dict[int, list[float]] = {}
-        verify = np.array(longer(self.verify_s, MOST_NODES + 1)) * rate
-        self.verify_tokens: Array = verify - verify[0]
-        rises = [min((verify[n + 1 :] - verify[n]) / np.arange(1, MOST_NODES + 1 - n)) for n in range(MOST_NODES)]
+        self._typical: Array = np.array(self.acceptance, dtype=np.float64)
+        self._shares: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its own chance
+        self._levels: dict[tuple[int, int], Level] = {}
+        self._costs: dict[int, Array] = {}
+        self.verify_tokens = tokens = self.verify_costs(MOST_NODES)
+        rises = [min((tokens[n + 1 :] - tokens[n]) / np.arange(1, MOST_NODES + 1 - n)) for n in range(MOST_NODES)]
         self.rises: Array = np.maximum([*rises, rises[-1]], 0.0)
 
     def _check(self) -> None:
@@ -104,109 +127,116 @@ class TreeRule:
         if sum(sizes) > MOST_ENTRIES or any(len(level) != n for level, n in zip(self.children, sizes, strict=False)):
             raise PolicyError("rule gain: expected the numbers of children by depth, each level as wide as they say")
 
-    def typical(self, depth: int) -> float:
-        """Return the mean chance that the best child at `depth` is accepted, if its parent is."""
-        return self.acceptance[min(depth, len(self.acceptance)) - 1]
+    @functools.cached_property
+    def _tree(self) -> list[tuple[Array, Array]]:
+        """By depth, rank and mean survival of each node of the tree that the rule was made for; the root first."""
+        depths = np.repeat(np.arange(len(self.children)) + 1, [sum(level) for level in self.children])
+        counts = np.concatenate([np.zeros(0, dtype=np.int64), *(np.array(n, dtype=np.int64) for n in self.children)])
+        parent = np.repeat(np.arange(len(counts)) - 1, counts)
+        ranks = np.empty(len(parent), dtype=np.int64)
+        kernels().sibling_ranks(parent, ranks)
+        drawn, unread = np.ones((1, len(parent)), dtype=bool), np.empty((1, 2, 0))
+        (mean,) = self.survival(parent[None], depths[None], drawn, unread)
+        at = [depths == d for d in range(1, len(self.children) + 1)]
+        return [(np.zeros(1, dtype=np.int64), np.ones(1)), *((ranks[nodes], mean[nodes]) for nodes in at)]
 
-    def share(self, chance: Array, ranks: Array) -> Array:
-        """Return the chance that the child of each rank is accepted, given that of the best one."""
-        at = np.minimum(ranks, len(self._u) - 1)
-        inside = np.clip(chance, _EDGE, 1.0 - _EDGE)
-        other = 1.0 / (1.0 + np.exp(-self._u[at] - self._v[at] * np.log(inside / (1.0 - inside))))
-        out: Array = np.where(ranks > 0, other, chance)
-        return out
-
-    def counts(self, depth: int, branches: int) -> Array:
-        """Return [B], how many children are drawn below each branch of a depth."""
-        if depth < len(self._counts) and len(self._counts[depth]) == branches:
-            return self._counts[depth]
-        return np.ones(branches, dtype=np.int64)
-
-    def ranks(self, depth: int, branches: int) -> Array:
-        """Return [B], the rank of each branch of a depth among its siblings."""
-        if depth < len(self._ranks) and len(self._ranks[depth]) == branches:
-            return self._ranks[depth]
-        return np.arange(branches) if depth == 1 else np.zeros(branches, dtype=np.int64)
-
-    def mean_survival(self, depth: int, branches: int) -> Array:
-        """Return [B], the mean survival of the branches of a depth."""
-        if depth < len(self._mean) and len(self._mean[depth]) >= branches:
-            return self._mean[depth][:branches]
-        return np.full(branches, float(np.prod(self.acceptance[:depth])))
-
-    def node_price(self, values: Array) -> Array:
-        """Return [S], what a further node must be worth, given the values [S, N] of those there are."""
-        best = -np.sort(-values, 1)[:, :MOST_NODES]
-        sums = np.cumsum(best, 1) - self.verify_tokens[1 : best.shape[1] + 1]
-        count = np.where(sums.max(1) > 0.0, sums.argmax(1) + 1, 0)
-        least = np.where(count > 0, np.take_along_axis(best, np.maximum(count - 1, 0)[:, None], 1)[:, 0], np.inf)
-        return np.minimum(self.rises[count], least)
-
-    def verify_all(self, nodes: int) -> list[float]:
-        """Return [N + 1], what verifying 0..N nodes costs in tokens."""
-        if nodes not in self._verify_all:
-            seconds = np.array(longer(self.verify_s, nodes + 1))
-            self._verify_all[nodes] = ((seconds - seconds[0]) * self.rate).tolist()
-        return self._verify_all[nodes]
-
-    def choose(self, values: Array) -> Array:
-        """Return [S, N] bool, the nodes to verify, given their values; those below 0 are not there."""
-        order = np.argsort(-values, axis=1, kind="stable")
-        best = np.take_along_axis(values, order, 1)
-        sums = np.cumsum(best, 1)
-        sums = sums - np.array(self.verify_all(values.shape[1]))[1:]
-        count = np.where(sums.max(1) > 0.0, sums.argmax(1) + 1, 0)
-        place = np.empty_like(order)
-        np.put_along_axis(place, order, np.broadcast_to(np.arange(values.shape[1]), order.shape), 1)
-        mask: Array = place < count[:, None]
-        return mask
-
-    def costs(self, depth: int, branches: int) -> Array:
-        """Return [B, T], in tokens, of extending 1..B branches of a depth by 1..T levels."""
+    def level(self, depth: int, branches: int) -> Level:
+        """Return what is known of the branches of a depth; those of another tree have one child and are best children."""
         key = depth, branches
-        if key not in self._costs:
-            steps = np.arange(1, max(len(self.acceptance) - depth, 0) + 1)
-            rows = np.array(longer(self.draft_s, branches))[:, None]
-            seconds = rows * steps if depth else self.opening_s + rows * (steps - 1)
-            self._costs[key] = self.rate * seconds
-        return self._costs[key]
+        if key not in self._levels:
+            self._levels[key] = self._level(depth, branches)
+        return self._levels[key]
 
-    def decay(self, depth: int) -> Array:
-        """Return [T], the share of a best child's survival that the best node 0, 1, ... levels below it should have."""
-        falls = [self.ahead * self.typical(d) for d in range(depth + 2, len(self.acceptance) + 1)]
-        out: Array = np.cumprod([1.0, *falls])[: max(len(self.acceptance) - depth, 0)]
+    def _level(self, depth: int, branches: int) -> Level:
+        counts, ranks = np.ones(branches, dtype=np.int64), np.zeros(branches, dtype=np.int64)
+        if depth < len(self.children) and len(self.children[depth]) == branches:
+            counts = np.array(self.children[depth], dtype=np.int64)
+        if depth < len(self._tree) and len(self._tree[depth][0]) == branches:
+            ranks = self._tree[depth][0]
+        elif depth == 1:
+            ranks = np.arange(branches)
+        mean = np.full(branches, math.prod(self.acceptance[:depth], start=1.0))
+        if depth < len(self._tree) and len(self._tree[depth][1]) >= branches:
+            mean = self._tree[depth][1][:branches].copy()
+        mean_above = np.array([math.prod(self.acceptance[: max(depth - 1, 0)], start=1.0)])
+        if 1 < depth <= len(self._tree):
+            mean_above = np.concatenate([self._tree[depth - 1][1], mean_above])
+        levels = max(len(self.acceptance) - depth, 0)
+        rows, steps = np.array(longer(self.draft_s, branches))[:, None], np.arange(1, levels + 1)
+        costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
+        decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]
+        return Level(ranks, counts, mean, mean_above, self.floor if depth else 0.0, costs, decay)
+
+    def verify_costs(self, nodes: int) -> Array:
+        """Return [N + 1], what verifying 0..N nodes costs in tokens."""
+        if nodes not in self._costs:
+            seconds = np.array(longer(self.verify_s, nodes + 1))
+            self._costs[nodes] = (seconds - seconds[0]) * self.rate
+        return self._costs[nodes]
+
+    def ask(self, depth: int, alive: Array, parent: Array, features: Array, before: Array) -> tuple[Array, Array, Array]:
+        """Return the places [R] of the branches to read, the survival [R] of their parents, and their features [R, F].
+
+        Args:
+            depth: j.
+            alive, parent, features: of the branches; see `DraftStep`.
+            before: [S, 2, B] survival and next of the depth before, survival below 0 where it was not read; [S, 2, 0] = not
+                known.
+        """
+        level, size = self.level(depth, alive.shape[1]), alive.size
+        rows, above = np.empty(size, dtype=np.int64), np.empty(size)
+        read = np.empty((size, features.shape[2]), dtype=np.float32)
+        count = kernels().ask(
+            np.ascontiguousarray(alive),
+            np.ascontiguousarray(parent),
+            features,
+            before,
+            level.ranks,
+            level.mean,
+            level.mean_above,
+            level.floor,
+            self._shares,
+            rows,
+            above,
+            read,
+        )
+        return rows[:count], above[:count], read[:count]
+
+    def price(self, known: Array) -> Array:
+        """Return [S], what a further node must be worth, given survival and next [S, 2, N] of those there are."""
+        out = np.empty(len(known))
+        kernels().price(known, self.verify_tokens, self.rises, out)
         return out
 
-    def extend(self, depth: int, survival: Array, following: Array, levels: Sequence[Array]) -> Array:
+    def extend(self, depth: int, values: Array, price: Array) -> Array:
         """Return [S, B] bool, the branches to extend.
 
         Args:
             depth: j.
-            survival, following: [S, B] of the branches; survival below 0 where there is none.
-            levels: survival of the nodes of all depths down to j, as far as it is known.
+            values: [S, 2, B] survival and next of the branches; survival below 0 where there is none.
+            price: [S] of a further node.
         """
-        streams, branches = survival.shape
-        costs = self.costs(depth, branches)
-        if not costs.shape[1]:
-            return np.zeros(survival.shape, dtype=bool)
-        counts = self.counts(depth, branches)
-        survival = np.where(counts > 0, np.maximum(survival, 0.0), 0.0)
-        price = self.node_price(np.concatenate(levels, 1)) if levels else np.full(streams, self.rises[0])
-        best = survival * following
-        worth = np.maximum(best[..., None] * self.decay(depth) - price[:, None, None], 0.0)  # [S, B, T]
-        further = np.arange(1, int(counts.max(initial=0)))
-        if further.size:
-            other = survival[..., None] * self.share(following[..., None], further) * (counts[:, None] > further)
-            worth[..., 0] += np.maximum(other - price[:, None, None], 0.0).sum(2)
-        worth = worth.cumsum(2)
-        order = np.argsort(-best, axis=1, kind="stable")
-        gain = np.take_along_axis(worth, order[..., None], 1).cumsum(1) - costs
-        most = gain.max(2)[:, : self.width]
-        rows = np.where(most.max(1) > 0.0, most.argmax(1) + 1, 0)
-        place = np.empty_like(order)
-        np.put_along_axis(place, order, np.broadcast_to(np.arange(branches), order.shape), 1)
-        mask: Array = (place < rows[:, None]) & (survival > 0.0)
-        return mask
+        streams, _, branches = values.shape
+        level, out = self.level(depth, branches), np.empty((streams, branches), dtype=bool)
+        kernels().extend(values, price, level.counts, level.costs, level.decay, self._shares, self.width, out)
+        return out
+
+    def survival(self, parent: Array, depth: Array, drawn: Array, known: Array) -> Array:
+        """Return [S, N], the survival of the nodes; of those never read what is expected; -1 if not drawn.
+
+        Args:
+            parent, depth, drawn: [S, N]; see `DraftTree`.
+            known: [S, 2, N'] survival and next of the nodes from the first decision on, as far as they were read.
+        """
+        out = np.empty(drawn.shape)
+        kernels().node_survival(parent, depth, drawn, known, max(self.first, 1), self._typical, self._shares, out)
+        return out
+
+    def select(self, values: Array) -> Array:
+        """Return [S, N] bool, the nodes to verify, given their survival; those below 0 are not there."""
+        out = np.empty(values.shape, dtype=bool)
+        kernels().select(values, self.verify_costs(values.shape[1]), out)
+        return out
 
     def changed(self, **entries: Any) -> TreeRule:
         """Return a rule with other entries."""

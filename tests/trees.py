@@ -45,9 +45,10 @@ def make_tree_policy(
         "weight": 0.8 * torch.randn(3, width, generator=generator),
         "bias": torch.tensor([0.6, 0.4, 0.5]),
     }
+    weights = {name: values.numpy() for name, values in tensors.items()}
     shifts = 0.3 * torch.randn(depth + 1, 3, generator=generator)
     maps = [
-        PathCalibrator(torch.cat([0.9 + 0.05 * at + torch.zeros(depth + 1, 1), 0.1 * shifts[:, :1], shifts], 1))
+        PathCalibrator(torch.cat([0.9 + 0.05 * at + torch.zeros(depth + 1, 1), 0.1 * shifts[:, :1], shifts], 1).numpy())
         for at in range(2)
     ]
     rule = TreeRule(
@@ -62,4 +63,4 @@ def make_tree_policy(
         0.8,
         floor=floor,
     )
-    return TreeGain("tree", features, build_head("logistic", features, tensors), *maps, rule, depth)
+    return TreeGain("tree", features, build_head("logistic", features, weights), *maps, rule, depth)

@@ -1,28 +1,36 @@
-"""The learned tree policy: what it buys, in arrays and in plain numbers, and its folder."""
+"""The learned tree policy: what it buys, against the formulas written out in numpy, for few and many streams; its folder."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import specstop.policies.tree_gain as tree_gain
-import torch
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.folder import load_policy_folder, save_policy
 from specstop.policies.onnx import build_onnx
-from specstop.policies.testing import PolicyTests, TreePolicyTests, keys
+from specstop.policies.testing import PolicyTests, TreePolicyTests
 from specstop.policies.tree_calibration import PathCalibrator
 from specstop.policies.tree_gain import TreeGain
-from specstop.policies.tree_rule import TreeRule, build_tree_rule
+from specstop.policies.tree_rule import TreeRule, build_tree_rule, kernels, longer
 from trees import BELOW, FREE, make_tree_policy
 
-PARENT = torch.tensor([-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 9])
-DEEP = torch.tensor([1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 5])
-LEVELS = [(d == DEEP).nonzero()[:, 0] for d in range(1, 6)]
+Array = np.ndarray[Any, Any]
+Levels = list[tuple[Array, Array]]
+"""Of each depth that was asked about: survival [S, B], -1 where a branch was not read, and next."""
+
+PARENT = np.array([-1, -1, -1, 0, 0, 1, 3, 3, 4, 6, 9])
+OTHER = np.array([-1, -1, 1, 0, 1, 0, 0, 2, 2, 6])
+"""Siblings that do not stand side by side, and more of them than the rule and the calibration know."""
+
+NEAR = 1e-9
+"""Between survivals of kernels and of numpy, whose exponentials differ in the last place."""
 
 
 def rule(rate: float = 100.0, verify_s: float = 1e-3, step_s: float = 1e-3, **more: object) -> TreeRule:
@@ -39,25 +47,216 @@ def rule(rate: float = 100.0, verify_s: float = 1e-3, step_s: float = 1e-3, **mo
     return TreeRule(**entries)  # type: ignore[arg-type]
 
 
-def make_steps(policy: StopPolicy, seed: int, streams: int = 1) -> list[DraftStep]:
-    """Return questions about the tree of `BELOW` at depths 1 to 4, some branches not alive."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = []
-    for depth, nodes in enumerate(LEVELS[:4], 1):
-        above = PARENT[nodes] - (int(LEVELS[depth - 2][0]) if depth > 1 else -1)
-        alive = torch.rand(streams, len(nodes), generator=generator) > 0.15
-        features = torch.rand(streams, len(nodes), len(policy.features), generator=generator) * alive[..., None]
-        steps.append(DraftStep(depth, alive, above.expand(streams, -1), features))
+def depths_of(parent: Array) -> Array:
+    depth: list[int] = []
+    for above in parent.tolist():
+        depth.append(1 if above < 0 else depth[above] + 1)
+    return np.array(depth)
+
+
+def children_of(parent: Array) -> list[list[int]]:
+    """By depth, of each branch, how many children it has."""
+    depth, counts = depths_of(parent), [int((parent == node).sum()) for node in range(-1, len(parent))]
+    return [[counts[0]], *([counts[1 + n] for n in np.flatnonzero(depth == d)] for d in range(1, depth.max() + 1))]
+
+
+def make_steps(
+    policy: StopPolicy, seed: int, streams: int = 1, parent: Array = PARENT, digits: int = 9
+) -> list[DraftStep]:
+    """Return questions about the tree of `parent` from the first decision on, some branches not alive.
+
+    Args:
+        policy: asked.
+        seed: of the draws.
+        streams: S.
+        parent: of each node, by depth.
+        digits: of the features; with few of them many branches tie.
+    """
+    chance, depth, steps = np.random.default_rng(seed), depths_of(parent), []
+    for d in range(policy.first, int(depth.max())):
+        nodes = np.flatnonzero(depth == d) if d else np.array([0])
+        above = parent[nodes] - np.flatnonzero(depth == d - 1)[0] if d > 1 else np.zeros(len(nodes), dtype=np.int64)
+        alive = chance.random((streams, len(nodes))) > 0.15 * (d > 0)
+        features = chance.random((streams, len(nodes), len(policy.features))).round(digits) * alive[..., None]
+        every = np.zeros(streams, dtype=np.int64)
+        steps.append(DraftStep(d, alive, np.tile(above, (streams, 1)), features.astype(np.float32), {}, every))
     return steps
 
 
-def make_drawn(seed: int) -> DraftTree:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(1, len(PARENT), generator=generator) > 0.2
-    for node, above in enumerate(PARENT.tolist()):
-        if above >= 0:
-            drawn[:, node] &= drawn[:, above]
-    return DraftTree(DEEP[None], PARENT[None], DEEP[None], drawn)
+def make_drawn(seed: int, streams: int = 1, parent: Array = PARENT) -> DraftTree:
+    drawn = np.random.default_rng(seed).random((streams, len(parent))) > 0.2
+    for node, above in enumerate(parent.tolist()):
+        drawn[:, node] &= drawn[:, above] if above >= 0 else True
+    return DraftTree(*(np.tile(values, (streams, 1)) for values in (parent, parent, depths_of(parent))), drawn)
+
+
+def rows_of(step: DraftStep, at: slice) -> DraftStep:
+    """Return a question about some of its streams."""
+    return replace(
+        step, **{name: getattr(step, name)[at].copy() for name in ("alive", "parent", "features", "batch")}
+    )
+
+
+def asked(policy: TreeGain, steps: Sequence[DraftStep]) -> tuple[list[Array], State]:
+    """Return what is kept at each depth, and the state after the last one."""
+    state: State = policy.start(len(steps[0].alive), np.arange(len(steps[0].alive)))
+    kept = []
+    for step in steps:
+        mask, state = policy.keep(step, state)
+        kept.append(mask)
+    return kept, state
+
+
+class Reference:
+    """The same decisions from the formulas, a stream after the other, in plain numpy."""
+
+    def __init__(self, policy: TreeGain) -> None:
+        self.policy, self.rule = policy, policy.rule
+
+    def share(self, chance: Array, ranks: Array) -> Array:
+        pairs = np.array([(0.0, 1.0), *self.rule.shares])[np.minimum(ranks, len(self.rule.shares))]
+        inside = np.clip(chance, 1e-4, 1.0 - 1e-4)
+        odds = pairs[..., 0] + pairs[..., 1] * np.log(inside / (1.0 - inside))
+        return np.where(ranks > 0, 1.0 / (1.0 + np.exp(-odds)), chance)
+
+    def mean(self, depth: int) -> float:
+        """The chance that the best child at a depth is accepted, if its parent is."""
+        return self.rule.acceptance[min(depth, len(self.rule.acceptance)) - 1]
+
+    def ranks(self, depth: int, branches: int) -> Array:
+        below = self.rule.children
+        if 0 < depth <= len(below) and sum(below[depth - 1]) == branches:
+            return np.concatenate([np.arange(n) for n in below[depth - 1]])
+        return np.arange(branches) if depth == 1 else np.zeros(branches, dtype=np.int64)
+
+    def counts(self, depth: int, branches: int) -> Array:
+        below = self.rule.children
+        fits = depth < len(below) and len(below[depth]) == branches
+        return np.array(below[depth] if fits else [1] * branches)
+
+    def mean_survival(self, depth: int, branches: int) -> Array:
+        """Of the rule's own tree, as far as it is as wide."""
+        mean = np.ones(1)
+        for d, counts in enumerate(self.rule.children[:depth], 1):
+            ranks = np.concatenate([np.arange(n) for n in counts])
+            mean = np.repeat(mean, counts) * self.share(np.full(len(ranks), self.mean(d)), ranks)
+        if depth <= len(self.rule.children) and len(mean) >= branches:
+            return mean[:branches]
+        return np.full(branches, np.prod(self.rule.acceptance[:depth]))
+
+    def path(self, table: Array, above: Array, logits: Array, depth: int, ranks: Array) -> Array:
+        scale, tilt, *shifts = table[min(depth, len(table) - 1)].astype(np.float64)
+        product = np.clip(above / (1.0 + np.exp(-np.clip(logits, -60.0, 60.0))), 1e-6, 1.0 - 1e-6)
+        odds = scale * np.log(product / (1.0 - product)) + tilt * logits
+        odds = np.clip(odds + np.array(shifts)[np.minimum(ranks, len(shifts) - 1)], -60.0, 60.0)
+        return np.minimum(1.0 / (1.0 + np.exp(-odds)), above)
+
+    def read(self, step: DraftStep, levels: Levels) -> tuple[Array, Array]:
+        """Survival and next of the branches of a depth."""
+        depth, (streams, branches) = step.depth, step.alive.shape
+        ranks = self.ranks(depth, branches)
+        scores = self.policy.head.scores(step.features.reshape(-1, step.features.shape[2]), depth)
+        accept, following = np.moveaxis(scores.reshape(streams, branches, 2), 2, 0)
+        if depth < 2 or not levels:
+            wide = int(step.parent.max()) + 1
+            above = self.mean_survival(depth - 1, wide)[step.parent] if depth > 1 else np.ones(step.alive.shape)
+            expected = np.broadcast_to(self.mean_survival(depth, branches), step.alive.shape)
+        else:
+            one, two = (np.take_along_axis(values, step.parent, 1) for values in levels[-1])
+            above = np.maximum(one, 0.0)
+            expected = above * self.share(two, ranks)
+        there = step.alive & ((depth == 0) | (expected >= self.rule.floor))
+        survival = np.ones(there.shape)
+        if depth:
+            survival = self.path(self.policy.accept.knots, above, accept, depth, ranks)
+        chance = self.path(self.policy.following.knots, survival, following, depth, ranks) / np.maximum(survival, 1e-9)
+        return np.where(there, survival, -1.0), np.where(there, chance, 0.0)
+
+    def price(self, values: Array) -> Array:
+        best = -np.sort(-values, 1)[:, :64]
+        sums = np.cumsum(best, 1) - self.tokens(64)[1 : best.shape[1] + 1]
+        count = np.where(sums.max(1) > 0.0, sums.argmax(1) + 1, 0)
+        least = np.where(count > 0, np.take_along_axis(best, np.maximum(count - 1, 0)[:, None], 1)[:, 0], np.inf)
+        tokens = self.tokens(64)
+        rises = [min((tokens[n + 1 :] - tokens[n]) / np.arange(1, 65 - n)) for n in range(64)]
+        return np.minimum(np.maximum([*rises, rises[-1]], 0.0)[count], least)
+
+    def tokens(self, nodes: int) -> Array:
+        seconds = np.array(longer(self.rule.verify_s, nodes + 1))
+        return (seconds - seconds[0]) * self.rule.rate
+
+    def keep(self, step: DraftStep, levels: Levels) -> Array:
+        """Which branches are extended; the level is appended."""
+        depth, acceptance = step.depth, self.rule.acceptance
+        survival, following = self.read(step, levels)
+        if depth:
+            levels.append((survival, following))
+        further = np.arange(1, max(len(acceptance) - depth, 0) + 1)
+        if not further.size:
+            return np.zeros(step.alive.shape, dtype=bool)
+        counts = self.counts(depth, step.alive.shape[1])
+        nodes = [values for values, _ in levels]
+        price = self.price(np.concatenate(nodes, 1)) if nodes else self.price(np.zeros((len(survival), 1)) - 1.0)
+        survival = np.where(counts > 0, np.maximum(survival, 0.0), 0.0)
+        best = survival * following
+        falls = [self.rule.ahead * self.mean(d) for d in range(depth + 2, len(acceptance) + 1)]
+        worth = np.maximum(best[..., None] * np.cumprod([1.0, *falls]) - price[:, None, None], 0.0)
+        for rank in range(1, int(counts.max(initial=0))):
+            other = survival * self.share(following, np.full(following.shape, rank)) * (counts > rank)
+            worth[..., 0] += np.maximum(other - price[:, None], 0.0)
+        order = np.argsort(-best, axis=1, kind="stable")
+        rows = np.array(longer(self.rule.draft_s, len(counts)))[:, None]
+        seconds = rows * further if depth else self.rule.opening_s + rows * (further - 1)
+        gain = np.take_along_axis(worth.cumsum(2), order[..., None], 1).cumsum(1) - self.rule.rate * seconds
+        most = gain.max(2)[:, : self.rule.width]
+        rows = np.where(most.max(1) > 0.0, most.argmax(1) + 1, 0)
+        return (np.argsort(order, axis=1) < rows[:, None]) & (survival > 0.0)
+
+    def values(self, tree: DraftTree, levels: Levels) -> Array:
+        """The survival of all nodes."""
+        parent, depth, drawn = tree.parent[0], tree.depth[0], tree.drawn
+        out, following = np.empty(drawn.shape), np.empty(drawn.shape)
+        for d in range(1, int(depth.max()) + 1):
+            nodes = np.flatnonzero(depth == d)
+            above = parent[nodes]
+            ranks = np.tril(above[:, None] == above[None], -1).sum(1)
+            inherited, chance = np.ones((len(drawn), len(nodes))), np.full((len(drawn), len(nodes)), self.mean(1))
+            if d > 1:
+                inherited, chance = out[:, above], following[:, above]
+            out[:, nodes] = inherited * self.share(chance, ranks)
+            following[:, nodes] = self.mean(d + 1)
+            at = d - max(self.rule.first, 1)
+            if 0 <= at < len(levels):
+                read = levels[at][0] >= 0.0
+                out[:, nodes] = np.where(read, np.minimum(levels[at][0], inherited), out[:, nodes])
+                following[:, nodes] = np.where(read, levels[at][1], following[:, nodes])
+        return np.where(drawn, out, -1.0)
+
+    def select(self, values: Array) -> Array:
+        order = np.argsort(-values, axis=1, kind="stable")
+        sums = np.take_along_axis(values, order, 1).cumsum(1) - self.tokens(values.shape[1])[1:]
+        count = np.where(sums.max(1) > 0.0, sums.argmax(1) + 1, 0)
+        return (np.argsort(order, axis=1) < count[:, None]) & (values >= 0.0)
+
+
+def random_policy(seed: int, parent: Array) -> TreeGain:
+    """Return a policy with prices of its own, half of them made for this tree."""
+    chance = np.random.default_rng(seed)
+    verify = np.cumsum(chance.random(int(chance.integers(2, 14)))) * 2e-3
+    changes = {
+        "rate": float(chance.uniform(20.0, 250.0)),
+        "draft_s": (np.cumsum(chance.random(int(chance.integers(1, 5)))) * 5e-4).tolist(),
+        "verify_s": verify.tolist(),
+        "acceptance": chance.uniform(0.3, 0.95, 5).tolist(),
+        "shares": chance.normal(-1.0, 0.7, (int(chance.integers(0, 4)), 2)).tolist(),
+        "children": children_of(parent) if seed % 2 else [list(level) for level in BELOW],
+        "ahead": float(chance.choice([0.0, 0.5, 1.0])),
+        "width": int(chance.choice([1, 2, 64])),
+        "floor": float(chance.choice([0.0, 0.05, 0.2])),
+        "first": int(chance.integers(0, 3)),
+    }
+    policy = make_tree_policy()
+    return policy.with_rule(policy.rule.changed(**changes))
 
 
 @pytest.mark.parametrize("check", [name for name in dir(PolicyTests) if name.startswith("test_")])
@@ -71,30 +270,73 @@ def test_it_conforms(kind: type[PolicyTests], check: str, first: int, floor: flo
     getattr(Case(), check)()
 
 
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_plain_numbers_decide_as_arrays_do(monkeypatch: pytest.MonkeyPatch, first: int, floor: float) -> None:
+def test_it_decides_by_the_formulas(first: int, floor: float) -> None:
     policy = make_tree_policy(first=first, floor=floor)
     kept = unread = 0
     for seed in range(40):
-        plain: State = ()
-        arrays: State = ()
-        for step in make_steps(policy, seed)[first - 1 :]:
-            one, plain = policy.keep(step, plain)
-            with monkeypatch.context() as patch:
-                patch.setattr(tree_gain, "FEW", 0)
-                other, arrays = policy.keep(step, arrays)
-            assert torch.equal(one, other)
-            kept += int(one.sum())
-            alive = step.alive[0].tolist()
-            unread += sum(there and s < 0.0 for there, s in zip(alive, plain[-1][0], strict=True))
-        assert np.allclose(plain[-1], arrays[-1], atol=1e-6)
+        state, levels, reference = policy.start(1, np.zeros(1)), Levels(), Reference(policy)
+        for step in make_steps(policy, seed):
+            mask, state = policy.keep(step, state)
+            assert mask.tolist() == reference.keep(step, levels).tolist()
+            kept += int(mask.sum())
+            unread += int((step.alive & (levels[-1][0] < 0.0)).sum()) if levels else 0
+        assert state[0] == pytest.approx(np.concatenate([np.stack(level, 1) for level in levels], 2), abs=NEAR)
         tree = make_drawn(seed)
-        twice = DraftTree(*(values.expand(2, -1) for values in (tree.tokens, tree.parent, tree.depth, tree.drawn)))
-        many = tuple(tuple(torch.tensor([values, values]) for values in level) for level in plain)
-        assert torch.equal(policy.select(tree, plain), policy.select(twice, many)[:1])
+        values = reference.values(tree, levels)
+        assert policy.node_survival(tree, state) == pytest.approx(values, abs=NEAR)
+        assert policy.select(tree, state).tolist() == reference.select(values).tolist()
     assert 50 < kept < 500
     assert (unread > 40) == (floor > 0.0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_prices_trees_and_ties_decide_by_the_formulas(seed: int) -> None:
+    parent = (PARENT, OTHER)[seed // 2 % 2]
+    policy, streams = random_policy(seed, parent), 60
+    reference, levels = Reference(policy), Levels()
+    steps = make_steps(policy, seed, streams, parent, digits=(0, 1, 9)[seed % 3])
+    state = policy.start(streams, np.arange(streams))
+    for step in steps:
+        mask, state = policy.keep(step, state)
+        assert np.array_equal(mask, reference.keep(step, levels) & step.alive)
+    tree = make_drawn(seed, streams, parent)
+    values = policy.node_survival(tree, state)
+    assert values == pytest.approx(reference.values(tree, levels), abs=NEAR)
+    assert np.array_equal(policy.select(tree, state), reference.select(values))
+
+
+def test_equal_values_are_taken_in_the_order_of_the_nodes() -> None:
+    made = rule(verify_s=1e-3, rate=150.0, width=2)
+    values = np.array([[[0.6, 0.6, 0.6], [0.5, 0.5, 0.5]]])
+    assert made.extend(1, values, made.price(values)).tolist() == [[True, True, False]]
+    tight = made.changed(verify_s=[2e-3] * 4 + [9e-3] * 8)
+    assert tight.select(np.array([[0.4, 0.5, 0.4, 0.4, -1.0]])).tolist() == [[True, True, True, False, False]]
+
+
+@pytest.mark.parametrize(("first", "floor", "ahead"), [(0, 0.0, 0.5), (1, 0.1, 1.0), (2, 0.05, 0.0)])
+def test_a_stream_decides_alike_to_the_bit_in_any_company(first: int, floor: float, ahead: float) -> None:
+    policy = make_tree_policy(first=first, floor=floor)
+    policy = policy.with_rule(policy.rule.changed(ahead=ahead))
+    streams, tree = 2048, make_drawn(4, 2048)
+    steps = make_steps(policy, 3, streams)
+    together, state = asked(policy, steps)
+    chosen = policy.select(tree, state)
+    for at in (slice(0, 1), slice(77, 84), slice(2047, 2048)):
+        alone, mine = asked(policy, [rows_of(step, at) for step in steps])
+        assert all(np.array_equal(one, many[at]) for one, many in zip(alone, together, strict=True))
+        assert all(np.array_equal(one, many[at]) for one, many in zip(mine, state, strict=True))
+        part = DraftTree(*(values[at].copy() for values in (tree.tokens, tree.parent, tree.depth, tree.drawn)))
+        assert np.array_equal(policy.node_survival(part, mine), policy.node_survival(tree, state)[at])
+        assert np.array_equal(policy.select(part, mine), chosen[at])
+    assert 0.05 < chosen.mean() < 0.95
+
+
+def test_kernels_are_compiled_for_one_signature() -> None:
+    asked(make_tree_policy(), make_steps(make_tree_policy(), 1))
+    for name in ("sibling_ranks", "path_chances", "ask", "survive", "price", "extend", "node_survival", "select"):
+        assert len(getattr(kernels(), name).signatures) == 1, name
 
 
 def test_it_verifies_the_set_of_nodes_worth_most() -> None:
@@ -102,13 +344,11 @@ def test_it_verifies_the_set_of_nodes_worth_most() -> None:
     policy = make_tree_policy(rate=220.0)
     sizes = set()
     for seed in range(12):
-        state: State = ()
-        for step in make_steps(policy, seed):
-            _, state = policy.keep(step, state)
+        _, state = asked(policy, make_steps(policy, seed))
         tree = make_drawn(seed)
-        values = np.array(policy._one.survival(PARENT.tolist(), DEEP.tolist(), state, range(len(PARENT))))
-        tokens = np.array(policy.rule.verify_all(len(PARENT)))
-        there = tree.drawn[0].nonzero()[:, 0].tolist()
+        values = policy.node_survival(tree, state)[0]
+        tokens = policy.rule.verify_costs(len(PARENT))
+        there = np.flatnonzero(tree.drawn[0]).tolist()
         closed = [
             nodes
             for size in range(len(there) + 1)
@@ -116,18 +356,26 @@ def test_it_verifies_the_set_of_nodes_worth_most() -> None:
             if all(PARENT[node] < 0 or int(PARENT[node]) in nodes for node in nodes)
         ]
         best = max(sum(values[list(nodes)]) - tokens[len(nodes)] for nodes in closed)
-        chosen = policy.select(tree, state)[0].nonzero()[:, 0].tolist()
+        chosen = np.flatnonzero(policy.select(tree, state)[0]).tolist()
         assert all(PARENT[node] < 0 or int(PARENT[node]) in chosen for node in chosen)
         assert sum(values[chosen]) - tokens[len(chosen)] == pytest.approx(best)
         sizes.add(len(chosen))
     assert len(sizes) > 2
 
 
+def test_a_state_of_another_tree_tells_nothing() -> None:
+    """Of nodes that do not fill whole levels of this one."""
+    policy = make_tree_policy()
+    _, state = asked(policy, make_steps(policy, 1, parent=np.array([-1, -1, -1, -1, 0])))
+    tree = make_drawn(2)
+    assert np.array_equal(policy.node_survival(tree, state), policy.node_survival(tree, None))
+
+
 def test_doubt_between_candidates_widens_the_tree_and_doubt_about_all_ends_it() -> None:
     rows = rule(verify_s=1e-4, rate=80.0)
-    following = np.full((3, 3), 0.7)
     survival = np.array([[0.9, 0.05, 0.02], [0.42, 0.38, 0.05], [0.06, 0.05, 0.03]])
-    kept = rows.extend(1, survival, following, [survival])
+    values = np.stack([survival, np.full((3, 3), 0.7)], 1)
+    kept = rows.extend(1, values, rows.price(values))
     assert kept.tolist() == [[True, False, False], [True, True, False], [False, False, False]]
 
 
@@ -136,28 +384,29 @@ def test_looking_ahead_drafts_where_one_step_alone_does_not_pay() -> None:
         rule(ahead=share, rate=100.0, step_s=1e-3, verify_s=1e-5, opening_s=9e-3, acceptance=[0.9] * 5)
         for share in (0.0, 1.0)
     )
-    one, following = np.ones((1, 1)), np.array([[0.5]])
-    assert not short.extend(0, one, following, []).any()
-    assert long.extend(0, one, following, []).all()
+    root, none = np.array([[[1.0], [0.5]]]), np.empty((1, 2, 0))
+    assert not short.extend(0, root, short.price(none)).any()
+    assert long.extend(0, root, long.price(none)).all()
 
 
 def test_a_node_costs_what_verifying_one_more_does_or_what_it_displaces() -> None:
     table = [2e-3] * 4 + [9e-3 + 7e-3 * n for n in range(8)]
-    tight = rule().changed(verify_s=table)  # three nodes are free, others dear
+    tight = rule().changed(verify_s=table)  # three nodes are free, others expensive
     values = np.array([[0.9, 0.5, 0.2, 0.1], [0.9, 0.5, 0.0, 0.0]])
-    assert tight.node_price(values).tolist() == pytest.approx([0.2, 0.0])
-    assert rule(verify_s=2e-3).node_price(values).tolist() == pytest.approx([0.2, 0.2])
-    assert tight.choose(values).tolist() == [[True, True, True, False], [True, True, False, False]]
+    known = np.stack([values, values], 1)
+    assert tight.price(known).tolist() == pytest.approx([0.2, 0.0])
+    assert rule(verify_s=2e-3).price(known).tolist() == pytest.approx([0.2, 0.2])
+    assert tight.select(values).tolist() == [[True, True, True, False], [True, True, False, False]]
 
 
 def test_paths_are_never_likelier_than_what_comes_before() -> None:
-    table = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.3, 3.0]])
+    table = np.array([[1.0, 0.0, 2.0], [0.5, 0.3, 3.0]], dtype=np.float32)
     calibrator = PathCalibrator(table)
     above = np.linspace(0.0, 1.0, 7)
     chance = calibrator.of(above, np.linspace(-3, 3, 7), 1, np.zeros(7, dtype=int))
     assert (chance <= above).all() and chance[3] > 0.0
-    bare = PathCalibrator(torch.tensor([[1.0, 0.0, 0.0]])).of(above[1:], np.zeros(6), 4, np.zeros(6, dtype=int))
-    assert bare == pytest.approx(above[1:] / 2, abs=1e-5)
+    bare = PathCalibrator(np.array([[1.0, 0.0, 0.0]], dtype=np.float32))
+    assert bare.of(above[1:], np.zeros(6), 4, np.zeros(6, dtype=int)) == pytest.approx(above[1:] / 2, abs=1e-5)
 
 
 def test_its_folder_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -165,12 +414,10 @@ def test_its_folder_comes_back_as_it_was(tmp_path: Path) -> None:
     save_policy(policy, tmp_path / "policy")
     loaded = load_policy_folder(tmp_path / "policy")
     assert isinstance(loaded, TreeGain) and loaded.rule.to_dict() == policy.rule.to_dict()
-    states: list[State] = [(), ()]
-    for step in make_steps(policy, 3, streams=4):
-        for at, one in enumerate((policy, loaded)):
-            answer, states[at] = one.keep(step, states[at])
-            torch.testing.assert_close(answer, policy.keep(step, states[0][:-1])[0])
-    assert all(torch.equal(a, b) for one, two in zip(*states, strict=True) for a, b in zip(one, two, strict=True))
+    steps = make_steps(policy, 3, streams=4)
+    (kept, state), (same, other) = asked(policy, steps), asked(loaded, steps)
+    assert all(np.array_equal(one, two) for one, two in zip(kept, same, strict=True))
+    assert all(np.array_equal(one, two) for one, two in zip(state, other, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -207,4 +454,4 @@ def test_one_row_of_it_is_no_onnx_model() -> None:
 def test_without_features_of_the_token_it_reads_none() -> None:
     policy = make_tree_policy(FREE)
     assert policy.features == FREE
-    assert policy.start(3, keys(range(3))) == ()
+    assert policy.start(3, np.arange(3)) is None
