@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from specstop.decode.noise import mix
+import numpy as np
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from torch import Tensor
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.draws import mix
 from trees import make_tree_policy
 
 DEPTH = 5
@@ -17,7 +16,7 @@ class FromAnchor(StopPolicy):
 
     name, features, first, max_depth = "from-anchor", ("top2", "anchor_top1", "drawn_prob"), 0, DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         if step.depth == 0:
             assert not step.features[..., [0, 2]].any(), "depth 0 knows ANCHOR and HISTORY columns only"
         keep = step.features[..., 1] < 0.6 if step.depth == 0 else step.features[..., 2] > 0.3
@@ -29,7 +28,7 @@ class Trimming(StopPolicy):
 
     name, features, trims, max_depth = "trimming", ("path_logprob", "noisy_margin"), True, DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] > -1.6) & (step.features[..., 1] > 0.3), state
 
 
@@ -44,13 +43,13 @@ class Selecting(StopPolicy):
 
     name, max_depth = "selecting", DEPTH
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.zeros(streams, dtype=torch.int64)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams, dtype=np.int64)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         return tree.depth <= (DEPTH - state % (DEPTH + 1))[:, None]
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -62,7 +61,7 @@ class TrimmingSelecting(Trimming):
 
     name = "trimming-selecting"
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         return tree.drawn & (tree.depth <= 1)
 
 
@@ -71,11 +70,11 @@ class SelectingByToken(StopPolicy):
 
     name, max_depth = "selecting-by-token", DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
-        return (tree.tokens % 2 == 0).cumprod(1).bool()
+    def select(self, tree: DraftTree, state: State) -> Array:
+        return np.logical_and.accumulate(tree.tokens % 2 == 0, 1)
 
 
 class ReadsHistory(StopPolicy):
@@ -84,8 +83,8 @@ class ReadsHistory(StopPolicy):
     name, max_depth = "reads-history", DEPTH
     features = ("mean_accepted", "top1", "last_verified", "mean_full", "last_accepted")
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        mean, top1, verified, full, accepted = step.features.unbind(-1)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        mean, top1, verified, full, accepted = np.moveaxis(step.features, -1, 0)
         return step.alive & (mean + top1 + full + 0.1 * (verified - accepted) > 0.6 * step.depth), state
 
 
@@ -94,10 +93,10 @@ class Randomised(StopPolicy):
 
     name, first, max_depth = "randomised", 0, DEPTH
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return key, torch.zeros_like(key)
+    def start(self, streams: int, keys: Array) -> State:
+        return keys, np.zeros_like(keys)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         key, count = state
         keep = mix(key + 977 * count) & 3 != 0
         return step.alive & keep[:, None], (key, count + step.alive[:, 0])
@@ -108,50 +107,50 @@ class Adaptive(StopPolicy):
 
     name, max_depth = "adaptive", DEPTH
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.ones(streams, dtype=torch.int64), torch.zeros(streams, dtype=torch.float64)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.ones(streams, dtype=np.int64), np.zeros(streams)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         length, seconds = state
-        bonus = (seconds * 1e5).floor().long() % 2
+        bonus = np.floor(seconds * 1e5).astype(np.int64) % 2
         return step.alive & (step.depth < length + bonus)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         length, seconds = state
-        moved = (length + torch.where(outcome.accepted == outcome.verified, 2, -1)).clamp(1, DEPTH)
-        length = torch.where(outcome.active & ~outcome.cut, moved, length)
+        moved = np.clip(length + np.where(outcome.accepted == outcome.verified, 2, -1), 1, DEPTH)
+        length = np.where(outcome.active & ~outcome.cut, moved, length)
         return length, seconds + outcome.seconds
 
 
 class ReadsStates(StopPolicy):
     """Drafts on where the draft's hidden state, and the target's, lie on one side of a plane."""
 
-    name, features, vectors, first, max_depth = "reads-states", ("top1",), ("draft_hidden", "target_hidden"), 0, DEPTH
+    name, features, hidden, first, max_depth = "reads-states", ("top1",), ("draft_hidden", "target_hidden"), 0, DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        draft, target = (step.vectors[name] for name in self.vectors)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        draft, target = step.hidden["draft_hidden"], step.hidden["target_hidden"]
         assert draft.shape[:2] == target.shape[:2] == step.alive.shape
-        assert draft.dtype == target.dtype == torch.float32
+        assert draft.dtype == target.dtype == np.float32
         if step.depth == 0:
             assert not draft.any(), "no draft forward was made yet"
             return step.alive & (self.score(target) > -1.5), state
         return step.alive & (self.score(draft) + 0.5 * self.score(target) > -0.4 * step.depth), state
 
     @staticmethod
-    def score(states: Tensor) -> Tensor:
+    def score(states: Array) -> Array:
         """Return [S, B], a dot product in float64, so that no order of summation matters to a threshold."""
-        plane = torch.randn(states.shape[-1], generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-        return (states.double() * plane).sum(-1)
+        plane = np.random.default_rng(8).standard_normal(states.shape[-1])
+        return (states.astype(np.float64) * plane).sum(-1)
 
 
 class ReadsDraftStates(ReadsStates):
     """The same with the draft's alone, from depth 1 on; trims what it does not keep."""
 
-    name, features, vectors, first, trims = "reads-draft-states", (), ("draft_hidden",), 1, True
+    name, features, hidden, first, trims = "reads-draft-states", (), ("draft_hidden",), 1, True
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        assert list(step.vectors) == ["draft_hidden"]
-        return step.alive & (self.score(step.vectors["draft_hidden"]) > -1.0), state
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        assert list(step.hidden) == ["draft_hidden"]
+        return step.alive & (self.score(step.hidden["draft_hidden"]) > -1.0), state
 
 
 def zoo() -> list[StopPolicy]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from specstop.policies.baselines import Confidence
 from specstop.policies.costs import CLEARLY, Price, Profile
 from specstop.policies.errors import InputError
@@ -19,10 +19,10 @@ EXACT = 1e-13  # float64
 
 def seconds(profile: Profile, context: float, *counts: int, decision_s: float = 6e-5) -> float:
     """Return the seconds of one round: context, then drafted, verified, backlog, decisions."""
-    row = [torch.tensor([n]) for n in counts]
-    out = profile.round_seconds(torch.tensor([context], dtype=torch.float64), *row, decision_s)
-    assert out.dtype == torch.float64
-    return float(out)
+    row = [np.array([n]) for n in counts]
+    out = profile.round_seconds(np.array([context]), *row, decision_s)
+    assert out.dtype == np.float64
+    return float(out.item())
 
 
 def slow_padded(p: Profile, verified: int) -> int:
@@ -70,7 +70,7 @@ def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None
 
 
 def test_rounds_of_many_streams_are_those_of_each(profile: Profile) -> None:
-    rows = torch.tensor([[10, 4, 3, 2, 4], [33, 0, 0, 1, 1], [70, 6, 6, 12, 5]])
+    rows = np.array([[10, 4, 3, 2, 4], [33, 0, 0, 1, 1], [70, 6, 6, 12, 5]])
     together = profile.round_seconds(*rows.T, 6e-5)
     assert together.tolist() == [seconds(profile, *row) for row in rows.tolist()]
 
@@ -106,7 +106,7 @@ def test_chain_costs_are_round_seconds_of_each_length(profile: Profile, first: i
 
 
 def test_prefill_is_a_constant_and_a_token_price(profile: Profile) -> None:
-    assert profile.prefill_seconds(torch.tensor([0, 7])).tolist() == pytest.approx([5e-3, 5.7e-3], rel=EXACT)
+    assert profile.prefill_seconds(np.array([0, 7])).tolist() == pytest.approx([5e-3, 5.7e-3], rel=EXACT)
 
 
 def test_a_decision_costs_what_was_measured_under_the_policys_cost_name(profile: Profile) -> None:
@@ -119,11 +119,11 @@ def test_a_decision_costs_what_was_measured_under_the_policys_cost_name(profile:
 
 def test_the_first_decision_of_a_round_costs_more(profile: Profile) -> None:
     price = Price(5e-5, 2e-4)
-    assert price.of(torch.tensor([0, 1, 4])).tolist() == pytest.approx([0.0, 2.5e-4, 4e-4])
+    assert price.of(np.array([0, 1, 4])).tolist() == pytest.approx([0.0, 2.5e-4, 4e-4])
     assert price.times(2.0) == Price(1e-4, 4e-4)
-    row = torch.full((1,), 3)
-    dear, free = (profile.round_seconds(row.double(), row, row, row, row, cost) for cost in (price, 0.0))
-    assert float(dear - free) == pytest.approx(3 * 5e-5 + 2e-4)
+    row = np.full(1, 3)
+    dear, free = (profile.round_seconds(row, row, row, row, row, cost) for cost in (price, 0.0))
+    assert (dear - free).item() == pytest.approx(3 * 5e-5 + 2e-4)
 
 
 def test_the_second_draft_step_has_a_price_of_its_own(profile: Profile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from made import made_trace
@@ -38,9 +39,9 @@ def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
 
     @functools.cache
     def cost(context: int, k: int) -> float:
-        one = torch.ones(1, dtype=torch.int64)
+        one = np.ones(1, dtype=np.int64)
         rounds = [(one * context, one * paid, one * paid, one, one * 0) for paid in range(k, depth + 1)]
-        return min(float(profile.round_seconds(*r, 0.0)) for r in rounds)
+        return min(profile.round_seconds(*r, 0.0).item() for r in rounds)
 
     def best(lengths: list[int], t: int) -> float:
         if t >= len(lengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEW
@@ -15,7 +16,7 @@ from specstop.decode.pair import Pair
 from specstop.decode.records import Generation
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
@@ -24,7 +25,6 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived
 from specstop.train.traces.data import TraceArrays, seen_features, trace_arrays
 from specstop.train.traces.replay import Replayed, replay
-from torch import Tensor
 from zoo import DEPTH, ZOO, SelectingByToken
 
 Live = Callable[[StopPolicy, float], list[Generation]]
@@ -108,10 +108,10 @@ def test_seconds_are_those_of_the_live_rounds_under_the_profile(
 ) -> None:
     replayed = replay(arrays[temperature], ZOO[name], profile)
     for seconds, generation in zip(replayed.seconds.tolist(), live(ZOO[name], temperature), strict=True):
-        total = float(profile.prefill_seconds(torch.tensor([generation.prompt_tokens])))
+        total = profile.prefill_seconds(np.array([generation.prompt_tokens])).item()
         for r in generation.rounds:
-            row = [torch.tensor([x]) for x in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
-            total += float(profile.round_seconds(*row, profile.decision(ZOO[name].cost_name)))
+            row = [np.array([x]) for x in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
+            total += profile.round_seconds(*row, profile.decision(ZOO[name].cost_name)).item()
         assert seconds == pytest.approx(total, rel=1e-12)
 
 
@@ -149,14 +149,14 @@ class Looking(StopPolicy):
 
     def __init__(self, arrays: TraceArrays) -> None:
         self.arrays = arrays
-        self.seen: list[tuple[int, int, Tensor]] = []
+        self.seen: list[tuple[int, int, Array]] = []
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return self.arrays.first_anchor.clone()
+    def start(self, streams: int, keys: Array) -> State:
+        return self.arrays.first_anchor.numpy().copy()
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        rows = self.arrays.offset + state - self.arrays.first_anchor
-        for s in step.alive[:, 0].nonzero()[:, 0].tolist():
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        rows = self.arrays.offset.numpy() + state - self.arrays.first_anchor.numpy()
+        for s in step.alive[:, 0].nonzero()[0].tolist():
             self.seen.append((int(rows[s]), step.depth, step.features[s, 0]))
         return step.alive, state
 
@@ -174,7 +174,7 @@ def test_seen_features_are_what_a_policy_sees(arrays: dict[float, TraceArrays], 
     place = {int(r): i for i, r in enumerate(row)}
     assert len(place) == len(row), "no anchor is visited twice"
     for r, depth, features in policy.seen:
-        assert torch.equal(features, table[place[r], depth])
+        assert features.tolist() == table[place[r], depth].tolist()
     history = table[:, 0, [1, 4]]
     assert bool((history > 0).any())
     assert not table[:, 0, [2, 3, 5]].any(), "depth 0 knows ANCHOR and HISTORY columns only"
@@ -185,7 +185,7 @@ class Clocked(FixedLength):
 
 
 class Hidden(FixedLength):
-    vectors = ("draft_hidden",)
+    hidden = ("draft_hidden",)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ class Hidden(FixedLength):
         (Clocked(2), "the clock"),
         (Hidden(2), r"reads hidden states \(draft_hidden\), which the trace was recorded without; .* --hidden draft"),
     ],
-    ids=["deeper", "default confidence", "clock", "vectors"],
+    ids=["deeper", "default confidence", "clock", "hidden states"],
 )
 def test_a_policy_the_trace_cannot_answer_is_refused(
     arrays: dict[float, TraceArrays], profile: Profile, policy: StopPolicy, message: str
@@ -235,10 +235,10 @@ def test_a_policy_that_carries_its_state_is_replayed_in_order_or_refused(
 
         name, carries, max_depth = "carrying", True, DEPTH
 
-        def start(self, streams: int, key: Tensor) -> State:
-            return torch.zeros(streams, dtype=torch.int64)
+        def start(self, streams: int, keys: Array) -> State:
+            return np.zeros(streams, dtype=np.int64)
 
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             return step.alive & (step.depth <= state // 4)[:, None], state
 
         def observe(self, outcome: RoundOutcome, state: State) -> State:

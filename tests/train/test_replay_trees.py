@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEW
@@ -16,11 +17,10 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.records import Generation
 from specstop.policies.baselines import FixedLength
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import Replayed, replay, replay_orders
-from torch import Tensor
 from zoo import DEPTH, ZOO, SelectingByToken
 
 TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
@@ -32,8 +32,8 @@ class Siblings(StopPolicy):
 
     name, features, max_depth = "siblings", ("branch_rank", "noisy_lead", "noisy_margin", "mean_accepted"), DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        rank, lead, margin, mean = step.features.unbind(-1)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        rank, lead, margin, mean = np.moveaxis(step.features, -1, 0)
         assert not step.features[~step.alive].any()
         return step.alive & ((rank == 0) | (lead > -0.8)) & (margin < 2.5 + mean), state
 
@@ -43,10 +43,10 @@ class ByParent(StopPolicy):
 
     name, features, trims, max_depth = "by-parent", ("drawn_prob",), True, DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         chance = step.features[..., 0]
         if step.depth > 1:
-            chance = chance * state.gather(1, step.parent)
+            chance = chance * np.take_along_axis(state, step.parent, 1)
         return step.alive & (chance > 0.05), chance
 
 
@@ -55,14 +55,14 @@ class Pruning(StopPolicy):
 
     name, max_depth = "pruning", DEPTH
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         kept = tree.drawn & (tree.tokens % 3 != 0)
         for node in range(kept.shape[1]):
             above = tree.parent[:, node : node + 1]
-            kept[:, node] &= (above[:, 0] < 0) | kept.gather(1, above.clamp_min(0))[:, 0]
+            kept[:, node] &= (above[:, 0] < 0) | np.take_along_axis(kept, np.maximum(above, 0), 1)[:, 0]
         return kept
 
 
@@ -71,10 +71,10 @@ class Carrying(StopPolicy):
 
     name, carries, max_depth = "carrying", True, DEPTH
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.zeros(streams, dtype=torch.int64)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams, dtype=np.int64)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.depth <= state // 9)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -155,7 +155,7 @@ def test_seconds_are_those_of_the_live_rounds_under_the_profile(
 
     class Listening(type(policy)):  # type: ignore[misc]
         def observe(self, outcome: RoundOutcome, state: State) -> State:
-            heard.append(float(outcome.seconds))
+            heard.append(outcome.seconds.item())
             return super().observe(outcome, state)
 
     listening = copy.copy(policy)
@@ -166,7 +166,7 @@ def test_seconds_are_those_of_the_live_rounds_under_the_profile(
         Speculator(pair, listening, Settings(0.7, NEW, tree=TREES["odd"]), profile).generate(
             prompt, stream_key(0, f"p{s}")
         )
-        total = sum(heard) + float(profile.prefill_seconds(torch.tensor([len(prompt)])))
+        total = sum(heard) + profile.prefill_seconds(np.array([len(prompt)])).item()
         assert float(replayed.seconds[s]) == pytest.approx(total, rel=1e-12)
 
 
@@ -197,14 +197,14 @@ def test_a_chain_is_the_tree_of_width_one(traces: dict[float, Trace], profile: P
     for policy in POLICIES.values():
         if policy.carries:
             continue
-        one, other = (Walk(arrays, policy, profile, torch.arange(arrays.sequences)[:, None]) for _ in range(2))
+        one, other = (Walk(arrays, policy, profile, np.arange(arrays.sequences)[:, None]) for _ in range(2))
         shape = TreeShape(arrays.tree.limited(policy.max_depth))
         for _ in range(4):
             a, b = draft_chains(one, one.rows()), draft_trees(other, shape, other.rows())
             for name in ("drafted", "verified", "accepted", "decisions", "capped"):
-                assert torch.equal(*((getattr(made, name) * one.active) for made in (a, b))), (policy.name, name)
-            one.advance(one.rows(), a)
-            other.advance(other.rows(), b)
+                assert np.array_equal(*((getattr(made, name) * one.active) for made in (a, b))), (policy.name, name)
+            one.advance(a)
+            other.advance(b)
 
 
 def test_a_policy_deeper_than_the_tree_is_refused(forests: dict[object, TraceArrays], profile: Profile) -> None:

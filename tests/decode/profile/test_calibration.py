@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY
@@ -23,12 +24,11 @@ from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.profile.trees import TreeRun
 from specstop.decode.sampling import Sampler
 from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
-from torch import Tensor
 from zoo import ZOO
 
 DEPTH = 4
@@ -109,8 +109,8 @@ def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
     for policy in (FixedLength(3), ZOO["trimming"].limited(DEPTH)):
         generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
         for r in generation.rounds:
-            row = [torch.tensor([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
-            assert float(profile.round_seconds(*row, 0.0)) == pytest.approx(r.seconds, rel=1e-4)
+            row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
+            assert profile.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
 
 
 def test_longer_contexts_cost_more_where_they_do(pair: Pair, clock: list[float]) -> None:
@@ -150,9 +150,9 @@ def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair,
         assert table.draft_token_s >= 0
         assert table.draft_s[1] >= table.draft_s[0]
     assert min(profile.step_s, profile.prefill_s[1]) >= 0 < profile.round_s
-    assert profile.prefill_seconds(torch.tensor([12])) > 0
+    assert profile.prefill_seconds(np.array([12])) > 0
     assert set(profile.decision_s) == {"confidence", "trimming"}
-    assert all(float(profile.decision(name).of(torch.tensor([2]))) > 0 for name in profile.decision_s)
+    assert all(profile.decision(name).of(np.array([2])).item() > 0 for name in profile.decision_s)
     assert (profile.max_depth, profile.temperature, profile.facts["device"]) == (DEPTH, 0.7, "here")
     assert profile.facts["rounds"] > 10
     profile.save(tmp_path / "p.json")
@@ -165,18 +165,19 @@ def test_the_script_deals_every_length_equally_often(depth: int) -> None:
     """Streams have decks of their own, and a stream has another order in each deck."""
     streams, decks = 4, 6
     policy = Scripted(depth)
-    alive, parent = torch.ones(streams, 1, dtype=torch.bool), torch.zeros(streams, 1, dtype=torch.int64)
-    state = policy.start(streams, torch.arange(streams) * 7919)
+    alive, parent = np.ones((streams, 1), dtype=bool), np.zeros((streams, 1), dtype=np.int64)
+    batch, none = np.arange(streams), np.zeros((streams, 1, 0), dtype=np.float32)
+    state = policy.start(streams, batch * 7919)
     dealt: list[list[int]] = []
     for _ in range(decks * (depth + 1) * TWICE):
-        length = torch.zeros(streams, dtype=torch.int64)
+        length = np.zeros(streams, dtype=np.int64)
         for j in range(depth):
-            keep, state = policy.keep(DraftStep(j, alive, parent, torch.zeros(streams, 1, 0)), state)
+            keep, state = policy.keep(DraftStep(j, alive, parent, none, {}, batch), state)
             assert not (keep[:, 0] & (length < j)).any(), "a length is cut once"
             length += keep[:, 0]
         dealt.append(length.tolist())
-        zero = torch.zeros(streams, dtype=torch.int64)
-        state = policy.observe(RoundOutcome(alive[:, 0], length, length, zero, ~alive[:, 0], zero.double()), state)
+        zero = np.zeros(streams, dtype=np.int64)
+        state = policy.observe(RoundOutcome(alive[:, 0], length, length, zero, ~alive[:, 0], np.zeros(streams)), state)
     assert dealt[::2] == dealt[1::2], "each comes twice in a row"
     dealt = dealt[::TWICE]
     for s in range(streams):
@@ -220,7 +221,7 @@ class _FromDepth(StopPolicy):
     def __init__(self, first: int) -> None:
         self.first = first
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         assert step.depth == self.first or state is not None
         return step.alive & (step.features[..., 0] > 0.1), 1.0
 
@@ -267,7 +268,7 @@ class OnTheClock(Scripted):
         super().__init__(depth)
         self.now = now
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         self.now[0] += 5e-5
         return super().keep(step, state)
 
