@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-from torch import Tensor
-
-from .contract import DraftStep, State, StopPolicy
+from .baselines_scores import AtLeast, float32
+from .contract import Array, DraftStep, State, StopPolicy
 from .errors import PolicyError
 
 
@@ -23,12 +19,12 @@ class FixedLength(StopPolicy):
         self.max_depth = self.first = length
         self.name = f"fixed:{length}"
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep every branch above the length."""
         return step.alive & (step.depth < self.max_depth), state
 
 
-class Confidence(StopPolicy):
+class Confidence(AtLeast):
     """Stop after the first drawn token whose probability under the draft is below a threshold.
 
     The rule of Hugging Face's assisted generation (`ConfidenceCriteria`, transformers 5.23), whose defaults are a
@@ -43,14 +39,6 @@ class Confidence(StopPolicy):
         if not isinstance(max_depth, int) or max_depth < 1:
             raise PolicyError(f"confidence: expected a whole max_depth of 1 or more, not {max_depth}")
         self.threshold = threshold
-        self._least = float(np.float32(threshold))  # as a float32 tensor compares with it
+        self.level = float32(threshold)
         self.max_depth = max_depth
         self.name = f"confidence:{threshold:g}"
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep the branches whose token is likely enough."""
-        return step.alive & (step.features[..., 0] >= self.threshold), state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return features[0] >= self._least, state

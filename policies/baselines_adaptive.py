@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from types import ModuleType
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .baselines_scores import check_number, check_whole
-from .contract import DraftStep, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 
 
-def tells(outcome: RoundOutcome) -> Tensor:
-    """Return [S] bool, the streams whose round says something about acceptance."""
-    return outcome.active & ~outcome.cut & (outcome.verified > 0)
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; importing it takes half a second."""
+    from .kernels import adaptive
+
+    return adaptive
 
 
 class HeuristicTransient(StopPolicy):
@@ -34,22 +37,20 @@ class HeuristicTransient(StopPolicy):
         self.max_depth = check_whole(self._called, "max_depth", max_depth)
         self.name = f"{self._called}:{start}"
 
-    def start(self, streams: int, key: Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         """Return K of each stream."""
-        return torch.full((streams,), float(min(self.begin, self.max_depth)), device=key.device)
+        return np.full(streams, min(self.begin, self.max_depth), dtype=np.float32)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep every branch above K."""
-        return step.alive & (step.depth < state)[:, None], state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return depth < float(state), state
+        return step.alive & (state > step.depth)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return K for the next round."""
-        moved = torch.where(outcome.accepted == outcome.verified, state + self.up, state - self.down)
-        return torch.where(tells(outcome), moved.clamp(1.0, float(self.max_depth)), state)
+        after = np.empty_like(state)
+        told = outcome.active, outcome.cut, outcome.accepted, outcome.verified
+        kernels().move_length(*told, self.up, self.down, float(self.max_depth), state, after)
+        return after
 
 
 class Heuristic(HeuristicTransient):
@@ -89,29 +90,19 @@ class AdaEDL(StopPolicy):
         self.max_depth = check_whole("adaedl", "max_depth", max_depth)
         self.name = f"adaedl:{start:g}"
 
-    def start(self, streams: int, key: Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         """Return (lambda, r, the largest entropy to draft on from) of each stream."""
-        level = torch.full((streams,), self.begin, dtype=torch.float64, device=key.device)
-        return level, torch.zeros_like(level), self._most(level)
+        level = np.full(streams, self.begin)
+        return level, np.zeros(streams), ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
 
-    def _most(self, level: Tensor) -> Tensor:
-        """Return [S] float32, the entropy at which the bound is lambda."""
-        return ((1.0 - level) ** 2 / self.gamma).float()
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches whose bound is high enough."""
-        return step.alive & (step.features[..., 0] <= state[2][:, None]), state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return features[0] <= float(state[2]), state
+        return step.alive & (step.features[:, :, 0] <= state[2][:, None]), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with lambda moved."""
-        level, rate, _ = state
-        now = self.b1 * rate + (1.0 - self.b1) * outcome.accepted.double() / outcome.verified.clamp_min(1)
-        aim = torch.where(now <= self.alpha, level + self.eps, level - self.eps)
-        moved = (self.b2 * level + (1.0 - self.b2) * aim).clamp(0.0, 1.0)
-        counts = tells(outcome)
-        level = torch.where(counts, moved, level)
-        return level, torch.where(counts, now, rate), self._most(level)
+        level, rate, most = (np.empty_like(values) for values in state)
+        told = outcome.active, outcome.cut, outcome.accepted, outcome.verified
+        constants = np.array((self.alpha, self.eps, self.b1, self.b2, self.gamma))
+        kernels().move_level(*told, constants, state[0], state[1], level, rate, most)
+        return level, rate, most

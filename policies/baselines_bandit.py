@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .baselines_adaptive import tells
 from .baselines_scores import check_number
-from .contract import DraftStep, RoundOutcome, State, StopPolicy, checked_keep, checked_observe, checked_start
+from .contract import (
+    Array,
+    DraftStep,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    checked_keep,
+    checked_observe,
+    checked_start,
+)
 from .draws import keyed_normal
 from .errors import PolicyError
 
@@ -20,22 +29,30 @@ NOMINAL = 0.1
 """Without a profile rounds have no seconds: a drafted token then counts this share of a round."""
 
 
-@dataclass(frozen=True)
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; importing it takes half a second."""
+    from .kernels import bandit
+
+    return bandit
+
+
+@dataclass(frozen=True, slots=True)
 class BanditState:
     """Of `Bandit`.
 
     Attributes:
         key: [S] of the noise.
-        choice: [S] the arm of this round.
+        choice: [S] int64, the arm of this round.
         pulls: [S, A] rounds of each arm.
         sums: [S, A, 5] sums over its rounds of tokens t, seconds s, t t, t s and s s.
         arms: the arms' own states.
     """
 
-    key: Tensor
-    choice: Tensor
-    pulls: Tensor
-    sums: Tensor
+    key: Array
+    choice: Array
+    pulls: Array
+    sums: Array
     arms: tuple[State, ...]
 
 
@@ -66,12 +83,15 @@ class Bandit(StopPolicy):
         if kind not in KINDS:
             raise PolicyError(f"bandit: expected for kind one of {', '.join(KINDS)}, not {kind!r}")
         for arm in arms:
-            if arm.trims or arm.vectors or arm.reads_clock or type(arm).select is not StopPolicy.select:
-                raise PolicyError(f"bandit: the arm {arm.name} trims, selects, or reads hidden states or the clock")
+            if arm.trims or arm.hidden or arm.reads_clock or arm.joint or type(arm).select is not StopPolicy.select:
+                raise PolicyError(
+                    f"bandit: the arm {arm.name} trims, selects, reads hidden states or the clock, or weighs streams"
+                )
         self.arms, self.kind = tuple(arms), kind
         self.explore = check_number("bandit", "explore", explore, 0.0)
         self.features = tuple(dict.fromkeys(name for arm in arms for name in arm.features))
         self._columns = [[self.features.index(name) for name in arm.features] for arm in arms]
+        self._learns = [type(arm).observe is not StopPolicy.observe for arm in arms]
         self.max_depth = max(arm.max_depth for arm in arms)
         self.first = min(arm.first for arm in arms)
         self.name = f"bandit:{kind}"
@@ -80,57 +100,48 @@ class Bandit(StopPolicy):
         """Return this policy with every arm limited; see `StopPolicy.limited`."""
         return Bandit([arm.limited(depth) for arm in self.arms], self.kind, self.explore)
 
-    def start(self, streams: int, key: Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams that have tried nothing."""
-        like = torch.zeros(streams, len(self.arms), dtype=torch.float64, device=key.device)
-        states = tuple(checked_start(arm, streams, key) for arm in self.arms)
-        return BanditState(key, torch.zeros_like(key), like, like.new_zeros(*like.shape, 5), states)
+        arms, states = len(self.arms), tuple(checked_start(arm, streams, keys) for arm in self.arms)
+        choice = np.zeros(streams, dtype=np.int64)
+        return BanditState(keys, choice, np.zeros((streams, arms)), np.zeros((streams, arms, 5)), states)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep what the round's arm keeps."""
-        kept, states = torch.zeros_like(step.alive), list(state.arms)
-        for at, arm in enumerate(self.arms):
-            mine = step.alive & (state.choice == at)[:, None]
-            if step.depth >= arm.max_depth or not bool(mine.any()):
+        kept, states, chosen = np.zeros_like(step.alive), list(state.arms), set(state.choice.tolist())
+        for at in chosen:
+            arm = self.arms[at]
+            mine = step.alive if len(chosen) == 1 else step.alive & (state.choice == at)[:, None]
+            if step.depth >= arm.max_depth or (mine is not step.alive and not mine.any()):
                 continue
             if step.depth < arm.first:
-                kept = kept | mine
+                kept |= mine
                 continue
-            features = torch.where(mine[..., None], step.features[..., self._columns[at]], 0.0)
-            own = DraftStep(step.depth, mine, step.parent, features)
-            answer, states[at] = checked_keep(arm, own, state.arms[at])
-            kept = kept | (answer & mine)
-        return kept, replace(state, arms=tuple(states))
+            answer, states[at] = checked_keep(arm, self._shown(step, at, mine), state.arms[at])
+            kept |= answer
+        return kept, BanditState(state.key, state.choice, state.pulls, state.sums, tuple(states))
+
+    def _shown(self, step: DraftStep, at: int, mine: Array) -> DraftStep:
+        """Return the step as an arm sees it: its own features, and only the streams that it decides."""
+        features = step.features
+        if self.arms[at].features != self.features:
+            features = features.take(self._columns[at], 2)
+        if mine is not step.alive:
+            features = np.where(mine[..., None], features, np.float32(0.0))
+        return DraftStep(step.depth, mine, step.parent, features, step.hidden, step.batch)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's reward, and the next round's arm."""
-        chosen = torch.nn.functional.one_hot(state.choice, len(self.arms)).bool()
-        states = tuple(
-            checked_observe(arm, replace(outcome, active=outcome.active & chosen[:, at]), state.arms[at])
-            for at, arm in enumerate(self.arms)
-        )
-        counts = (tells(outcome) | (outcome.active & ~outcome.cut & (outcome.drafted == 0)))[:, None] & chosen
-        tokens = outcome.accepted.double() + 1.0
-        nominal = 1.0 + NOMINAL * outcome.drafted.double()
-        seconds = torch.where(outcome.seconds > 0, outcome.seconds.double(), nominal)
-        news = torch.stack([tokens, seconds, tokens * tokens, tokens * seconds, seconds * seconds], -1)
-        sums = state.sums + counts[..., None] * news[:, None]
-        pulls = state.pulls + counts
-        choice = self._choice(state.key, pulls, sums)
-        return BanditState(state.key, torch.where(outcome.active, choice, state.choice), pulls, sums, states)
-
-    def _choice(self, key: Tensor, pulls: Tensor, sums: Tensor) -> Tensor:
-        """Return [S], the arm to try next."""
-        n = pulls.clamp_min(1.0)
-        tokens, seconds, tt, ts, ss = sums.unbind(-1)
-        rate = tokens / seconds.clamp_min(1e-30)
-        total = pulls.sum(1, keepdim=True)
-        if self.kind == "ucb":
-            worth = rate / rate.amax(1, keepdim=True).clamp_min(1e-30)
-            worth = worth + self.explore * (total.clamp_min(1.0).log() / n).sqrt()
-        else:
-            # The variance of tokens - rate x seconds, with one round's worth of a token squared before any is seen.
-            spread = (tt - 2.0 * rate * ts + rate * rate * ss).clamp_min(0.0) + 1.0
-            width = spread.sqrt() / seconds.clamp_min(1e-30)
-            worth = rate + self.explore * width * keyed_normal(key, total[:, 0].long(), len(self.arms))
-        return torch.where(pulls > 0, worth, torch.inf).argmax(1)
+        states = list(state.arms)
+        for at in set(state.choice.tolist()):
+            if self._learns[at]:
+                heard = outcome.active & (state.choice == at)
+                states[at] = checked_observe(self.arms[at], replace(outcome, active=heard), state.arms[at])
+        choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
+        told = outcome.active, outcome.cut, outcome.accepted, outcome.drafted, outcome.verified, outcome.seconds
+        kernels().add_reward(*told, NOMINAL, choice, pulls, sums)
+        normals = np.empty((len(choice), 0))
+        if self.kind == "thompson":
+            normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.arms))
+        kernels().choose(outcome.active, pulls, sums, self.explore, normals, choice)
+        return BanditState(state.key, choice, pulls, sums, tuple(states))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .baselines_scores import check_number, check_whole
-from .baselines_trees import node_values, ranks, with_level
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .baselines_trees import kernels, node_values, with_level
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 
 
 class Gain(StopPolicy):
@@ -65,33 +65,31 @@ class Gain(StopPolicy):
         self.verify = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
         self.name = self._called if draft_prices else f"{self._called}:{step:g}"
 
-    def start(self, streams: int, key: Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         """Return no levels."""
         return ()
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and remember the paths' probabilities."""
-        levels = with_level(state, step, self.power * step.features[..., 0])
-        worth = (self.follow * levels[-1].exp() - self.verify).sort(1, descending=True).values.cumsum(1)
-        worth = worth - prices(self.draft_prices, worth.shape[1], worth)
-        most, rows = worth.max(1, keepdim=True)
-        return step.alive & (most > 0.0) & (ranks(levels[-1]) <= rows), levels
+        levels, kept = with_level(state, step, self.power * step.features[:, :, 0]), np.empty_like(step.alive)
+        table = prices(self.draft_prices, kept.shape[1])
+        kernels().keep_worth(levels[-1], step.alive, self.follow, self.verify, table, kept)
+        return kept, levels
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
-        values = torch.where(tree.drawn, node_values(state, tree), -torch.inf)
-        sums = values.exp().sort(1, descending=True).values.cumsum(1)
-        sums = torch.cat([torch.zeros_like(sums[:, :1]), sums], 1)
-        count = (sums - prices(self.target_prices, sums.shape[1], sums)).argmax(1, keepdim=True)
-        return tree.drawn & (ranks(values) < count)
+        values, kept = node_values(state, tree), np.empty_like(tree.drawn)
+        table = prices(self.target_prices, kept.shape[1] + 1)
+        kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)
+        return kept
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round's levels."""
         return ()
 
 
-def prices(table: Sequence[float], count: int, like: Tensor) -> Tensor:
-    """Return [count] prices like `like`; beyond the table they go on with its last rise."""
+@functools.lru_cache(1024)
+def prices(table: tuple[float, ...], count: int) -> Array:
+    """Return [count] prices; beyond the table they go on with its last rise."""
     rise = table[-1] - table[-2] if len(table) > 1 else 0.0
-    longer = [*table[:count], *(table[-1] + rise * (i + 1) for i in range(count - len(table)))]
-    return torch.tensor(longer, dtype=like.dtype, device=like.device)
+    return np.array([*table[:count], *(table[-1] + rise * (i + 1) for i in range(count - len(table)))])

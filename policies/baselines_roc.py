@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
+from types import ModuleType
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .baselines_adaptive import tells
 from .baselines_scores import check_number, check_whole
-from .contract import DraftStep, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 
 
-def recorded(seen: Tensor, depth: int, values: Tensor, alive: Tensor) -> Tensor:
-    """Return `seen` [S, K] with the largest of `values` [S, B] of the branches alive at this depth; infinite = not asked."""
-    best = torch.where(alive, values, -torch.inf).amax(1)
-    column = torch.where(alive.any(1), best, seen[:, depth - 1])
-    return torch.cat([seen[:, : depth - 1], column[:, None], seen[:, depth:]], 1)
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; importing it takes half a second."""
+    from .kernels import roc
+
+    return roc
 
 
-def accept_bits(seen: Tensor, outcome: RoundOutcome) -> tuple[Tensor, Tensor]:
-    """Return [S, K] bool: the depths whose outcome is known and that were asked about, and whether each was accepted.
-
-    Known are the accepted ones and, where not all that was verified was accepted, the first rejected one.
-    """
-    depth = torch.arange(1, seen.shape[1] + 1, device=seen.device)
-    accepted = depth <= outcome.accepted[:, None]
-    rejected = (depth == outcome.accepted[:, None] + 1) & (depth <= outcome.verified[:, None])
-    return (accepted | rejected) & seen.isfinite() & tells(outcome)[:, None], accepted
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RocState:
-    """Of `Roc`: [S] thresholds, [S, K] probabilities of this round, and [S, M] samples of the text, `count` [S] of them."""
+    """Of `Roc`.
 
-    threshold: Tensor
-    seen: Tensor
-    probs: Tensor
-    labels: Tensor
-    count: Tensor
+    Attributes:
+        threshold: [S] float32.
+        seen: [S, K] float32, the likeliest drawn token's probability at each depth of this round; infinite = not asked.
+        probs, labels: [S, M] samples of the text in falling order, and whether each was accepted.
+        count: [S] int64, how many of the M there are.
+    """
 
-
-@dataclass(frozen=True)
-class RocOne:
-    """The same of one stream in plain numbers; `samples` are (probability, accepted)."""
-
-    threshold: float
-    seen: tuple[float, ...] = ()
-    samples: tuple[tuple[float, bool], ...] = ()
+    threshold: Array
+    seen: Array
+    probs: Array
+    labels: Array
+    count: Array
 
 
 class Roc(StopPolicy):
@@ -71,79 +57,31 @@ class Roc(StopPolicy):
         self.max_depth = check_whole("roc", "max_depth", max_depth)
         self.name = f"roc:{threshold:g}"
 
-    def start(self, streams: int, key: Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         """Return the state of fresh texts."""
-        like = torch.full((streams,), self.threshold, dtype=torch.float32, device=key.device)
-        none = like.new_zeros(streams, 0)
-        return RocState(like, self._unseen(like), none, none.bool(), torch.zeros_like(key))
-
-    def _unseen(self, like: Tensor) -> Tensor:
-        return like.new_full((len(like), self.max_depth), torch.inf)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep the branches whose token is likely enough, and remember how likely."""
-        prob = step.features[..., 0]
-        seen = recorded(state.seen, step.depth, prob, step.alive)
-        return step.alive & (prob >= state.threshold[:, None]), RocState(
-            state.threshold, seen, state.probs, state.labels, state.count
+        threshold = np.full(streams, self.threshold, dtype=np.float32)
+        probs = np.zeros((streams, 0), dtype=np.float32)
+        return RocState(
+            threshold, self._unseen(streams), probs, probs.astype(np.bool_), np.zeros(streams, dtype=np.int64)
         )
 
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        one = state if isinstance(state, RocOne) else RocOne(float(state.threshold))
-        return features[0] >= one.threshold, RocOne(one.threshold, (*one.seen, features[0]), one.samples)
+    def _unseen(self, streams: int) -> Array:
+        return np.full((streams, self.max_depth), np.inf, dtype=np.float32)
 
-    def _observe_one(self, outcome: RoundOutcome, state: RocOne) -> RocOne:
-        """Take the round in as `observe` does, in plain numbers."""
-        accepted, verified = int(outcome.accepted), int(outcome.verified)
-        if bool(outcome.cut) or not bool(outcome.active):
-            return RocOne(state.threshold, (), state.samples)
-        known = state.seen[: min(accepted + 1, verified)]
-        samples = (*state.samples, *((prob, j < accepted) for j, prob in enumerate(known)))
-        positives = sum(good for _, good in samples)
-        negatives = len(samples) - positives
-        if len(samples) < self.samples or not positives or not negatives:
-            return RocOne(state.threshold, (), samples)
-        best, least, true, false = state.threshold, math.inf, 0, 0
-        ordered = sorted(samples, reverse=True)
-        for at, (prob, good) in enumerate(ordered):
-            true, false = true + good, false + (not good)
-            if at + 1 < len(ordered) and ordered[at + 1][0] == prob:
-                continue
-            cost = false / negatives + self.weight * (1.0 - true / positives)
-            if cost < least:
-                best, least = prob, cost
-        return RocOne(best, (), samples)
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches whose token is likely enough, and remember how likely."""
+        kept, seen = np.empty_like(step.alive), np.empty_like(state.seen)
+        kernels().keep_likely(step.features, step.alive, step.depth, state.threshold, state.seen, kept, seen)
+        return kept, RocState(state.threshold, seen, state.probs, state.labels, state.count)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
-        if isinstance(state, RocOne):
-            return self._observe_one(outcome, state)
-        known, accepted = accept_bits(state.seen, outcome)
-        place = state.count[:, None] + known.long().cumsum(1) - 1
-        count = state.count + known.sum(1)
-        width = max(int(count.max()), state.probs.shape[1])
-        probs, labels = (
-            torch.nn.functional.pad(old, (0, width + 1 - old.shape[1])) for old in (state.probs, state.labels)
-        )  # the column beyond all takes what is not known
-        place = torch.where(known, place, width)
-        probs = probs.scatter(1, place, state.seen)[:, :width]
-        labels = labels.scatter(1, place, accepted)[:, :width]
-        threshold = self._fitted(probs, labels, count, state.threshold)
-        return RocState(threshold, self._unseen(threshold), probs, labels, count)
-
-    def _fitted(self, probs: Tensor, labels: Tensor, count: Tensor, threshold: Tensor) -> Tensor:
-        """Return [S], the sample value of the least cost; the largest of several."""
-        if not probs.shape[1]:
-            return threshold
-        there = torch.arange(probs.shape[1], device=probs.device) < count[:, None]
-        score, order = torch.where(there, probs, -torch.inf).sort(1, descending=True)
-        there = there.gather(1, order)
-        good = labels.gather(1, order) & there
-        true, false = good.double().cumsum(1), (there & ~good).double().cumsum(1)
-        positives, negatives = true[:, -1:], false[:, -1:]
-        cost = false / negatives.clamp_min(1.0) + self.weight * (1.0 - true / positives.clamp_min(1.0))
-        last = torch.cat([score[:, 1:] != score[:, :-1], torch.ones_like(there[:, :1])], 1)  # of equal samples
-        best = torch.where(there & last, cost, torch.inf).argmin(1, keepdim=True)
-        enough = (count >= self.samples) & (positives[:, 0] > 0) & (negatives[:, 0] > 0)
-        return torch.where(enough, score.gather(1, best)[:, 0], threshold)
+        streams, room = state.probs.shape
+        needed = int(state.count.max(initial=0)) + self.max_depth
+        room = room if room >= needed else 2 * needed
+        probs, labels = np.zeros((streams, room), dtype=np.float32), np.zeros((streams, room), dtype=np.bool_)
+        threshold, count = np.empty_like(state.threshold), np.empty_like(state.count)
+        told = outcome.active, outcome.cut, outcome.accepted, outcome.verified
+        before = state.threshold, state.seen, state.probs, state.labels, state.count
+        kernels().fit_threshold(*told, self.weight, self.samples, *before, threshold, probs, labels, count)
+        return RocState(threshold, self._unseen(streams), probs, labels, count)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from .contract import DraftStep, State, StopPolicy
+from .contract import Array, DraftStep, State, StopPolicy
 from .errors import PolicyError
 
 
@@ -29,8 +27,22 @@ def check_whole(policy: str, name: str, value: Any, low: int = 1) -> int:
 
 
 def float32(value: float) -> float:
-    """Return the float32 next to a number: what it is in a comparison with a float32 tensor."""
+    """Return the float32 next to a number: what it is in a comparison with a float32 array."""
     return float(np.float32(value))
+
+
+class AtLeast(StopPolicy):
+    """A rule that drafts on while its one feature is at least a level.
+
+    Attributes:
+        level: a number, or [S, 1] float32 where each stream has its own.
+    """
+
+    level: float | Array
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that reach the level."""
+        return step.alive & (step.features[:, :, 0] >= self.level), state
 
 
 class EntropyBound(StopPolicy):
@@ -44,21 +56,16 @@ class EntropyBound(StopPolicy):
     features = ("entropy",)
 
     def __init__(self, level: float = 0.6, max_depth: int = 40) -> None:
-        self.level = check_number("entropy", "level", level, 0.0)
-        self._most = float32(self.level)
+        self.level = float32(check_number("entropy", "level", level, 0.0))
         self.max_depth = check_whole("entropy", "max_depth", max_depth)
         self.name = f"entropy:{level:g}"
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches whose distribution was sharp enough."""
-        return step.alive & (step.features[..., 0] <= self._most), state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return features[0] <= self._most, state
+        return step.alive & (step.features[:, :, 0] <= self.level), state
 
 
-class MaxProb(StopPolicy):
+class MaxProb(AtLeast):
     """Draft on while the largest probability of q_j is at least a threshold, whichever token was drawn.
 
     Kangaroo (arXiv 2404.18911, sec. 3.3; script: 0.6 and at most 6 tokens). llama.cpp's `p_min` is the same rule with 0.75.
@@ -68,20 +75,12 @@ class MaxProb(StopPolicy):
 
     def __init__(self, threshold: float = 0.6, max_depth: int = 6) -> None:
         self.threshold = check_number("maxprob", "threshold", threshold, 0.0, 1.0)
-        self._least = float32(self.threshold)
+        self.level = float32(self.threshold)
         self.max_depth = check_whole("maxprob", "max_depth", max_depth)
         self.name = f"maxprob:{threshold:g}"
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep the branches whose draft was sure enough."""
-        return step.alive & (step.features[..., 0] >= self._least), state
 
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return features[0] >= self._least, state
-
-
-class Product(StopPolicy):
+class Product(AtLeast):
     """Draft on while the product of the drawn tokens' probabilities, q_1(x_1) ... q_j(x_j), is at least a threshold.
 
     SpecDec++'s rule (arXiv 2405.19715, sec. 3.3: stop once 1 - prod p_i > h, h = 0.7, at most 20 tokens) with the draft's
@@ -92,14 +91,6 @@ class Product(StopPolicy):
 
     def __init__(self, threshold: float = 0.3, max_depth: int = 20) -> None:
         self.threshold = check_number("product", "threshold", threshold, 1e-30, 1.0)
-        self._least = float32(math.log(self.threshold))
+        self.level = float32(math.log(self.threshold))
         self.max_depth = check_whole("product", "max_depth", max_depth)
         self.name = f"product:{threshold:g}"
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
-        """Keep the branches that are likely enough as a whole."""
-        return step.alive & (step.features[..., 0] >= self._least), state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return features[0] >= self._least, state

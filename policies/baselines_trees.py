@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import ClassVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .baselines_scores import check_number, check_whole, float32
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 
 UNSEEN = 0.5
 """What a node at which no policy was asked, as those at the last depth, counts in shares of the one above; half as much for
 each better sibling."""
 
-
-def with_level(levels: Sequence[Tensor], step: DraftStep, values: Tensor) -> tuple[Tensor, ...]:
-    """Return the values [S, B] of the depths 1..j, given those of the depths above; -infinity = not asked."""
-    return (*levels[: step.depth - 1], torch.where(step.alive, values, -torch.inf))
+NEVER = np.float32(-np.inf)
 
 
-def ranks(values: Tensor) -> Tensor:
-    """Return [S, N], the rank of each value in its row, 0 for the largest; of equal ones the first comes first."""
-    order = torch.argsort(values, dim=1, descending=True, stable=True)
-    places = torch.arange(values.shape[1], device=values.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, places)
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; importing it takes half a second."""
+    from .kernels import paths
+
+    return paths
 
 
-def node_values(levels: Sequence[Tensor], tree: DraftTree) -> Tensor:
-    """Return [S, N], each node's log of the path probability; those of nodes never asked about are guessed (`UNSEEN`).
+def with_level(levels: Sequence[Array], step: DraftStep, values: Array) -> tuple[Array, ...]:
+    """Return the values [S, B] float32 of the depths 1..j, given those of the depths above; -infinity = not asked."""
+    return (*levels[: step.depth - 1], np.where(step.alive, values, NEVER))
 
-    No node's value is above its parent's, and parents come first, so that the best n nodes are closed under parents.
+
+def best(values: Array, alive: Array, count: int) -> Array:
+    """Return [S, N] bool, the `count` largest of [S, N] float32 values of each stream, the first ones of equals."""
+    kept = np.empty_like(alive)
+    kernels().keep_best(values, alive, count, kept)
+    return kept
+
+
+def node_values(levels: Sequence[Array], tree: DraftTree) -> Array:
+    """Return [S, N] float32, each node's log of the path probability; of nodes never asked about it is guessed (`UNSEEN`).
+
+    -infinity where no node was drawn. No value is above the parent's, and parents come first, so that the best n nodes are
+    closed under parents.
     """
-    depth, parent = tree.depth[0], tree.parent[0]
-    values = torch.zeros(tree.tokens.shape, dtype=torch.float32, device=tree.tokens.device)
-    for d in range(1, int(depth.max()) + 1):
-        nodes = (depth == d).nonzero()[:, 0]
-        above = parent[nodes]
-        better = (above[:, None] == above[None]).tril(-1).sum(1)
-        inherited = torch.where(above >= 0, values[:, above.clamp_min(0)], 0.0)
-        guess = inherited + math.log(UNSEEN) * (1 + better)
-        known = levels[d - 1] if d <= len(levels) else torch.full_like(guess, -torch.inf)
-        values[:, nodes] = torch.where(known.isfinite(), torch.minimum(known, inherited), guess)
-    return values
+    known = np.concatenate(levels, 1) if levels else np.empty((len(tree.drawn), 0), dtype=np.float32)
+    out = np.empty(tree.drawn.shape, dtype=np.float32)
+    parent, siblings = tree.parent[0], np.empty(tree.drawn.shape[1], dtype=np.int64)
+    kernels().sibling_ranks(parent, siblings)
+    kernels().value_nodes(known, parent, siblings, tree.drawn, math.log(UNSEEN), out)
+    return out
 
 
 class DDD(StopPolicy):
@@ -68,19 +75,12 @@ class DDD(StopPolicy):
         )
         self.name = f"ddd:{threshold:g}"
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the beam, or nothing."""
-        path = torch.where(step.alive, step.features[..., 0], -torch.inf)
-        beam = step.alive & (ranks(path) < self.width)
-        if step.depth < self.begin or (step.depth - self.begin) % self.every:
-            return beam, state
-        mass = torch.where(beam, path, -torch.inf).logsumexp(1, keepdim=True)
-        return beam & (mass >= self._least), state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row, a beam of one; see `StopPolicy.keep_one`."""
-        asked = depth >= self.begin and not (depth - self.begin) % self.every
-        return not asked or features[0] >= self._least, state
+        asked = step.depth >= self.begin and not (step.depth - self.begin) % self.every
+        path, kept = np.where(step.alive, step.features[:, :, 0], NEVER), np.empty_like(step.alive)
+        kernels().keep_beam(path, step.alive, self.width, self._least if asked else -math.inf, kept)
+        return kept, state
 
 
 class Eagle(StopPolicy):
@@ -105,18 +105,18 @@ class Eagle(StopPolicy):
         )
         self.name = f"eagle:{nodes}"
 
-    def start(self, streams: int, key: Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         """Return no levels."""
         return ()
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the best branches, and remember the paths' probabilities."""
-        levels = with_level(state, step, step.features[..., 0])
-        return step.alive & (ranks(levels[-1]) < self.top), levels
+        levels = with_level(state, step, step.features[:, :, 0])
+        return best(levels[-1], step.alive, self.top), levels
 
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         """Return the likeliest nodes."""
-        return tree.drawn & (ranks(torch.where(tree.drawn, node_values(state, tree), -torch.inf)) < self.nodes)
+        return best(node_values(state, tree), tree.drawn, self.nodes)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round's levels."""
@@ -137,18 +137,13 @@ class OptTree(Eagle):
         self.delta = check_number("opt", "delta", delta, 0.0)
         self.name = f"opt:{delta:g}"
 
-    def _expected(self, levels: Sequence[Tensor]) -> Tensor:
-        """Return [S, 1], E(A) of the best nodes of these levels."""
-        chances = torch.cat([level.exp() for level in levels], 1)
-        return chances.topk(min(self.nodes, chances.shape[1]), 1).values.sum(1, keepdim=True)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the best branches, or nothing, and remember the paths' probabilities."""
-        kept, levels = super().keep(step, state)
-        rise = self._expected(levels)
-        if len(levels) > 1:
-            rise = rise - self._expected(levels[:-1])
-        return kept & (rise > self.delta), levels
+        levels, kept = with_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
+        known = np.concatenate(levels, 1)
+        before = known.shape[1] - kept.shape[1]
+        kernels().keep_rising(known, before, step.alive, self.nodes, self.top, self.delta, kept)
+        return kept, levels
 
 
 class C2T(StopPolicy):
@@ -159,7 +154,7 @@ class C2T(StopPolicy):
     not verified, so it is for `match` verification, and for temperature 0.
     """
 
-    features = ("path_logprob", "entropy", "depth")
+    features = ("path_logprob", "entropy")
     trims: ClassVar[bool] = True
 
     def __init__(self, bias: float = 2.0, entropy: float = 0.3, slope: float = 0.0, max_depth: int = 20) -> None:
@@ -170,11 +165,8 @@ class C2T(StopPolicy):
         self.max_depth = check_whole("c2t", "max_depth", max_depth)
         self.name = f"c2t:{bias:g}"
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the nodes that the unit is sure of."""
-        path, entropy, depth = step.features.double().unbind(-1)
-        return step.alive & (path - self.entropy * entropy - self.slope * depth + self.bias >= 0.0), state
-
-    def keep_one(self, depth: int, features: Sequence[float], state: State) -> tuple[bool, State]:
-        """Decide for one row; see `StopPolicy.keep_one`."""
-        return features[0] - self.entropy * features[1] - self.slope * features[2] + self.bias >= 0.0, state
+        features = step.features.astype(np.float64)
+        sure = features[:, :, 0] - self.entropy * features[:, :, 1] >= self.slope * step.depth - self.bias
+        return step.alive & sure, state

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 
@@ -36,7 +39,10 @@ def mix(value: Any) -> Any:
 
 
 def mix_in_place(value: Any) -> Any:
-    """`mix` in the memory of its argument: wide rows of numbers cost more to allocate than to compute."""
+    """`mix` in the memory of its argument: wide rows of numbers cost more to allocate than to compute.
+
+    Operators only, so that arrays, tensors and the numbers of compiled code (`kernels.draws`) all go through it.
+    """
     for bits, factor in _ROUNDS:
         shifted = value >> bits
         shifted &= (1 << (64 - bits)) - 1
@@ -44,6 +50,21 @@ def mix_in_place(value: Any) -> Any:
         if factor != 1:
             value *= factor
     return value
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; importing it takes half a second."""
+    from .kernels import draws
+
+    return draws
+
+
+@functools.cache
+def _inverse_normal() -> Callable[[Array], Array]:
+    from scipy.special import ndtri  # half of scipy, for what few policies draw
+
+    return cast(Callable[[Array], Array], ndtri)
 
 
 def keyed_uniform(keys: Array, number: Array, count: int) -> Array:
@@ -54,15 +75,11 @@ def keyed_uniform(keys: Array, number: Array, count: int) -> Array:
         number: [S] int64, which draw of the stream it is.
         count: uniforms of a draw.
     """
-    row = mix(mix(number * signed(GOLDEN) + 1) ^ keys)
-    bits = mix_in_place(row[:, None] + np.arange(1, count + 1) * signed(GOLDEN))
-    drawn: Array = np.maximum(shift(bits, 11) * 2.0**-53, 2.0**-54)
-    return drawn
+    out = np.empty((len(keys), count))
+    kernels().write_uniform(keys, number, out)
+    return out
 
 
 def keyed_normal(keys: Array, number: Array, count: int) -> Array:
     """Return [S, count] float64 standard normals; arguments as of `keyed_uniform`."""
-    from scipy.special import ndtri  # half of scipy, for what few policies draw
-
-    normal: Array = ndtri(np.minimum(keyed_uniform(keys, number, count), 1.0 - 2.0**-53))
-    return normal
+    return _inverse_normal()(np.minimum(keyed_uniform(keys, number, count), 1.0 - 2.0**-53))

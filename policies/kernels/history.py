@@ -1,15 +1,30 @@
-"""The running record of earlier rounds."""
+"""What a finished round tells: the running record of earlier rounds, and the depths whose outcome is known."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .compiled import kernel
+from .compiled import exact, kernel
 
 
-@kernel("void(float64[:,::1], float64[::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1], float64[::1])")
+@exact
+def known_depths(active: Any, cut: Any, accepted: Any, verified: Any) -> Any:
+    """Return of how many depths a round tells the outcome: those accepted and the first one refused. 0 = it tells nothing."""
+    return min(accepted + 1, verified) if active and not cut else 0
+
+
+@kernel(
+    "void(float64[:,::1], float64[::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1], float64[::1])"
+)
 def add_round(
-    record: Any, weight: Any, accepted: Any, verified: Any, counts: Any, past: float, record_after: Any, weight_after: Any
+    record: Any,
+    weight: Any,
+    accepted: Any,
+    verified: Any,
+    counts: Any,
+    past: float,
+    record_after: Any,
+    weight_after: Any,
 ) -> None:
     """Take a round into the record of S streams.
 

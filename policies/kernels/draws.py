@@ -1,0 +1,26 @@
+"""Counter-based random numbers in compiled code: the same mixing as that of arrays (`policies.draws`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..draws import GOLDEN, mix_in_place, signed
+from .compiled import exact, kernel
+
+_GOLDEN = signed(GOLDEN)
+_mix = exact(mix_in_place)
+
+
+@kernel("void(int64[::1], int64[::1], float64[:,::1])")
+def write_uniform(keys: Any, number: Any, out: Any) -> None:
+    """Write uniforms in (0, 1) of 53 bits.
+
+    Args:
+        keys, number: [S]; see `keyed_uniform`.
+        out: [S, count].
+    """
+    for s in range(out.shape[0]):
+        row = _mix(_mix(number[s] * _GOLDEN + 1) ^ keys[s])
+        for i in range(out.shape[1]):
+            bits = (_mix(row + (i + 1) * _GOLDEN) >> 11) & ((1 << 53) - 1)
+            out[s, i] = max(bits * 2.0**-53, 2.0**-54)
