@@ -1,15 +1,18 @@
-"""Fitting survival tables: a product that is off is put right, one that is right is left alone."""
+"""Fitting survival tables: a product that is off is recalibrated, one that is right is left alone."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
-import torch
+from specstop.policies.calibration import Calibrator
 from specstop.train.heads.calibrate import log_loss
 from specstop.train.heads.scores import Scored, calibration_error, perfect_error, survival_scores
 from specstop.train.heads.survival import KNOTS, Products, fit_survival, fit_tables, survival
-from torch import Tensor
 
 ROUNDS, DEPTH = 16_000, 4
+Array = np.ndarray[Any, Any]
 SMALL = 0.02  # the bar; a calibrated predictor shows .005 to .01 with so many rounds
 
 
@@ -18,33 +21,29 @@ def made(kind: str, seed: int = 0, rounds: int = ROUNDS) -> Products:
 
     "shared": the tokens of a round are easy or hard together, which the features tell only at depth 3, in hindsight.
     """
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.rand(rounds, DEPTH, generator=generator)
-    fold = torch.arange(rounds) % 8
+    generator = np.random.default_rng(seed)
+    u = generator.random((rounds, DEPTH))
+    fold = np.arange(rounds) % 8
     if kind == "calibrated":
-        accept = 0.3 + 0.65 * torch.rand(rounds, DEPTH, generator=generator)
-        length = (u < accept).long().cumprod(1).sum(1)
+        accept = truth = 0.3 + 0.65 * generator.random((rounds, DEPTH))
     elif kind == "overconfident":
-        accept = 0.3 + 0.65 * torch.rand(rounds, DEPTH, generator=generator)
-        length = (u < accept**1.7).long().cumprod(1).sum(1)
+        accept = 0.3 + 0.65 * generator.random((rounds, DEPTH))
+        truth = accept**1.7
     else:
-        easy = torch.rand(rounds, generator=generator) < 0.5
-        truth = torch.where(easy, 0.95, 0.4)[:, None].expand(-1, DEPTH)
-        length = (u < truth).long().cumprod(1).sum(1)
+        truth = np.where(generator.random((rounds, 1)) < 0.5, 0.95, 0.4).repeat(DEPTH, 1)
         # Given that the tokens before were accepted, the mean over both kinds of rounds at each depth.
-        weights = torch.stack([0.5 * 0.95 ** torch.arange(DEPTH), 0.5 * 0.4 ** torch.arange(DEPTH)])
-        mean = (weights * torch.tensor([[0.95], [0.4]])).sum(0) / weights.sum(0)
-        told = torch.where(easy, 0.95, 0.4)[:, None].expand(-1, DEPTH)
-        accept = torch.where(torch.arange(DEPTH) >= 2, told, mean.expand(rounds, -1))
-    return Products(accept, length, fold)
+        weights = np.stack([0.5 * 0.95 ** np.arange(DEPTH), 0.5 * 0.4 ** np.arange(DEPTH)])
+        mean = (weights * [[0.95], [0.4]]).sum(0) / weights.sum(0)
+        accept = np.where(np.arange(DEPTH) >= 2, truth, mean)
+    return Products(accept, (u < truth).cumprod(1).sum(1), fold)
 
 
-def errors(predicted: Tensor, length: Tensor) -> list[float]:
+def errors(predicted: Array, length: Array) -> list[float]:
     return [calibration_error(predicted[:, j], length > j) for j in range(DEPTH)]
 
 
 @pytest.mark.parametrize("kind", ["overconfident", "shared"])
-def test_a_product_that_is_off_is_put_right_on_other_rounds(kind: str) -> None:
+def test_a_product_that_is_off_is_recalibrated_on_other_rounds(kind: str) -> None:
     fitted = fit_survival(made(kind))
     other = made(kind, seed=1)
     before = survival(other.accept)
@@ -72,20 +71,20 @@ def test_what_is_reported_comes_from_tables_of_other_folds() -> None:
     fitted = fit_survival(products)
     out = products.fold == 3
     own, _ = fit_tables(products.of(~out), 1, fitted.kinds)
-    assert torch.equal(fitted.held_out[out], survival(products.accept[out], own))
-    assert not torch.allclose(fitted.held_out[out], survival(products.accept[out], fitted.maps.tables[0]))
+    assert np.array_equal(fitted.held_out[out], survival(products.accept[out], own))
+    assert not np.allclose(fitted.held_out[out], survival(products.accept[out], fitted.maps.tables[0]))
 
 
 def test_products_that_begin_later_have_tables_of_their_own() -> None:
     products = made("overconfident")
     fitted = fit_survival(products)
     alive = products.of(products.length >= 1)
-    product = alive.accept[:, 1].double()
-    table = fitted.maps.by_depth(2)[2]
-    assert table is not None
+    product = alive.accept[:, 1]
+    table = Calibrator("isotonic", knots=fitted.maps.tables[1, 1])
+    assert np.array_equal(fitted.maps.by_depth(2)[2], table.pieces)
     labels = alive.length >= 2
-    assert calibration_error(table(product.float()), labels) < SMALL < calibration_error(product, labels)
-    assert fitted.maps.by_depth(2)[1] is None
+    assert calibration_error(table(product), labels) < SMALL < calibration_error(product, labels)
+    assert fitted.maps.by_depth(2)[1].size == 0
 
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])
@@ -94,14 +93,14 @@ def test_every_map_is_monotone_within_its_range(kind: str, rounds: int) -> None:
     tables, kinds = fit_tables(made("overconfident", rounds=rounds), 1, [kind] * DEPTH)
     assert kinds == [kind] * DEPTH
     assert tables.shape == (DEPTH, 2, KNOTS)
-    assert bool((tables.diff(dim=-1) >= 0).all())
+    assert bool((np.diff(tables, axis=-1) >= 0).all())
     assert 0 <= float(tables.min()) < float(tables.max()) <= 1
 
 
 @pytest.mark.parametrize("length", [0, DEPTH])
 def test_labels_of_one_kind_or_too_few_rounds_change_nothing(length: int) -> None:
     same = made("calibrated", rounds=400)
-    fitted = fit_survival(Products(same.accept, torch.full_like(same.length, length), same.fold))
+    fitted = fit_survival(Products(same.accept, np.full_like(same.length, length), same.fold))
     assert fitted.kinds == ("identity",) * DEPTH
     assert not fit_survival(made("overconfident", rounds=40)).maps.changes
 
@@ -110,23 +109,23 @@ def test_labels_of_one_kind_or_too_few_rounds_change_nothing(length: int) -> Non
 
 
 def test_the_error_is_the_mean_gap_of_bins_of_equal_mass() -> None:
-    predicted = torch.linspace(0, 1, 100).double()
-    labels = torch.arange(100) % 3 == 0
+    predicted = np.linspace(0, 1, 100)
+    labels = np.arange(100) % 3 == 0
     expected = sum(
-        abs(float(predicted[a : a + 10].mean()) - float(labels[a : a + 10].double().mean())) / 10
+        abs(float(predicted[a : a + 10].mean()) - float(labels[a : a + 10].mean())) / 10
         for a in range(0, 100, 10)
     )
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    order = np.random.default_rng(0).permutation(100)
     assert calibration_error(predicted[order], labels[order]) == pytest.approx(expected)
     assert calibration_error(predicted[:0], labels[:0]) == 0.0
-    assert calibration_error(torch.tensor([0.25]), torch.tensor([True])) == pytest.approx(0.75)
+    assert calibration_error(np.array([0.25]), np.array([True])) == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("rows", [500, 5000])
 def test_a_perfect_predictor_shows_what_theory_says(rows: int) -> None:
     """Each bin's gap is nearly normal: its mean size is sqrt(2 / pi) of its deviation, sqrt(p (1 - p) / n)."""
-    predicted = torch.full((rows,), 0.3)
-    expected = (2 / torch.pi) ** 0.5 * (0.3 * 0.7 / (rows / 10)) ** 0.5
+    predicted = np.full(rows, 0.3)
+    expected = (2 / np.pi) ** 0.5 * (0.3 * 0.7 / (rows / 10)) ** 0.5
     mean, high = perfect_error(predicted)
     assert mean == pytest.approx(expected, rel=0.1)
     assert mean < high < 2 * mean
@@ -135,14 +134,14 @@ def test_a_perfect_predictor_shows_what_theory_says(rows: int) -> None:
 
 def test_scores_come_by_depth_and_temperature() -> None:
     products = made("calibrated", rounds=2000)
-    heat = torch.where(torch.arange(2000) < 500, 0.0, 0.7)
-    rows = survival_scores(Scored(survival(products.accept), products.length, heat), deepest=3)
+    temperature = np.where(np.arange(2000) < 500, 0.0, 0.7)
+    rows = survival_scores(Scored(survival(products.accept), products.length, temperature), deepest=3)
     assert [(row["temperature"], row["depth"]) for row in rows] == [(t, d) for t in (None, 0.0, 0.7) for d in (1, 2, 3)]
     assert [row["rounds"] for row in rows] == [2000] * 3 + [500] * 3 + [1500] * 3
     first = rows[0]
     labels = products.length >= 1
-    assert first["observed"] == pytest.approx(float(labels.double().mean()))
-    assert first["brier"] == pytest.approx(float((products.accept[:, 0] - labels.float()).square().mean()), rel=1e-5)
+    assert first["observed"] == pytest.approx(float(labels.mean()))
+    assert first["brier"] == pytest.approx(float(np.square(products.accept[:, 0] - labels).mean()), rel=1e-5)
     assert 0.5 < first["auc"] < 1
-    alone = survival_scores(Scored(survival(products.accept), products.length, torch.zeros(2000)))
+    alone = survival_scores(Scored(survival(products.accept), products.length, np.zeros(2000)))
     assert [row["temperature"] for row in alone] == [0.0] * DEPTH
