@@ -16,7 +16,6 @@ from ...policies.costs import Profile
 from ...policies.errors import TraceError
 from ...policies.features import Layout
 from ...policies.history import History
-from ...policies.plugin_code import own
 from ...policies.vectors import check_sizes
 from .data import TraceArrays
 
@@ -201,9 +200,8 @@ class Walk:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Tell the policy of a round."""
-        if not own(self.policy):  # it may write into what it is told
-            outcome = RoundOutcome(**{name: values.copy() for name, values in vars(outcome).items()})
-        self.state = checked_observe(self.policy, outcome, self.state)
+        copies = {name: values.copy() for name, values in vars(outcome).items()}  # a plugin may write into them
+        self.state = checked_observe(self.policy, RoundOutcome(**copies), self.state)
 
 
 def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
