@@ -148,7 +148,7 @@ def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
         print_json(found)
         return
     apart = found["difference"]
-    checked = "onnxruntime is not installed: not checked" if apart is None else f"{apart:.1e} at most beside torch"
+    checked = "onnxruntime is not installed: not checked" if apart is None else f"{apart:.1e} off at most"
     table(
         f"{chosen.name} as ONNX",
         ("what", "value"),

@@ -36,7 +36,7 @@ def import_(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Bring a released head (DynaSD, SpecDec++) into a policy folder. No code of the file is run."""
-    from ..policies.released import import_weights
+    from ..train.released.convert import import_weights
 
     done = import_weights(
         weights,
@@ -55,7 +55,7 @@ def import_(
         "reads": ", ".join((*policy.features, *(f"{v} of {size} numbers" for v, size in policy.sizes.items()))),
         "rule": ", ".join(f"{key} {value}" for key, value in policy.rule.to_dict().items()),
         "max depth": policy.max_depth,
-        "weights": sum(t.numel() for t in policy.head.tensors().values()),
+        "weights": sum(array.size for array in policy.head.tensors().values()),
     }
     if json:
         print_json({"path": str(done.path), **facts})

@@ -178,7 +178,7 @@ def _policy(path: Path) -> dict[str, Any]:
         "calibration": f"accept {policy.accept.kind}, next {policy.following.kind}",
         "first decision at depth": policy.first,
         "max depth": policy.max_depth,
-        "weights": sum(t.numel() for t in policy.head.tensors().values()),
+        "weights": sum(array.size for array in policy.head.tensors().values()),
         "temperature": facts.temperature,
         "verification": facts.verification,
         "label": facts.label,

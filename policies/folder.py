@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
+import numpy as np
+import safetensors.numpy
 from safetensors import SafetensorError
-from torch import Tensor
 
 from .calibration import Calibrator
 from .continuation import ContinuationPolicy, head_names
+from .contract import Array
 from .errors import PolicyError
 from .features import feature
 from .files import write_atomic, write_json
@@ -107,12 +108,13 @@ def content(policy: LearnedPolicy) -> str:
 
 def _packed(policy: LearnedPolicy, extra: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the contents of `policy.json`, and the other files."""
-    tensors: dict[str, Tensor] = {f"head.{name}": t.contiguous() for name, t in policy.head.tensors().items()}
+    tensors = {f"head.{name}": array for name, array in policy.head.tensors().items()}
     maps = (policy.accept, policy.following)
-    tensors.update({name: c.knots.contiguous() for name, c in zip(_KNOTS, maps, strict=True)})
+    tensors |= {name: c.knots for name, c in zip(_KNOTS, maps, strict=True)}
     if policy.survival is not None:
-        tensors[_SURVIVAL] = policy.survival.tables.contiguous()
-    files = {WEIGHTS_FILE: safetensors.torch.save(tensors), **extra}
+        tensors[_SURVIVAL] = policy.survival.tables
+    whole = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    files = {WEIGHTS_FILE: safetensors.numpy.save(whole), **extra}
     raw = {
         "schema": POLICY_SCHEMA,
         "kind": "learned",
@@ -176,7 +178,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         if raw.get("schema") != POLICY_SCHEMA:
             raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}")
         _check_keys(raw)
-        policy = _build(raw, safetensors.torch.load(_checked_files(path, raw)[WEIGHTS_FILE]))
+        policy = _build(raw, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
     except (
@@ -233,7 +235,7 @@ def _checked_files(path: Path, raw: Mapping[str, Any]) -> dict[str, bytes]:
     return contents
 
 
-def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPolicy:
+def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolicy:
     names = raw["features"]
     if len(names) > MOST_FEATURES or len(set(names)) != len(names):
         raise PolicyError(f"features: expected at most {MOST_FEATURES}, each once")
@@ -273,7 +275,7 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LearnedPoli
     return LearnedPolicy(raw["name"], features, head, accept, following, rule, depth, facts, survival)
 
 
-def _calibrator(kind: str, temperature: float, knots: Tensor) -> Calibrator:
+def _calibrator(kind: str, temperature: float, knots: Array) -> Calibrator:
     return PathCalibrator(knots) if kind == PathCalibrator.name else Calibrator(kind, temperature, knots)
 
 

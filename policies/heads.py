@@ -1,4 +1,4 @@
-"""Heads at inference: from scalar features and hidden states to the two logits `accept` and `next`, as tensors alone.
+"""Heads at inference: from scalar features and hidden states to the two logits `accept` and `next`.
 
 `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted; `next` scores x_{j+1} accepted, given
 the same features and x_1..x_j accepted. At depth 0 only `next` means anything.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
-
 from .errors import PolicyError
-from .heads_base import EDGES, NO_VECTORS, Basis, Head, OnDevice, TensorHead, expect, take
+from .heads_base import NO_HIDDEN, Array, Basis, Head, Hidden, TensorHead, expect, take, with_ranges
 from .heads_dynasd import HardHead, SoftHead
 from .heads_resnet import ResNetHead
 from .heads_scalar import LinearHead, MLPHead
@@ -21,15 +19,14 @@ from .heads_trees import DEEPEST_TREE, TreesHead
 
 __all__ = [
     "DEEPEST_TREE",
-    "EDGES",
     "HEADS",
-    "NO_VECTORS",
+    "NO_HIDDEN",
     "Basis",
     "HardHead",
     "Head",
+    "Hidden",
     "LinearHead",
     "MLPHead",
-    "OnDevice",
     "ResNetHead",
     "SoftHead",
     "SpecDecHead",
@@ -39,9 +36,10 @@ __all__ = [
     "build_head",
     "expect",
     "take",
+    "with_ranges",
 ]
 
-HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Tensor]], Head]] = {
+HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Array]], Head]] = {
     "logistic": LinearHead,
     "mlp": MLPHead,
     "xgboost": TreesHead,
@@ -54,7 +52,7 @@ HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Tensor]], Head]] = {
 """Every kind of head by name."""
 
 
-def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Head:
+def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Array]) -> Head:
     """Return the head of this kind; an unknown kind or wrong tensors are a `PolicyError`."""
     if kind not in HEADS:
         raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(HEADS)}")

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import log
-from types import MappingProxyType
-from typing import Protocol, TypeVar
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .errors import PolicyError
-from .features import Kind, feature
-from .layers import Array
+from .features import TOKEN_FEATURES, Kind, feature
 
-_KINDS = {"feature": torch.int64, "missing_left": torch.bool, "order": torch.int64, "strides": torch.int64}
-_EDGE = 1e-6
-EDGES = float(np.float32(_EDGE)), float(np.float32(1.0) - np.float32(_EDGE))
-"""Where `torch.logit` clips float32 probabilities."""
+Array = np.ndarray[Any, Any]
 
-_LOW, _HIGH = EDGES
-NO_VECTORS: Mapping[str, Tensor] = MappingProxyType({})
-Arrays = Mapping[str, Array]
-"""The hidden states [H] of one row, float32, by name."""
+Hidden = Mapping[str, Array]
+"""Hidden states [R, H] float32 by name."""
 
-NO_ARRAYS: Arrays = MappingProxyType({})
-_States = TypeVar("_States", Tensor, Array)
+NO_HIDDEN: Hidden = MappingProxyType({})
+
+Layer = tuple[Array, Array]
+"""A linear layer: weight [out, in] and bias [out]."""
+
+RANGES = ("low", "high")
+"""The tensors of a head that hold the range of each feature in training."""
+
+_KINDS = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}
+_MOST = np.finfo(np.float32).max
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Return the compiled code; imported on first use, as that of features."""
+    from .kernels import heads
+
+    return heads
 
 
 class Head(Protocol):
@@ -35,7 +43,7 @@ class Head(Protocol):
 
     Attributes:
         kind: its name in `HEADS`.
-        sizes: H of each hidden-state vector that it reads, by name; empty for a head of scalars.
+        sizes: H of each hidden state that it reads, by name; empty for a head of scalars.
         lag: its `accept` at depth j speaks of x_{j - lag}; 0 for all but SpecDec++'s, whose input has not seen x_j.
     """
 
@@ -43,60 +51,82 @@ class Head(Protocol):
     sizes: Mapping[str, int]
     lag: int
 
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
-        """Return [..., 2], accept and next, of features [..., F] and vectors [..., H] at one depth."""
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2] float64, the logits of accept and next, of rows at one depth.
 
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row of F float32 numbers and arrays [H]: what `logits` returns for it."""
+        Args:
+            features: [R, F] float32, C-contiguous; NaN = unknown.
+            depth: of the decision.
+            hidden: [R, H] float32 of each hidden state that the head reads.
+        """
 
-    def logits_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[float]]:
-        """Return what `logits_one` returns, for some branches of a depth of one round; `columns` [F][B] are by feature."""
-
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Array]:
         """Return everything that the head consists of."""
 
 
 class TensorHead(ABC):
-    """What heads that are made of tensors share; see `Head`."""
+    """What heads that are made of tensors share; see `Head`.
 
+    A head with the tensors `low` and `high` [F] float32 keeps each feature within that range before it scores: a number that
+    training has never seen says nothing that a head has learned. Tokens have no range. At depth 0 what is not known yet has
+    none either, since it is fed as 0. NaN, which is unknown, stays so.
+
+    Args:
+        names: F features.
+        tensors: of the head.
+        wanted: their names, but for the ranges.
+
+    Attributes:
+        bounds: [2, F] between which features are kept from depth 1 on.
+        first_bounds: the same at depth 0.
+    """
+
+    kind: str
     sizes: Mapping[str, int] = MappingProxyType({})
     lag = 0
-    _tensors: dict[str, Tensor]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array], wanted: Sequence[str]) -> None:
+        ranged = any(name in tensors for name in RANGES)
+        self._tensors = take(tensors, (*wanted, *RANGES) if ranged else wanted)
+        self.bounds, self.first_bounds = _bounds(names, self._tensors)
+
+    def tensors(self) -> dict[str, Array]:
         """Return the head's tensors."""
         return dict(self._tensors)
 
     @abstractmethod
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row; see `Head`."""
-
-    def logits_few(self, columns: Sequence[Sequence[float]], branches: Sequence[int], depth: int) -> list[list[float]]:
-        """Return [accept, next] of some branches; see `Head`."""
-        return [self.logits_one([column[b] for column in columns], depth) for b in branches]
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2], accept and next; see `Head`."""
 
 
-class OnDevice:
-    """Tensors that are copied once to each device on which they are needed.
+def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[str, Array]:
+    """Return a head's tensors with the range [low, high] of each feature; see `TensorHead`.
 
     Args:
-        tensors: on the CPU.
+        tensors: of the head.
+        low, high: [F], least and largest in training; NaN or infinite = no bound.
     """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._copies = {torch.device("cpu"): tensors}
-
-    def __call__(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tensors there."""
-        if device not in self._copies:
-            self._copies[device] = tuple(t.to(device) for t in self._copies[torch.device("cpu")])
-        return self._copies[device]
+    sides = {
+        name: np.nan_to_num(np.asarray(side, dtype=np.float32), nan=most, neginf=-_MOST, posinf=_MOST)
+        for name, side, most in zip(RANGES, (low, high), (-_MOST, _MOST), strict=True)
+    }
+    return {**tensors, **sides}
 
 
-def log_odds(p: float) -> float:
-    """Return what `torch.logit` returns of a probability, clipped as `Basis` does."""
-    p = _LOW if p < _LOW else _HIGH if p > _HIGH else p
-    return log(p / (1.0 - p))
+def _bounds(names: Sequence[str], tensors: Mapping[str, Array]) -> tuple[Array, Array]:
+    """Return [2, F] float32 from depth 1 on, and at depth 0."""
+    none = np.repeat(np.array([[-np.inf], [np.inf]], dtype=np.float32), len(names), axis=1)
+    if RANGES[0] not in tensors:
+        return none, none
+    low, high = (tensors[name] for name in RANGES)
+    for name in RANGES:
+        expect(tensors[name], (len(names),), name)
+    if (low > high).any():
+        raise PolicyError("weights: expected low to be at most high everywhere")
+    token = np.array([name in TOKEN_FEATURES for name in names], dtype=bool)
+    drafted = np.array([feature(name).kind in (Kind.PRE, Kind.POST) for name in names], dtype=bool)
+    later = np.where(token, none, np.stack([low, high]))
+    return later, np.where(drafted, none, later)
 
 
 class Basis:
@@ -107,94 +137,87 @@ class Basis:
         mean, scale: [F'] of the expanded columns, F' = F + number of probabilities.
 
     Attributes:
-        probabilities: places of the probabilities among the features.
+        odds: [.] int64, places of the probabilities among the features.
+        first_mask: [F'] float32, 1 for the columns that are known at depth 0.
     """
 
-    def __init__(self, names: Sequence[str], mean: Tensor, scale: Tensor) -> None:
+    def __init__(self, names: Sequence[str], mean: Array, scale: Array) -> None:
         kinds = [feature(name) for name in names]
-        odds = [i for i, f in enumerate(kinds) if f.is_probability]
-        self._odds = OnDevice(torch.tensor(odds, dtype=torch.int64))
-        self.probabilities = odds
-        node = [f.kind in (Kind.PRE, Kind.POST) for f in kinds]
-        self.first_mask = torch.tensor([not flag for flag in [*node, *(node[i] for i in odds)]], dtype=torch.float32)
+        self.odds = np.array([i for i, f in enumerate(kinds) if f.is_probability], dtype=np.int64)
+        known = np.array([f.kind not in (Kind.PRE, Kind.POST) for f in kinds], dtype=np.float32)
+        self.first_mask: Array = np.concatenate([known, known[self.odds]])
         self.mean, self.scale = mean, scale
-        expect(mean, tuple(self.first_mask.shape), "mean")
-        expect(scale, tuple(self.first_mask.shape), "scale")
-        if not bool((scale > 0).all()):
+        expect(mean, self.first_mask.shape, "mean")
+        expect(scale, self.first_mask.shape, "scale")
+        if not (scale > 0).all():
             raise PolicyError("weights: scale must be above 0 everywhere")
+        self._open, _ = _bounds(names, {})
 
     @property
     def width(self) -> int:
         """F', the number of columns."""
         return len(self.mean)
 
-    def expand(self, features: Tensor) -> Tensor:
-        """Return [..., F'], the features and the log-odds of the probabilities among them."""
-        odds = torch.logit(features.index_select(-1, *self._odds(features.device)), eps=_EDGE)
-        return torch.cat([features, odds], -1)
+    def expand(self, features: Array, bounds: Array | None = None) -> Array:
+        """Return [R, F'] float32, the features [R, F] and the log-odds of the probabilities among them.
 
-    def expand_one(self, features: Sequence[float]) -> list[float]:
-        """Return F' numbers of one row; see `expand`."""
-        columns = list(features)
-        for at in self.probabilities:
-            columns.append(log_odds(features[at]))
-        return columns
+        Args:
+            features: float32, C-contiguous.
+            bounds: [2, F] float32, between which they are kept; None = as they are.
+        """
+        out = np.empty((len(features), self.width), dtype=np.float32)
+        kernels().expand(features, self._open if bounds is None else bounds, self.odds, out)
+        return out
 
-    def __call__(self, features: Tensor, depth: int) -> Tensor:
-        """Return [..., F'] for features [..., F]; at depth 0 the columns that are not known yet are 0."""
-        columns = (self.expand(features) - self.mean) / self.scale
+    def __call__(self, features: Array, depth: int) -> Array:
+        """Return [R, F'] float32 for features [R, F]; at depth 0 the columns that are not known yet are 0."""
+        columns: Array = (self.expand(features) - self.mean) / self.scale
         return columns * self.first_mask if depth == 0 else columns
 
-    def fold(self, weight: Tensor, bias: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-        """Return (weight, bias) that do on `expand` what the given ones do on the basis, at depth 0 if `first`."""
-        scaled = weight / self.scale * (self.first_mask if first else 1.0)
+    def fold(self, weight: Array, bias: Array, first: bool) -> Layer:
+        """Return the float64 layer that does on `expand` what this one does on the basis, at depth 0 if `first`."""
+        scaled = weight.astype(np.float64) / self.scale * (self.first_mask if first else 1.0)
         return scaled, bias - scaled @ self.mean
 
 
-def take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+def take(tensors: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
     """Return exactly the named tensors, all finite; a missing, unknown or non-finite one is a `PolicyError`."""
     if set(tensors) != set(names):
         odd = sorted(set(tensors) ^ set(names))
         raise PolicyError(f"weights: expected the tensors {', '.join(names)}; missing or unknown: {', '.join(odd)}")
     for name in names:
-        kind = _KINDS.get(name, torch.float32)
-        if tensors[name].dtype != kind:
-            raise PolicyError(f"weights: expected {name} as {kind}, got {tensors[name].dtype}")
-        if kind == torch.float32 and not bool(tensors[name].isfinite().all()):
+        kind = np.dtype(_KINDS.get(name, np.float32))
+        if not isinstance(tensors[name], np.ndarray) or tensors[name].dtype != kind:
+            raise PolicyError(f"weights: expected {name} as an array of {kind}, got {_kind_of(tensors[name])}")
+        if kind == np.float32 and not np.isfinite(tensors[name]).all():
             raise PolicyError(f"weights: {name} has values that are not finite")
     return {name: tensors[name] for name in names}
 
 
-def expect(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
+def _kind_of(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, np.ndarray) else type(value).__name__
+
+
+def expect(tensor: Array, shape: tuple[int, ...], name: str) -> None:
     """Raise `PolicyError` unless `tensor` has this shape."""
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise PolicyError(f"weights: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
 
 
-def width_of(weight: Tensor) -> int:
+def width_of(weight: Array) -> int:
     """Return the inputs of a layer: the last dimension of its weight [out, in]; 0 of a number."""
-    return int(weight.shape[-1]) if weight.dim() else 0
+    return int(weight.shape[-1]) if weight.ndim else 0
 
 
-def vector(vectors: Mapping[str, Tensor], name: str, size: int) -> Tensor:
-    """Return the hidden states [..., H] called `name` as float32.
+def state_of(hidden: Hidden, name: str, size: int) -> Array:
+    """Return the hidden states [R, H] called `name` as float32.
 
     Raises:
         PolicyError: there are none, or they are of another size: the head was fitted for another model.
     """
-    states = _of_size(vectors, name, size)
-    return states.float()
-
-
-def array(vectors: Arrays, name: str, size: int) -> Array:
-    """Return the hidden state [H] called `name` of one row; raises as `vector` does."""
-    return _of_size(vectors, name, size)
-
-
-def _of_size(vectors: Mapping[str, _States], name: str, size: int) -> _States:
-    if name not in vectors:
+    if name not in hidden:
         raise PolicyError(f"the head reads {name}, which it was not given")
-    states = vectors[name]
+    states: Array = np.asarray(hidden[name], dtype=np.float32)
     if states.shape[-1] != size:
         raise PolicyError(f"the head reads {name} of size {size}, but this model's is {states.shape[-1]}")
     return states

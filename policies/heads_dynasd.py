@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
-from torch import Tensor
-from torch.nn.functional import linear, relu
 
 from .errors import PolicyError
 from .features import TOP
-from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, OnDevice, TensorHead, array, expect, take, vector, width_of
-from .layers import Array
+from .heads_base import NO_HIDDEN, Array, Hidden, TensorHead, expect, kernels, state_of, width_of
+from .heads_scalar import checked_layers, layer_names, packed
 from .vectors import DRAFT_HIDDEN
 
 HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))
@@ -36,49 +34,25 @@ class DynaSDHead(TensorHead):
     Args:
         names: none, or `HARD_FEATURES`; see the subclasses.
         tensors: `weight.i` [out, in], `bias.i` [out] of layer i, the last with one output; `first` [1], `next` at depth 0.
+            See `TensorHead` for ranges.
     """
 
     kind: str
     reads: ClassVar[tuple[str, ...]]
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        count = sum(name.startswith("weight.") for name in tensors)
-        layers = [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
-        self._tensors = take(tensors, (*layers, "first"))
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
+        super().__init__(names, tensors, (*layer_names(tensors), "first"))
         if tuple(names) != self.reads:
             wanted = ", ".join(self.reads) or "no scalar feature"
             raise PolicyError(f"{self.kind} head: expected {wanted}, in this order, got {', '.join(names) or 'none'}")
         expect(self._tensors["first"], (1,), "first")
-        inputs = width = width_of(self._tensors["weight.0"]) if count else 0
-        for i in range(count):
-            weight, bias = self._tensors[f"weight.{i}"], self._tensors[f"bias.{i}"]
-            width_next = len(bias) if bias.dim() else 0
-            expect(bias, (width_next,), f"bias.{i}")
-            expect(weight, (width_next, width), f"weight.{i}")
-            width = width_next
-        if width != 1 or not count:
-            raise PolicyError(f"{self.kind} head: expected 1 output, got {width if count else 'no layer'}")
-        self._inputs = inputs
-        self._placed = OnDevice(*(self._tensors[name] for name in layers), self._tensors["first"])
-        self._one = [(self._tensors[f"weight.{i}"].numpy(), self._tensors[f"bias.{i}"].numpy()) for i in range(count)]
-        self._opening = [float(self._tensors["first"])] * 2
+        width = width_of(self._tensors["weight.0"]) if "weight.0" in self._tensors else 0
+        self._layers = checked_layers(self._tensors, width, 1, f"{self.kind} head")
+        self._inputs, self._opening = width, float(self._tensors["first"][0])
 
-    def _score(self, x: Tensor, depth: int) -> Tensor:
-        """Return [..., 2] for inputs [..., in]."""
-        *layers, first = self._placed(x.device)
-        if depth == 0:
-            return first.expand(*x.shape[:-1], 2)
-        for at, (weight, bias) in enumerate(zip(layers[::2], layers[1::2], strict=True)):
-            x = linear(relu(x) if at else x, weight, bias)
-        return x.expand(*x.shape[:-1], 2)
-
-    def _score_one(self, x: Array, depth: int) -> list[float]:
-        """Return the two scores of one row of inputs."""
-        if depth == 0:
-            return list(self._opening)
-        for at, (weight, bias) in enumerate(self._one):
-            x = weight.dot(np.maximum(x, 0.0) if at else x) + bias
-        return [float(x[0])] * 2
+    def _first_scores(self, count: int) -> Array:
+        """Return [R, 2] of rows at depth 0."""
+        return np.full((count, 2), self._opening)
 
 
 class SoftHead(DynaSDHead):
@@ -87,17 +61,18 @@ class SoftHead(DynaSDHead):
     kind = "dynasd-soft"
     reads = ()
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         super().__init__(names, tensors)
         self.sizes = {DRAFT_HIDDEN: self._inputs}
 
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
-        """Return [..., 2], twice the same; see `Head`."""
-        return self._score(vector(vectors, DRAFT_HIDDEN, self._inputs), depth)
-
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row, twice the same; see `Head`."""
-        return self._score_one(array(vectors, DRAFT_HIDDEN, self._inputs), depth)
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2], twice the same; see `Head`."""
+        x = state_of(hidden, DRAFT_HIDDEN, self._inputs)
+        if depth == 0:
+            return self._first_scores(len(x))
+        for at, (weight, bias) in enumerate(self._layers):
+            x = (np.maximum(x, 0.0) if at else x) @ weight.T + bias
+        return np.repeat(x.astype(np.float64), 2, axis=1)
 
 
 class HardHead(DynaSDHead):
@@ -106,15 +81,18 @@ class HardHead(DynaSDHead):
     kind = "dynasd-hard"
     reads = HARD_FEATURES
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         super().__init__(names, tensors)
         if self._inputs != len(self.reads):
             raise PolicyError(f"dynasd-hard head: expected weight.0 for {len(self.reads)} inputs, got {self._inputs}")
+        *rest, (weight, bias) = self._layers
+        twice = (weight.repeat(2, 0), bias.repeat(2, 0))
+        self._packed = self.bounds, np.zeros(0, dtype=np.int64), *packed([*rest, twice]), True
 
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
-        """Return [..., 2], twice the same; see `Head`."""
-        return self._score(features, depth)
-
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row, twice the same; see `Head`."""
-        return self._score_one(np.array(features, dtype=np.float32), depth)
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2], twice the same; see `Head`."""
+        if depth == 0:
+            return self._first_scores(len(features))
+        out = np.empty((len(features), 2))
+        kernels().score_layers(features, *self._packed, out)
+        return out

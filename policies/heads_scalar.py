@@ -3,93 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import mul
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .errors import PolicyError
-from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, Basis, OnDevice, TensorHead, expect, take
-from .layers import Layers
+from .heads_base import NO_HIDDEN, Array, Basis, Hidden, Layer, TensorHead, expect, kernels, take, width_of
 
 
-class LinearHead(TensorHead):
+def packed(layers: Sequence[Layer]) -> tuple[Array, Array]:
+    """Return sizes and weights of layers as `kernels.heads.score_layers` reads them."""
+    sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
+    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]
+    return np.array(sizes, dtype=np.int64), np.concatenate(weights, dtype=np.float64)
+
+
+class LayersHead(TensorHead):
+    """Linear layers on the columns of a basis, with SiLU between them; those from depth 1 on and those at depth 0.
+
+    Attributes:
+        basis: of the features.
+    """
+
+    basis: Basis
+
+    def _place(self, later: Sequence[Layer], first: Sequence[Layer]) -> None:
+        """Keep the layers that `scores` puts `Basis.expand` through."""
+        self._layers = list(later), list(first)
+        self._packed = [
+            (bounds, self.basis.odds, *packed(layers), False)
+            for bounds, layers in zip((self.bounds, self.first_bounds), self._layers, strict=True)
+        ]
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2], accept and next; see `Head`."""
+        out = np.empty((len(features), 2))
+        kernels().score_layers(features, *self._packed[0 if depth else 1], out)
+        return out
+
+    def folded(self, first: bool) -> list[Layer]:
+        """Return the layers that `scores` puts `Basis.expand` through, at depth 0 if `first`."""
+        return self._layers[first]
+
+
+class LinearHead(LayersHead):
     """Three logistic regressions on the basis: accept, next, and next at depth 0.
 
     Args:
         names: features.
-        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3].
+        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3]; see `TensorHead` for ranges.
     """
 
     kind = "logistic"
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = take(tensors, ("mean", "scale", "weight", "bias"))
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
+        super().__init__(names, tensors, ("mean", "scale", "weight", "bias"))
         self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
         weight, bias = self._tensors["weight"], self._tensors["bias"]
         expect(weight, (3, self.basis.width), "weight")
         expect(bias, (3,), "bias")
-        self._later = self.basis.fold(weight[:2], bias[:2], first=False)
-        self._first = self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)
-        self._one = [(*w.double().tolist(), *b.double().tolist()) for w, b in (self._later, self._first)]
-        self._placed = OnDevice(*self._later), OnDevice(*self._first)
-
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
-        """Return [..., 2], accept and next; see `Head`."""
-        weight, bias = self._placed[0 if depth else 1](features.device)
-        return torch.nn.functional.linear(self.basis.expand(features), weight, bias)
-
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row; see `Head`. A few products are cheaper than one call of an array library."""
-        accept, following, above, beyond = self._one[0 if depth else 1]
-        x = self.basis.expand_one(features)
-        return [sum(map(mul, accept, x), above), sum(map(mul, following, x), beyond)]
-
-    def folded(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return the layers that `logits` puts `Basis.expand` through, at depths from 1 on and at depth 0."""
-        return [[self._later], [self._first]]
+        later = self.basis.fold(weight[:2], bias[:2], first=False)
+        self._place([later], [self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)])
 
 
-class MLPHead(TensorHead):
+class MLPHead(LayersHead):
     """A small network on the basis and a flag for depth 0, with two outputs.
 
     Args:
         names: features.
-        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; SiLU between layers.
+        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; SiLU between layers; see `TensorHead`
+            for ranges.
     """
 
     kind = "mlp"
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        count = sum(name.startswith("weight.") for name in tensors)
-        layers = [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
-        self._tensors = take(tensors, ("mean", "scale", *layers))
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
+        parts = layer_names(tensors)
+        super().__init__(names, tensors, ("mean", "scale", *parts))
         self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        pairs = [(self._tensors[f"weight.{i}"], self._tensors[f"bias.{i}"]) for i in range(count)]
-        width = self.basis.width + 1
-        for i, (weight, bias) in enumerate(pairs):
-            expect(weight, (len(bias), width), f"weight.{i}")
-            width = len(bias)
-        if width != 2 or not pairs:
-            raise PolicyError(f"mlp head: expected 2 outputs, got {width if pairs else 'no layer'}")
-        (weight, bias), *self._rest = pairs
-        self._later = self.basis.fold(weight[:, :-1], bias, first=False)
-        self._first = self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True)
-        self._one = [Layers(layers) for layers in self.folded()]
-        self._placed = [OnDevice(*(t for layer in layers for t in layer)) for layers in self.folded()]
+        (weight, bias), *rest = checked_layers(self._tensors, self.basis.width + 1, 2, "mlp head")
+        later = self.basis.fold(weight[:, :-1], bias, first=False)
+        self._place([later, *rest], [self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True), *rest])
 
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
-        """Return [..., 2], accept and next; see `Head`."""
-        weight, bias, *rest = self._placed[0 if depth else 1](features.device)
-        x = torch.nn.functional.linear(self.basis.expand(features), weight, bias)
-        for weight, bias in zip(rest[::2], rest[1::2], strict=True):
-            x = torch.nn.functional.linear(torch.nn.functional.silu(x), weight, bias)
-        return x
 
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row; see `Head`."""
-        return self._one[0 if depth else 1](self.basis.expand_one(features))
+def layer_names(tensors: Mapping[str, Array]) -> list[str]:
+    """Return `weight.0`, `bias.0`, `weight.1`, ... for as many layers as there are weights."""
+    count = sum(name.startswith("weight.") for name in tensors)
+    return [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
 
-    def folded(self) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return the layers that `logits` puts `Basis.expand` through, at depths from 1 on and at depth 0."""
-        return [[self._later, *self._rest], [self._first, *self._rest]]
+
+def checked_layers(tensors: Mapping[str, Array], width: int, outputs: int, who: str) -> list[Layer]:
+    """Return the layers `weight.i`, `bias.i`.
+
+    Args:
+        tensors: all of the head.
+        width: inputs of the first layer.
+        outputs: of the last one.
+        who: names the head in messages.
+
+    Raises:
+        PolicyError: layers that do not fit each other, or end otherwise.
+    """
+    layers = []
+    for i in range(len(layer_names(tensors)) // 2):
+        weight, bias = tensors[f"weight.{i}"], tensors[f"bias.{i}"]
+        next_width = len(bias) if bias.ndim else 0
+        expect(bias, (next_width,), f"bias.{i}")
+        expect(weight, (next_width, width), f"weight.{i}")
+        layers.append((weight, bias))
+        width = next_width
+    if width != outputs or not layers:
+        found = width if layers else "no layer"
+        raise PolicyError(f"{who}: expected {outputs} output{'s' * (outputs > 1)}, got {found}")
+    return layers

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
-from torch.nn.functional import linear, silu
+import numpy as np
 
 from .errors import PolicyError
-from .heads_base import NO_ARRAYS, NO_VECTORS, Arrays, OnDevice, TensorHead, array, expect, take, vector, width_of
-from .layers import Blocks
+from .heads_base import NO_HIDDEN, Array, Hidden, TensorHead, expect, state_of, width_of
+from .heads_resnet import residual
 from .vectors import DRAFT_HIDDEN
 
 MOST_BLOCKS = 64
@@ -45,66 +43,55 @@ class SpecDecHead(TensorHead):
     kind = "specdec"
     lag = 1
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         plain = ("block.weight", "block.bias", "order", "leave.weight", "leave.bias", "first")
-        self._tensors = t = take(tensors, plain)
+        super().__init__(names, tensors, plain)
+        t = self._tensors
         if names:
             raise PolicyError(f"specdec head: expected no scalar feature, got {', '.join(names)}")
         size, blocks = width_of(t["leave.weight"]), t["block.weight"]
-        count = len(blocks) if blocks.dim() else 0
+        count = len(blocks) if blocks.ndim else 0
         expect(t["leave.weight"], (2, size), "leave.weight")
         expect(t["leave.bias"], (2,), "leave.bias")
         expect(t["first"], (1,), "first")
         expect(blocks, (count, size, size), "block.weight")
         expect(t["block.bias"], (count, size), "block.bias")
         order = t["order"]
-        if order.dim() != 1 or len(order) > MOST_BLOCKS or not size:
+        if order.ndim != 1 or len(order) > MOST_BLOCKS or not size:
             raise PolicyError(f"specdec head: expected at most {MOST_BLOCKS} blocks, got order {list(order.shape)}")
         self._order: list[int] = order.tolist()
         if set(self._order) != set(range(count)):
             raise PolicyError(f"specdec head: expected order to name each of {count} blocks, got {self._order}")
         self.sizes = {DRAFT_HIDDEN: size}
         self._size = size
-        leave, beyond = t["leave.weight"], t["leave.bias"]
-        self._placed = OnDevice(blocks, t["block.bias"], leave[1:] - leave[:1], beyond[1:] - beyond[:1], t["first"])
-        middle = [(blocks[at], t["block.bias"][at]) for at in self._order]
-        self._one = Blocks(middle, (leave[1:] - leave[:1], beyond[1:] - beyond[:1]))
-        self._opening: list[float] = t["first"].tolist()
+        self._blocks = [(blocks[at], t["block.bias"][at]) for at in self._order]
+        leave, bias = t["leave.weight"], t["leave.bias"]
+        self._leave, self._bias, self._opening = leave[1] - leave[0], bias[1] - bias[0], float(t["first"][0])
 
     @property
     def shares(self) -> bool:
         """Whether a block stands in several places, as in the published code."""
         return len(self._order) > len(set(self._order))
 
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor] = NO_VECTORS) -> Tensor:
-        """Return [..., 2], twice the same; see `Head`."""
-        x = vector(vectors, DRAFT_HIDDEN, self._size)
-        blocks, biases, leave, beyond, first = self._placed(x.device)
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2], twice the same; see `Head`."""
+        states = state_of(hidden, DRAFT_HIDDEN, self._size)
         if depth == 0:
-            return first.expand(*x.shape[:-1], 2)
-        for at in self._order:
-            x = x + silu(linear(x, blocks[at], biases[at]))
-        x = linear(x, leave, beyond)
-        return x.expand(*x.shape[:-1], 2)
-
-    def logits_one(self, features: Sequence[float], depth: int, vectors: Arrays = NO_ARRAYS) -> list[float]:
-        """Return [accept, next] of one row, twice the same; see `Head`."""
-        state = array(vectors, DRAFT_HIDDEN, self._size)
-        if depth == 0:
-            return self._opening * 2
-        self._one.state[:] = state
-        return self._one() * 2
+            return np.full((len(states), 2), self._opening)
+        x = states.copy()
+        residual(x, self._blocks)
+        return np.repeat((x @ self._leave + self._bias).astype(np.float64)[:, None], 2, axis=1)
 
 
-def unbiased(leave_bias: Tensor, weight: float) -> Tensor:
-    """Return the last bias [2] with the bias of the rejection weight taken out.
+def unbiased(leave_bias: Array, weight: float) -> Array:
+    """Return the last bias [2] float32 with the bias of the rejection weight taken out.
 
     Cross-entropy with weight w on rejections is least at p' = a / (a + w (1 - a)) where the true chance is a. So
     a = w p' / (1 - p' + w p'): in log-odds, ln(a / (1 - a)) = ln(p' / (1 - p')) + ln w.
     """
-    return leave_bias + torch.tensor([0.0, math.log(weight)])
+    return leave_bias + np.array([0.0, math.log(weight)], dtype=np.float32)
 
 
-def biased(chance: Tensor, weight: float) -> Tensor:
+def biased(chance: Array, weight: float) -> Array:
     """Return p' = a / (a + w (1 - a)) [...], what a head trained with weight w says where the true chance is a [...]."""
     return chance / (chance + weight * (1.0 - chance))

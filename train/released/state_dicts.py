@@ -1,4 +1,4 @@
-"""Weights from a stranger's file: tensors, and nothing else of it.
+"""Weights from an untrusted file: tensors, and nothing else of it.
 
 A `.pt` file is a pickle. It is read by torch's weights-only loader, which builds tensors and plain containers and refuses
 everything else before it is called: no code of the file runs.
@@ -18,8 +18,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .errors import InputError, PolicyError
-from .strict import MOST_DATA
+from ...policies.contract import Array
+from ...policies.errors import InputError, PolicyError
+from ...policies.strict import MOST_DATA
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What is looked for in a folder, in this order."""
@@ -43,8 +44,8 @@ def find_weights(path: Path) -> Path:
     return path
 
 
-def read_state(raw: bytes, path: Path) -> dict[str, Tensor]:
-    """Return the state dict as float32 tensors on the CPU; nothing of a pickle but tensors is built.
+def read_state(raw: bytes, path: Path) -> dict[str, Array]:
+    """Return the state dict as float32 arrays; nothing of a pickle but tensors is built.
 
     Args:
         raw: the file.
@@ -78,4 +79,4 @@ def read_state(raw: bytes, path: Path) -> dict[str, Tensor]:
             raise PolicyError(
                 f"{path.name}: {key[:80]!r} is {value.dtype} of {list(value.shape)}, which no such head has"
             )
-    return {key: value.detach().float().contiguous() for key, value in found.items()}
+    return {key: value.detach().float().contiguous().numpy() for key, value in found.items()}

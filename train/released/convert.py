@@ -20,19 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .calibration import Calibrator
-from .errors import InputError, PolicyError
-from .folder import DEEPEST, save_policy
-from .heads import build_head
-from .heads_dynasd import HARD_FEATURES, THRESHOLD
-from .heads_specdec import MOST, STOP_THRESHOLD, unbiased
-from .learned import Facts, LearnedPolicy
-from .limits import check_limits
-from .outputs import claim_folder
-from .rules import AnyFork, Rule, Threshold
+from ...policies.calibration import Calibrator
+from ...policies.contract import Array
+from ...policies.errors import InputError, PolicyError
+from ...policies.folder import DEEPEST, save_policy
+from ...policies.heads import build_head
+from ...policies.heads_base import width_of
+from ...policies.heads_dynasd import HARD_FEATURES, THRESHOLD
+from ...policies.heads_specdec import MOST, STOP_THRESHOLD, unbiased
+from ...policies.learned import Facts, LearnedPolicy
+from ...policies.limits import check_limits
+from ...policies.outputs import claim_folder
+from ...policies.rules import AnyFork, Rule, Threshold
 from .state_dicts import find_weights, read_state
 
 LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")
@@ -121,11 +122,11 @@ def _published(layout: str, threshold: float | None) -> tuple[Rule, int]:
     return AnyFork(THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
 
 
-def find_layout(state: Mapping[str, Tensor], where: str) -> str:
+def find_layout(state: Mapping[str, Array], where: str) -> str:
     """Return the layout that has these names; a `PolicyError` names those that none has."""
     if all(_LAYER.fullmatch(key) for key in state):
         first = state.get("layers.0.weight")
-        hard = first is not None and first.dim() == 2 and first.shape[1] == len(HARD_FEATURES)
+        hard = first is not None and first.ndim == 2 and first.shape[1] == len(HARD_FEATURES)
         return "dynasd-hard" if hard else "dynasd-soft"
     if all(_BLOCK.fullmatch(key) for key in state):
         return "specdec"
@@ -133,7 +134,7 @@ def find_layout(state: Mapping[str, Tensor], where: str) -> str:
     raise PolicyError(f"{where}: the layout is not known, for {_named(odd)}; expected {', '.join(LAYOUTS)}")
 
 
-def dynasd_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     """Return the tensors of `heads_dynasd.DynaSDHead` from a released state dict.
 
     Raises:
@@ -145,10 +146,10 @@ def dynasd_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors = {
         f"{part}.{i}": state[f"layers.{2 * i}.{part}"] for i in range(len(places)) for part in ("weight", "bias")
     }
-    return {**tensors, "first": torch.zeros(1)}
+    return {**tensors, "first": np.zeros(1, dtype=np.float32)}
 
 
-def specdec_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     """Return the tensors of `heads_specdec.SpecDecHead` from a released state dict.
 
     The published head has one block in D places: a state dict then has D equal ones, or, as safetensors writes it, one.
@@ -164,27 +165,28 @@ def specdec_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     _same(
         wanted | {f"model.{last}.{part}" for part in ("weight", "bias")},
         state,
-        "SpecDec++'s head is blocks at model.0, .1, ... and a linear layer behind them",
+        "SpecDec++'s head is blocks at model.0, .1, ... and a linear layer after them",
     )
-    weights, biases = ([state[f"model.{i}.linear.{part}"] for i in blocks] for part in ("weight", "bias"))
+    weights = [state[f"model.{i}.linear.weight"] for i in blocks]
+    biases = [state[f"model.{i}.linear.bias"] for i in blocks]
     if len({w.shape for w in weights}) > 1 or len({b.shape for b in biases}) > 1:
         raise PolicyError(f"weights: blocks of different shapes: {', '.join(str(list(w.shape)) for w in weights)}")
-    shared = all(torch.equal(weights[0], w) for w in weights) and all(torch.equal(biases[0], b) for b in biases)
+    shared = all(np.array_equal(weights[0], w) for w in weights) and all(np.array_equal(biases[0], b) for b in biases)
     if shared and last:
         weights, biases = weights[:1], biases[:1]
     leave = state[f"model.{last}.weight"]
-    size = int(leave.shape[-1]) if leave.dim() else 0
+    size = width_of(leave)
     return {
-        "block.weight": torch.stack(weights) if weights else torch.zeros(0, size, size),
-        "block.bias": torch.stack(biases) if biases else torch.zeros(0, size),
-        "order": torch.tensor([0] * last if shared else list(range(last)), dtype=torch.int64),
+        "block.weight": np.stack(weights) if weights else np.zeros((0, size, size), dtype=np.float32),
+        "block.bias": np.stack(biases) if biases else np.zeros((0, size), dtype=np.float32),
+        "order": np.array([0] * last if shared else list(range(last)), dtype=np.int64),
         "leave.weight": leave,
         "leave.bias": state[f"model.{last}.bias"],
-        "first": torch.zeros(1),
+        "first": np.zeros(1, dtype=np.float32),
     }
 
 
-def _same(wanted: set[str], state: Mapping[str, Tensor], what: str) -> None:
+def _same(wanted: set[str], state: Mapping[str, Array], what: str) -> None:
     if unknown := sorted(set(state) - wanted):
         raise PolicyError(f"weights: unknown: {_named(unknown)}; {what}")
     if missing := sorted(wanted - set(state)):
