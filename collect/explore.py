@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from ..policies.contract import (
     checked_start,
 )
 from ..policies.draws import mix
-from ..policies.plugin_code import own
 
 _SALT = 0x5EED
 _SHARE = 1 << 24
@@ -30,7 +28,7 @@ _SHARE = 1 << 24
 class Exploring(StopPolicy):
     """Wraps a policy; in a share of the rounds, chosen by stream and round number, every branch is kept to full depth.
 
-    Use `exploring`, which adds `select` where the wrapped policy has it.
+    Use `exploring`, which knows whether the policy selects.
 
     Args:
         inner: the policy.
@@ -42,12 +40,13 @@ class Exploring(StopPolicy):
         self.inner, self.share = inner.limited(depth), share
         self.features, self.hidden = inner.features, inner.hidden
         self.trims, self.carries, self.reads_clock = inner.trims, inner.carries, inner.reads_clock  # type: ignore[misc]
+        self.joint = inner.joint  # type: ignore[misc]
         self.max_depth, self.first = depth, min(inner.first, self.inner.max_depth)
         self.name = inner.name
 
     def start(self, streams: int, keys: Array) -> State:
         """Return (inner state, keys, number of the round)."""
-        return checked_start(self.inner, streams, keys.copy()), keys, np.zeros_like(keys)
+        return checked_start(self.inner, streams, keys), keys, np.zeros_like(keys)
 
     def explores(self, state: State) -> Array:
         """Return [S] bool, whether the round is one of those drafted to full depth."""
@@ -60,14 +59,8 @@ class Exploring(StopPolicy):
         inner, keys, number = state
         kept = np.zeros_like(step.alive)
         if self.inner.first <= step.depth < self.inner.max_depth:
-            kept, inner = checked_keep(self.inner, self._shown(step), inner)
+            kept, inner = checked_keep(self.inner, step, inner)
         return step.alive & (kept | self.explores(state)[:, None]), (inner, keys, number)
-
-    def _shown(self, step: DraftStep) -> DraftStep:
-        """Return the step; arrays of its own for a plugin, which may write into them."""
-        if own(self.inner):
-            return step
-        return dataclasses.replace(step, alive=step.alive.copy(), parent=step.parent.copy(), batch=step.batch.copy())
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Tell the policy, and count the round."""
@@ -75,7 +68,9 @@ class Exploring(StopPolicy):
         return checked_observe(self.inner, outcome, inner), keys, number + outcome.active
 
 
-class _Selecting(Exploring):
+class SelectingExploring(Exploring):
+    """The same of a policy that selects."""
+
     def select(self, tree: DraftTree, state: State) -> Array | None:
         """Let the policy select, but in rounds that explore."""
         mask = checked_select(self.inner, tree, state[0])
@@ -85,7 +80,5 @@ class _Selecting(Exploring):
 def exploring(policy: StopPolicy, share: float, depth: int) -> Exploring:
     """Return the policy, drafting to full depth in a share of its rounds."""
     check_policy(policy)
-    made = Exploring(copy.copy(policy), share, depth)
-    if type(policy).select is not StopPolicy.select:
-        made.__class__ = _Selecting
-    return made
+    selects = type(policy).select is not StopPolicy.select
+    return (SelectingExploring if selects else Exploring)(copy.copy(policy), share, depth)

@@ -13,7 +13,8 @@ from .plugin_code import Contained, own
 from .vectors import VECTORS
 
 METHODS = ("start", "keep", "select", "observe", "limited")
-OPTIONAL = ("keep_one", "keep_few", "select_few", "forget")
+RETIRED = ("keep_one", "keep_few", "select_few", "forget")
+"""Methods that were asked for single streams: what defines one was written for another version."""
 
 
 def _is_flag(value: Any) -> bool:
@@ -36,8 +37,8 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "trims": ("True or False", _is_flag),
     "carries": ("True or False", _is_flag),
     "reads_clock": ("True or False", _is_flag),
+    "joint": ("True or False", _is_flag),
     **dict.fromkeys(METHODS, ("a method", callable)),
-    **dict.fromkeys(OPTIONAL, ("a method or None", lambda value: value is None or callable(value))),
 }
 """By attribute: what is expected, and whether a value is that."""
 
@@ -59,13 +60,28 @@ def check_policy(policy: Any) -> StopPolicy:
         for name, (expected, fits) in ATTRIBUTES.items():
             if not fits(value := getattr(policy, name)):
                 raise PolicyError(f"{who}.{name}: expected {expected}, not {_shown(value)}")
+        _check_retired(who, type(policy))
         _check_names(f"{who}.features", "feature", policy.features, FEATURES)
-        _check_names(f"{who}.vectors", "vector", policy.vectors, VECTORS)
-        sizes = getattr(policy, "sizes", {})  # only of policies whose vectors are of one size
+        _check_names(f"{who}.hidden", "hidden state", policy.hidden, VECTORS)
+        sizes = getattr(policy, "sizes", {})  # only of policies whose hidden states are of one size
         if not isinstance(sizes, Mapping) or not all(name in VECTORS and _is_count(sizes[name]) for name in sizes):
-            raise PolicyError(f"{who}.sizes: expected whole numbers by vector name, not {_shown(sizes)}")
+            raise PolicyError(f"{who}.sizes: expected whole numbers by name of a hidden state, not {_shown(sizes)}")
         _check_limited(who, policy)
     return policy
+
+
+def _check_retired(who: str, kind: type[StopPolicy]) -> None:
+    """Refuse what would never be called."""
+    for name in RETIRED:
+        if hasattr(kind, name):
+            raise PolicyError(
+                f"{who}.{name}: no longer asked for; keep, select and observe decide for one stream as for many, on numpy "
+                "arrays"
+            )
+    if hasattr(kind, "vectors"):
+        raise PolicyError(
+            f"{who}.vectors: expected the names of hidden states under `hidden`, as numpy arrays in step.hidden"
+        )
 
 
 def _check_names(where: str, what: str, names: Any, known: Mapping[str, Any]) -> None:

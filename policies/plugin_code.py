@@ -17,8 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils import _device
 
 from .errors import PolicyFailure, SpecstopError
 
@@ -41,26 +39,53 @@ def _set_folder(folder: str | None) -> None:
         os.chdir(folder)
 
 
+def _torch() -> Any:
+    """Return torch if it was imported: the models use it, policies need not."""
+    return sys.modules.get("torch")
+
+
 def _settings() -> tuple[Any, ...]:
     """Return what is compared after every decision: other numbers, or an error, would follow for the models."""
-    return torch.get_default_dtype(), _device.CURRENT_DEVICE, torch.is_grad_enabled(), torch.get_num_threads()
+    torch = _torch()
+    if torch is None:
+        return ()
+    device = torch.utils._device.CURRENT_DEVICE
+    return torch.get_default_dtype(), device, torch.is_grad_enabled(), torch.get_num_threads()
 
 
-_SETTERS: tuple[Callable[[Any], Any], ...] = (
-    torch.set_default_dtype, torch.set_default_device, torch.set_grad_enabled, torch.set_num_threads,
-)  # fmt: skip
+def _put_back(before: tuple[Any, ...]) -> None:
+    """Set again what has changed. Where torch was imported meanwhile, that is what torch begins with."""
+    torch = _torch()
+    if torch is None:
+        return
+    now = _settings()
+    setters = torch.set_default_dtype, torch.set_default_device, torch.set_grad_enabled, torch.set_num_threads
+    for put_back, is_, was in zip(setters, now, before or (torch.float32, None, True, now[3]), strict=True):
+        if is_ != was:
+            put_back(was)
+
 
 STATES: tuple[Setting, ...] = (
-    (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (np.geterr, lambda kept: np.seterr(**kept)),
-    (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (_folder, _set_folder),
 )
 """How to read and set what is put back, besides, once a plugin is imported or made."""
+
+
+def _states() -> tuple[Setting, ...]:
+    """Return the same with what torch has of this sort."""
+    torch = _torch()
+    if torch is None:
+        return STATES
+    return (
+        *STATES,
+        (torch.get_rng_state, torch.set_rng_state),
+        (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    )
 
 
 FACTS = ("trims", "first", "max_depth")
@@ -117,10 +142,8 @@ class Contained:
         out, sys.stderr = self._streams
         if out is not sys.stderr:  # else another thread is in such a block, and puts it back
             sys.stdout = out
-        if (settings := _settings()) != self._settings:
-            for put_back, now, before in zip(_SETTERS, settings, self._settings, strict=True):
-                if now != before:
-                    put_back(before)
+        if _settings() != self._settings:
+            _put_back(self._settings)
         why = "" if error is None or _passes(error) else f"failed: {reason(error)}"
         if self._facts is not None and _facts(self._who) != self._facts:
             for name, before in zip(FACTS, self._facts, strict=True):
@@ -142,10 +165,10 @@ def contained(policy: Any, method: str) -> contextlib.AbstractContextManager[Non
 @contextlib.contextmanager
 def loading(who: str, doing: str) -> Iterator[None]:
     """Run a block that imports or makes a plugin, which may take its time: more is put back, filters of warnings too."""
-    kept = [read() for read, _ in STATES]
+    kept = [(put_back, read()) for read, put_back in _states()]
     try:
         with warnings.catch_warnings(), Contained(who, doing):
             yield
     finally:
-        for (_, put_back), before in zip(STATES, kept, strict=True):
+        for put_back, before in kept:
             put_back(before)

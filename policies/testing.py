@@ -18,11 +18,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from .features import FEATURES, Kind, feature
+from .state import put, take
 from .vectors import VECTORS, check_vectors, seen
 
 STREAMS = 5
@@ -31,7 +31,7 @@ DEEPEST = 6
 HIDDEN = 16
 """Size of the hidden states that a policy is shown, unless it has `sizes`: H by name."""
 
-Decisions = list[Tensor]
+Decisions = list[Array]
 
 
 class PolicyTests:
@@ -52,14 +52,14 @@ class PolicyTests:
         assert isinstance(policy.features, tuple) and len(set(policy.features)) == len(policy.features)
         for name in policy.features:
             feature(name)
-        assert check_vectors(policy.vectors) == policy.vectors, "vectors: each once, in the order of VECTORS"
+        assert check_vectors(policy.hidden) == policy.hidden, "hidden: each once, in the order of VECTORS"
 
     def test_its_answers_have_the_shape_asked_for(self) -> None:
-        """`checked_keep` is what the loop asks through: it raises where the contract is broken."""
+        """Each answer is a bool array of the shape of `alive`, True nowhere else."""
         for streams in (1, STREAMS):
             answers, _ = play(self.make(), range(streams), self.branches)
             for answer in answers:
-                assert answer.dtype == torch.bool and answer.shape[0] == streams
+                assert isinstance(answer, np.ndarray) and answer.dtype == np.bool_ and answer.shape[0] == streams
 
     def test_the_same_question_has_the_same_answer(self) -> None:
         """Nothing may be remembered but in the state, and no draw be made but from the key."""
@@ -67,7 +67,7 @@ class PolicyTests:
         first, _ = play(policy, range(STREAMS), self.branches)
         for other in (policy, self.make()):
             again, _ = play(other, range(STREAMS), self.branches)
-            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
     def test_the_state_belongs_to_the_caller(self) -> None:
         """Replay keeps states and asks again: `keep` and `observe` return a new state and leave the old one as it was."""
@@ -78,38 +78,83 @@ class PolicyTests:
             before = copy.deepcopy(state)
             answer, after = checked_keep(policy, step, state)
             assert same(before, state), "keep() changed the state that it was given"
-            assert torch.equal(checked_keep(policy, step, before)[0], answer)
+            assert np.array_equal(checked_keep(policy, step, before)[0], answer)
             state = after
         before = copy.deepcopy(state)
         policy.observe(make_outcome(range(STREAMS), 0), state)
         assert same(before, state), "observe() changed the state that it was given"
 
+    def test_what_it_is_shown_stays_as_it_is(self) -> None:
+        """The arrays of a step and of an outcome are the caller's."""
+        policy = self.make()
+        state = policy.start(STREAMS, keys(range(STREAMS)))
+        for depth in depths(policy):
+            step = make_step(policy, depth, range(STREAMS), 0, self.branches)
+            before = copy.deepcopy(step)
+            state = checked_keep(policy, step, state)[1]
+            assert same(before, step), "keep() wrote into the step that it was shown"
+        outcome = make_outcome(range(STREAMS), 0)
+        heard = copy.deepcopy(outcome)
+        policy.observe(outcome, state)
+        assert same(heard, outcome), "observe() wrote into the outcome that it was shown"
+
     def test_streams_do_not_know_of_each_other(self) -> None:
-        """A stream decides as it would on its own."""
+        """A stream decides as it would on its own, unless the policy says that it weighs streams against each other."""
+        if self.make().joint:
+            return
         together, _ = play(self.make(), range(STREAMS), self.branches)
         for stream in range(STREAMS):
             alone, _ = play(self.make(), [stream], self.branches)
             for mine, ours in zip(alone, together, strict=True):
-                assert torch.equal(mine[0], ours[stream]), f"stream {stream} decides otherwise on its own"
+                assert np.array_equal(mine[0], ours[stream]), f"stream {stream} decides otherwise on its own"
+
+    def test_rows_of_its_state_can_be_taken(self) -> None:
+        """Streams whose rows are taken out of a state decide as among the others: the first axis of every array is S."""
+        policy, some = self.make(), [3, 0, 2]
+        if policy.joint:
+            return
+        _, state = play(policy, range(STREAMS), self.branches)
+        for depth in depths(policy):
+            part = take(state, np.array(some))
+            mine, _ = checked_keep(policy, make_step(policy, depth, some, ROUNDS, self.branches), part)
+            step = make_step(policy, depth, range(STREAMS), ROUNDS, self.branches)
+            ours, state = checked_keep(policy, step, state)
+            assert np.array_equal(mine, ours[some]), f"depth {depth}: rows {some} decide otherwise on their own"
+
+    def test_rows_of_its_state_can_be_put(self) -> None:
+        """A row in whose place one of `start` is put decides as a fresh stream, and the others go on as they were."""
+        policy, refilled = self.make(), [1, 4]
+        if policy.joint:
+            return
+        _, state = play(policy, range(STREAMS), self.branches)
+        fresh = policy.start(len(refilled), keys(refilled))
+        changed = put(state, np.array(refilled), fresh)
+        streams = range(STREAMS)
+        before, after = (play_round(policy, streams, ROUNDS, self.branches, s)[0] for s in (state, changed))
+        alone, _ = play_round(policy, refilled, ROUNDS, self.branches, fresh)
+        others = [s for s in streams if s not in refilled]
+        for one, two, new in zip(before, after, alone, strict=True):
+            assert np.array_equal(one[others], two[others]), "the rows that stay decide otherwise"
+            assert np.array_equal(new, two[refilled]), "the rows that were put there do not decide as fresh ones"
 
     def test_what_is_dead_is_ignored(self) -> None:
         """The features of branches that are not alive do not matter, and none of them is kept."""
         policy = self.make()
         for depth in depths(policy):
             step = make_step(policy, depth, range(STREAMS), 0, self.branches)
-            alive = step.alive.clone()
+            alive = step.alive.copy()
             alive[0] = False
             state = policy.start(STREAMS, keys(range(STREAMS)))
             state = reach(policy, depth, state, self.branches)
-            changed = step.features.clone()
+            changed = step.features.copy()
             changed[0] = 0.0
-            hidden = {name: states.clone() for name, states in step.vectors.items()}
+            hidden = {name: states.copy() for name, states in step.hidden.items()}
             for states in hidden.values():
                 states[0] = 0.0
             step = dataclasses.replace(step, alive=alive)
-            other = dataclasses.replace(step, features=changed, vectors=hidden)
+            other = dataclasses.replace(step, features=changed, hidden=hidden)
             one, two = (checked_keep(policy, asked, copy.deepcopy(state))[0] for asked in (step, other))
-            assert torch.equal(one, two) and not bool(one[0].any())
+            assert np.array_equal(one, two) and not one[0].any()
 
     def test_it_can_be_limited(self) -> None:
         """`limited` returns another policy and leaves this one as it is."""
@@ -117,48 +162,6 @@ class PolicyTests:
         limited = policy.limited(2)
         assert limited.max_depth == min(policy.max_depth, 2)
         assert policy.max_depth == self.make().max_depth, "limited() changed the policy itself"
-
-    def test_deciding_alone_is_deciding_among_many(self) -> None:
-        """`keep_one`, where there is one, is what the live loop asks; replay asks `keep`."""
-        policy = self.make()
-        decide = policy.keep_one
-        if decide is None:
-            return
-        for stream in range(STREAMS):
-            key = keys([stream])
-            many, alone = policy.start(1, key), policy.start(1, key)
-            for depth in depths(policy):
-                step = make_step(policy, depth, [stream], 0, 1)
-                answer, many = checked_keep(policy, step, many)
-                hidden = {name: states[0, 0].numpy() for name, states in step.vectors.items()}
-                one, alone = decide(depth, step.features[0, 0].tolist(), alone, *([hidden] if hidden else []))
-                assert isinstance(one, bool), "keep_one() must return a plain bool"
-                assert one == bool(answer), f"stream {stream}, depth {depth}: keep_one() and keep() differ"
-
-    def test_deciding_in_plain_numbers_is_deciding_in_tensors(self) -> None:
-        """`keep_few`, where there is one, is what the live loop asks on trees; replay asks `keep`."""
-        policy = self.make()
-        decide = policy.keep_few
-        if decide is None:
-            return
-        for stream in range(STREAMS):
-            tensors, plain = (policy.start(2, keys([stream, stream])), policy.start(1, keys([stream])))
-            for depth in depths(policy):
-                step = make_step(policy, depth, [stream, stream], 0, self.branches)
-                answer, tensors = checked_keep(policy, step, tensors)
-                numbers = (values.tolist() for values in (step.alive[0], step.parent[0], step.features[0].T))
-                kept, plain = decide(depth, *numbers, plain)
-                assert kept == answer[0].tolist(), f"stream {stream}, depth {depth}: keep_few() and keep() differ"
-
-    def test_forgetting_a_round_is_observing_it(self) -> None:
-        """`forget`, where there is one, is what the live loop calls; replay calls `observe`."""
-        policy = self.make()
-        if policy.forget is None:
-            return
-        state = reach(policy, min(policy.first + 2, policy.max_depth), policy.start(1, keys([0])), self.branches, [0])
-        for round in range(ROUNDS):
-            heard = policy.observe(make_outcome([0], round), state)
-            assert same(heard, policy.forget(state)), f"round {round}: forget() and observe() differ"
 
     def test_what_it_selects_is_closed_under_parents(self) -> None:
         """A node that is verified has its parent verified."""
@@ -169,10 +172,8 @@ class PolicyTests:
         mask = checked_select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
         if mask is None:
             return
-        above = torch.cat([mask, torch.ones(STREAMS, 1, dtype=torch.bool)], 1).gather(
-            1, tree.parent % (mask.shape[1] + 1)
-        )
-        assert bool((~mask | above).all()), "a node is selected whose parent is not"
+        rooted = np.concatenate([mask, np.ones((STREAMS, 1), dtype=np.bool_)], 1)  # the last column is the root's
+        assert (~mask | np.take_along_axis(rooted, tree.parent, 1)).all(), "a node is selected whose parent is not"
 
 
 class TreePolicyTests(PolicyTests):
@@ -181,9 +182,9 @@ class TreePolicyTests(PolicyTests):
     branches = 3
 
 
-def keys(streams: Sequence[int]) -> Tensor:
+def keys(streams: Sequence[int]) -> Array:
     """Return [S] noise keys, one for each stream number."""
-    return torch.tensor([7919 * s + 1 for s in streams])
+    return np.array([7919 * s + 1 for s in streams], dtype=np.int64)
 
 
 def depths(policy: StopPolicy) -> range:
@@ -196,56 +197,55 @@ def make_step(policy: StopPolicy, depth: int, streams: Sequence[int], round: int
     width = branches if depth else 1
     rows, parents = [], []
     for stream in streams:
-        generator = torch.Generator().manual_seed(1000 * stream + 10 * round + depth)
-        values = torch.rand(width, len(policy.features), generator=generator)
+        dice = np.random.default_rng((stream, round, depth))
+        values = dice.random((width, len(policy.features)), dtype=np.float32)
         for at, name in enumerate(policy.features):
             values[:, at] = _in_range(name, values[:, at], depth)
         rows.append(values)
-        parents.append(torch.randint(0, branches if depth > 1 else 1, (width,), generator=generator))
-    alive = torch.ones(len(streams), width, dtype=torch.bool)
-    vectors = {name: torch.stack([_states(policy, name, depth, s, round, width) for s in streams])
-               for name in policy.vectors}  # fmt: skip
-    return DraftStep(depth, alive, torch.stack(parents), torch.stack(rows), vectors)
+        parents.append(dice.integers(0, branches if depth > 1 else 1, width))
+    hidden = {name: np.stack([_states(policy, name, depth, s, round, width) for s in streams])
+              for name in policy.hidden}  # fmt: skip
+    alive = np.ones((len(streams), width), dtype=np.bool_)
+    return DraftStep(depth, alive, np.stack(parents), np.stack(rows), hidden, np.arange(len(streams)))
 
 
-def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, width: int) -> Tensor:
+def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, width: int) -> Array:
     """Return hidden states [B, H] of one stream, as the loop would hand them over."""
     size = getattr(policy, "sizes", {}).get(name, HIDDEN)
     if VECTORS[name].kind is Kind.ANCHOR:
-        generator = torch.Generator().manual_seed(1000 * stream + 10 * round + 7)
-        return seen(torch.randn(1, size, generator=generator)).expand(width, -1)
-    generator = torch.Generator().manual_seed(1000 * stream + 10 * round + depth)
-    return seen(torch.randn(width, size, generator=generator)) * (depth > 0)
+        anchor = np.random.default_rng((stream, round)).standard_normal((1, size))
+        return seen(anchor).repeat(width, 0)
+    drawn = np.random.default_rng((stream, round, depth, 1)).standard_normal((width, size))
+    return seen(drawn * (depth > 0))
 
 
-def _in_range(name: str, uniform: Tensor, depth: int) -> Tensor:
+def _in_range(name: str, uniform: Array, depth: int) -> Array:
     known = FEATURES[name]
     if depth == 0 and known.kind in (Kind.PRE, Kind.POST):
-        return torch.zeros_like(uniform)
+        return np.zeros_like(uniform)
     if name == "depth":
-        return torch.full_like(uniform, float(depth))
+        return np.full_like(uniform, depth)
     low = known.low if math.isfinite(known.low) else (known.high if math.isfinite(known.high) else 0.0) - 6.0
     high = known.high if math.isfinite(known.high) else low + 6.0
     return low + (high - low) * uniform
 
 
 def make_outcome(streams: Sequence[int], round: int) -> RoundOutcome:
-    """Return how a round went: another way for each stream."""
-    drafted = torch.tensor([1 + (s + round) % DEEPEST for s in streams])
-    accepted = torch.minimum(drafted, torch.tensor([(3 * s + 2 * round) % DEEPEST for s in streams]))
-    seconds = torch.tensor([1e-3 * (4 + (s + round) % 3) for s in streams], dtype=torch.float64)
-    active = torch.tensor([(s + round) % 4 != 3 for s in streams])
-    return RoundOutcome(active, drafted, drafted.clone(), accepted, torch.zeros_like(active), seconds)
+    """Return how a round went: differently for each stream."""
+    drafted = np.array([1 + (s + round) % DEEPEST for s in streams], dtype=np.int64)
+    accepted = np.minimum(drafted, np.array([(3 * s + 2 * round) % DEEPEST for s in streams], dtype=np.int64))
+    seconds = np.array([1e-3 * (4 + (s + round) % 3) for s in streams])
+    active = np.array([(s + round) % 4 != 3 for s in streams])
+    return RoundOutcome(active, drafted, drafted.copy(), accepted, np.zeros_like(active), seconds)
 
 
 def make_tree(streams: int, branches: int) -> DraftTree:
     """Return a forest of `branches` chains of depth 3, all drawn."""
-    depth = torch.arange(1, 4).repeat_interleave(branches)
-    parent = torch.arange(3 * branches) - branches
-    parent[:branches] = -1
-    tokens = (torch.arange(streams)[:, None] * 31 + torch.arange(3 * branches) * 7) % 50
-    drawn = torch.ones(streams, 3 * branches, dtype=torch.bool)
-    return DraftTree(tokens, parent.expand(streams, -1), depth.expand(streams, -1), drawn)
+    nodes = 3 * branches
+    depth = np.tile(np.arange(1, 4).repeat(branches), (streams, 1))
+    parent = np.tile(np.maximum(np.arange(nodes) - branches, -1), (streams, 1))
+    tokens = (np.arange(streams)[:, None] * 31 + np.arange(nodes) * 7) % 50
+    return DraftTree(tokens, parent, depth, np.ones((streams, nodes), dtype=np.bool_))
 
 
 def reach(
@@ -259,24 +259,36 @@ def reach(
 
 def play(policy: StopPolicy, streams: Sequence[int], branches: int) -> tuple[Decisions, State]:
     """Return the answers [S, B] of a few rounds, in order, and the last state."""
-    state = policy.start(len(streams), keys(streams))
-    answers = []
+    state, answers = policy.start(len(streams), keys(streams)), []
     for round in range(ROUNDS):
-        for depth in depths(policy):
-            answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches), state)
-            answers.append(answer)
-        state = policy.observe(make_outcome(streams, round), state)
+        said, state = play_round(policy, streams, round, branches, state)
+        answers += said
     return answers, state
 
 
+def play_round(
+    policy: StopPolicy, streams: Sequence[int], round: int, branches: int, state: State
+) -> tuple[Decisions, State]:
+    """Return the answers [S, B] by depth, and the state after the round."""
+    answers = []
+    for depth in depths(policy):
+        answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches), state)
+        answers.append(answer)
+    return answers, policy.observe(make_outcome(streams, round), state)
+
+
 def same(one: Any, other: Any) -> bool:
-    """Whether two states hold the same: tensors and numbers, in tuples, lists, dicts and objects."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
+    """Whether two states hold the same: arrays and numbers, in tuples, lists, dicts, dataclasses and objects."""
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
+        )
     if hasattr(one, "__dict__"):
         return type(one) is type(other) and same(vars(one), vars(other))
     return bool(one == other)

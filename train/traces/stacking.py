@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ...policies.baselines import Confidence
 from ...policies.baselines_online import Online
-from ...policies.contract import StopPolicy
+from ...policies.baselines_scores import AtLeast
+from ...policies.contract import Array, StopPolicy
 from ...policies.learned import LearnedPolicy
-from ...policies.rules import Derived, Rule, Threshold
+from ...policies.rules import Rule
 
 
 def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
@@ -25,18 +23,13 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
     first = policies[0]
     if any(type(p) is not type(first) or p.max_depth != first.max_depth or p.first != first.first for p in policies):
         return None
-    if type(first) is Confidence:
-        made = copy.copy(first)
-        made.threshold = _by_stream([p.threshold for p in policies], streams)  # type: ignore[attr-defined,assignment]
-        return made
-    if type(first) is Online:
+    if isinstance(first, AtLeast):
+        return _at_levels(first, [p.level for p in policies if isinstance(p, AtLeast)], streams, np.float32)
+    if isinstance(first, Online):
         online = [p for p in policies if isinstance(p, Online)]
         if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
             return None
-        learning: Any = copy.copy(first)
-        learning.threshold = _by_stream([p.threshold for p in online], streams, torch.float64)
-        policy: StopPolicy = learning
-        return policy
+        return _at_levels(first, [p.level for p in online], streams, np.float64)
     if type(first) is LearnedPolicy:
         learned = [p for p in policies if isinstance(p, LearnedPolicy)]
         same = all(
@@ -51,26 +44,22 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
     return None
 
 
+def _at_levels(
+    policy: AtLeast | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
+) -> StopPolicy:
+    """Return the policy with a level for each stream [R, 1], in the type in which it compares."""
+    made = copy.copy(policy)
+    made.level = np.repeat(np.array(levels, dtype=dtype), streams)[:, None]
+    return made
+
+
 def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
+    """Return a rule with a threshold for each stream; None where they differ in more, or in the depths they have."""
     first = rules[0]
-    rule: Rule
-    if any(type(r) is not type(first) or r.kind != first.kind for r in rules):
+    if any(type(r) is not type(first) or r.kind != first.kind or len(r.levels) != len(first.levels) for r in rules):
         return None
-    if isinstance(first, Threshold):
-        rule = copy.copy(first)
-        rule.threshold = _by_stream([r.threshold for r in rules], streams)  # type: ignore[attr-defined,assignment]
-        return rule
-    if isinstance(first, Derived):
-        tables = [r.thresholds for r in rules if isinstance(r, Derived)]
-        if len({len(table) for table in tables}) > 1:
-            return None
-        rule = copy.copy(first)
-        columns: Any = [_by_stream(column, streams) for column in zip(*tables, strict=True)]
-        rule.thresholds = tuple(columns)
-        return rule
-    return None
-
-
-def _by_stream(values: Sequence[float], streams: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return [R, 1] in the other side's type: a comparison with a plain number is one in that type as well."""
-    return torch.tensor(list(values), dtype=dtype).repeat_interleave(streams)[:, None]
+    rule = copy.copy(first)
+    rule.levels = tuple(
+        np.repeat(np.concatenate(levels), streams) for levels in zip(*(r.levels for r in rules), strict=True)
+    )
+    return rule
