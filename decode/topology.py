@@ -10,9 +10,11 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..policies.contract import Array
 from ..policies.errors import InputError
 from ..policies.limits import MOST_ROWS
 
@@ -68,21 +70,21 @@ class Topology:
         return max((len(level) for level in self.levels[1:]), default=0)
 
     @cached_property
-    def node_parents(self) -> tuple[int, ...]:
-        """By node, counted from the first one behind the roots: the node above, -1 below a root."""
-        return tuple(above - self.roots if above >= self.roots else -1 for above in self.parent[self.roots :])
+    def node_parents(self) -> Array:
+        """[N] int64 by node, counted from the first one after the roots: the node above, -1 below a root."""
+        return np.array([max(above - self.roots, -1) for above in self.parent[self.roots :]], dtype=np.int64)
 
     @cached_property
-    def node_depths(self) -> tuple[int, ...]:
-        """By node: its depth."""
-        return tuple(self.depth[self.roots :])
+    def node_depths(self) -> Array:
+        """[N] int64 by node: its depth."""
+        return np.array(self.depth[self.roots :], dtype=np.int64)
 
     @cached_property
-    def above_in_level(self) -> list[tuple[int, ...]]:
+    def above_in_level(self) -> list[Array]:
         """By depth and row of that depth: the place of the row above in its own level; 0 for the roots."""
         firsts = [0, *(level[0] for level in self.levels)]
         return [
-            tuple(max(self.parent[row] - first, 0) for row in level)
+            np.array([max(self.parent[row] - first, 0) for row in level], dtype=np.int64)
             for first, level in zip(firsts, self.levels, strict=False)
         ]
 
