@@ -50,14 +50,13 @@ def test_a_classifier_is_the_head_that_it_gives(kind: str) -> None:
     x, y = accept_rows(1200)
     model = StopClassifier(kind, NAMES, **SMALL[kind]).fit(x, y)
     assert model.score(x, y) > max(y.mean(), 1 - y.mean()) + 0.05
-    logits = model.to_head().logits(torch.from_numpy(x), 1)[:, 0]
-    np.testing.assert_allclose(model.decision_function(x), logits.double().numpy(), atol=1e-4)
+    np.testing.assert_array_equal(model.decision_function(x), model.to_head().scores(x, 1)[:, 0])
     policy = model.to_policy(Threshold("survival", 0.4), max_depth=4)
     assert (policy.features, policy.head.kind) == (NAMES, kind)
-    alive, parent = torch.ones(len(x), 1, dtype=torch.bool), torch.zeros(len(x), 1, dtype=torch.int64)
-    keep, _ = policy.keep(DraftStep(1, alive, parent, torch.from_numpy(x)[:, None]), None)
+    alive, parent = np.ones((len(x), 1), dtype=bool), np.zeros((len(x), 1), dtype=np.int64)
+    keep, _ = policy.keep(DraftStep(1, alive, parent, x[:, None], {}, np.arange(len(x))), None)
     clear = np.abs(model.predict_proba(x)[:, 1] - 0.4) > 1e-4
-    np.testing.assert_array_equal(keep[clear, 0].numpy(), model.predict_proba(x)[clear, 1] > 0.4)
+    np.testing.assert_array_equal(keep[clear, 0], model.predict_proba(x)[clear, 1] > 0.4)
 
 
 def test_prompts_are_grouped_by_scikit_learns_own_means() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from made import made_trace
@@ -17,7 +18,7 @@ from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.rules import Continuation, build_rule
 from specstop.train.fit.continuation import achievable_estimate, backward
-from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, with_memory
+from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.refit import Turn, distance, refit
 from specstop.train.fit.run import train
 from specstop.train.heads.continuation_heads import VALUE_FITTERS, ValueRows
@@ -33,7 +34,7 @@ FLAT = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0), {})
 
 
 def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceArrays:
-    """Return a trace whose feature `entropy` says at each node how much longer the draft is right, or 0 behind its end."""
+    """Return a trace whose feature `entropy` says at each node how much longer the draft is right, or 0 after its end."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
     arrays = made_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
@@ -115,11 +116,14 @@ def test_every_kind_of_head_learns_a_value(kind: str) -> None:
     rows = ValueRows(x, depth, 2.0 * x[:, 0] - 1.0 + 0.1 * torch.randn(6000, generator=generator), torch.ones(6000))
     names = ("entropy", "noisy_score")
     head = VALUE_FITTERS[kind](rows.part(depth < 3), rows.part(depth == 3), names, 0)
-    found = head.logits(x[:200], 2)
+    seen = x[:200].numpy()
+    found = head.scores(seen, 2)
     assert not found[:, 0].any()
-    assert float((found[:, 1] - (2.0 * x[:200, 0] - 1.0)).abs().mean()) < 0.12
-    one = [head.logits_one(row, 2)[1] for row in x[:20].tolist()]
-    assert one == pytest.approx(found[:20, 1].tolist(), abs=1e-4)
+    assert float(np.abs(found[:, 1] - (2.0 * seen[:, 0] - 1.0)).mean()) < 0.12
+    assert np.array_equal(np.concatenate([head.scores(seen[i : i + 1], 2) for i in range(20)]), found[:20])
+    train = x[depth < 3].numpy()
+    assert head.tensors()["low"].tolist() == train.min(0).tolist()
+    assert head.tensors()["high"].tolist() == train.max(0).tolist()
 
 
 @pytest.mark.parametrize("kind", list(VALUE_FITTERS))
@@ -139,8 +143,7 @@ def test_rounds_of_a_policy_are_those_of_its_replay() -> None:
     policy, togo = settled.made, ToGo(arrays, FLAT)
     seen = seen_features(arrays, policy.features, torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
     seen = with_memory(seen, remembered(policy.features), policy.first)
-    value = torch.stack([policy.head.logits(seen[:, j], j)[..., 1] for j in range(togo.depth)], 1)
-    lengths, _ = rounds_of(togo, value, policy.first, policy.max_depth, policy.rule.to_dict()["margin"])
+    lengths, _ = rounds_of(togo, values(policy.head, seen), policy.first, policy.max_depth, policy.rule.to_dict()["margin"])
     assert torch.allclose(togo.play(lengths).seconds, replay(arrays, policy, FLAT).seconds)
 
 
@@ -163,8 +166,8 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
 
 def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:
     for margin, value in itertools.product((-0.3, 0.0, 0.2), (-0.31, -0.29, -0.01, 0.01, 0.19, 0.21)):
-        output = float(torch.sigmoid(torch.tensor(value)))
-        assert Continuation(margin).keep(1, 0.0, 1.0, output) is (value > margin)
+        found = np.array([0.0, 1.0, float(torch.sigmoid(torch.tensor(value)))]).reshape(3, 1, 1)
+        assert Continuation(margin).keep(1, found, np.ones((1, 1), dtype=bool)).item() is (value > margin)
     assert build_rule(Continuation(0.1, 2).to_dict()).to_dict() == {
         "kind": "continuation",
         "margin": 0.1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import lightning
 import numpy as np
@@ -15,12 +15,14 @@ from specstop.policies.baselines import FixedLength
 from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.heads import Basis
+from specstop.policies.heads import Basis, Head
 from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
+from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.boosted import fit_boosted
 from specstop.train.heads.calibrate import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
-from specstop.train.heads.linear import fit_basis, fit_linear
+from specstop.train.heads.exported import ranges
+from specstop.train.heads.linear import fit_linear
 from specstop.train.heads.mlp import StopHeadModule, TraceDataModule, fit_mlp
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.traces.data import TraceArrays
@@ -156,30 +158,37 @@ def parts() -> tuple[FitRows, FitRows]:
     return made_rows(24_000, 1), made_rows(8_000, 2)
 
 
+def scored(head: Head, rows: FitRows) -> torch.Tensor:
+    """Return [M, 2], the head's scores of rows at their depths."""
+    found = (torch.from_numpy(head.scores(rows.features.numpy(), depth)) for depth in (0, 1))
+    return torch.where((rows.depth == 0)[:, None], *found)
+
+
 def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float, float]]:
     """Return (loss of the head, of the truth, of the constant) for both outputs."""
     truth = true_logits(rows.features, rows.depth == 0)
     found = []
     for column, label, use in ((0, rows.accepted, rows.drawn), (1, rows.followed, rows.followed_known)):
-        constant = label[use].double().mean().expand(int(use.sum()))
+        constant = np.full(int(use.sum()), float(label[use].double().mean()))
         logits = (head_logits[use, column], truth[use, column])
-        found.append((*(log_loss(torch.sigmoid(x), label[use]) for x in logits), log_loss(constant, label[use])))
+        chances = (*(torch.sigmoid(x).numpy() for x in logits), constant)
+        found.append(tuple(log_loss(chance, label[use].numpy()) for chance in chances))
     return found
 
 
 def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitRows]) -> None:
     rows = parts[0]
-    columns = Basis(NAMES, *fit_basis(rows, NAMES))(rows.features[rows.drawn], 1)
+    columns = torch.from_numpy(fit_basis(rows, NAMES)(rows.features[rows.drawn].numpy(), 1))
     torch.testing.assert_close(columns.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(columns.std(0), torch.ones(3), atol=1e-4, rtol=0)
     same = FitRows(torch.ones_like(rows.features), *(getattr(rows, n) for n in
                    ("depth", "accepted", "followed", "followed_known")))  # fmt: skip
-    assert fit_basis(same, NAMES)[1].tolist() == [1.0] * 3
+    assert fit_basis(same, NAMES).scale.tolist() == [1.0] * 3
 
 
 def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
     head = fit_linear(parts[0], NAMES)
-    tensors = head.tensors()
+    tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     weight = tensors["weight"] / tensors["scale"]
     bias = tensors["bias"] - weight @ (tensors["mean"])
     torch.testing.assert_close(weight[:2], TRUE_WEIGHT[:2], atol=COEFFICIENT, rtol=0)
@@ -189,8 +198,32 @@ def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRo
     torch.testing.assert_close(opening, TRUE_WEIGHT[2], atol=COEFFICIENT, rtol=0)
     truth = true_logits(parts[1].features, parts[1].depth == 0)
     first = parts[1].depth == 0
-    found = head.logits(parts[1].features[first], 0)[:, 1]
+    found = scored(head, parts[1])[first, 1].float()
     torch.testing.assert_close(found, truth[first, 1], atol=4 * COEFFICIENT, rtol=0)
+
+
+def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
+    names = ("top1", "anchor_top1", "depth", "drawn_token", "mean_full")
+    features = torch.tensor([[0.0, 0.9, 0.0, 0.0, 0.5], [0.3, 0.2, 1.0, 7.0, 0.5], [0.6, float("nan"), 2.0, 9.0, 0.7]])
+    low, high = ranges(names, features, torch.tensor([0, 1, 2]))
+    np.testing.assert_allclose(low, [0.3, 0.2, np.nan, np.nan, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(high, [0.6, 0.9, np.nan, np.nan, 0.7], rtol=1e-6)
+    assert np.isnan(ranges(names, features[:1], torch.tensor([0]))[0][0]), "no row knows it"
+
+
+@pytest.mark.parametrize("fit", [fit_linear, lambda *a: fit_boosted(a[0], *a)[0], lambda *a: fit_mlp(a[0], *a, epochs=1)])
+def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(fit: Callable[..., Head]) -> None:
+    rows = made_rows(1500, 4)
+    head = fit(rows, NAMES)
+    seen = rows.features[rows.drawn].numpy()
+    end = seen[:50].copy()
+    end[:, 2] = seen[:, 2].max()
+    far = end.copy()
+    far[:, 2] = 1e6
+    for depth in (0, 1):  # at depth 0 the feature is not read, or fed as 0
+        assert np.isfinite(head.scores(far, depth)).all()
+    assert np.array_equal(head.scores(far, 1), head.scores(end, 1))
+    assert head.tensors()["high"][2] == seen[:, 2].max()
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -199,35 +232,38 @@ def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
     flat = torch.full_like(rows.accepted, label)
     head = fit_linear(FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3), NAMES)
     for depth in (0, 1):
-        chance = torch.sigmoid(head.logits(rows.features, depth))
+        chance = torch.sigmoid(torch.from_numpy(head.scores(rows.features.numpy(), depth)))
         assert float(chance.std(0).max()) < 1e-6
         assert bool(((chance > 0.9) if label else (chance < 0.1)).all())
 
 
 def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
     head, files = fit_boosted(*parts, NAMES)
-    tensors = head.tensors()
+    tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     x = parts[1].features[:3000].clone()
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.2] = float("nan")
     split, threshold = tensors["feature"].flatten(), tensors["threshold"].flatten()
     real = (threshold < np.finfo(np.float32).max).nonzero()[:, 0]
     on = parts[1].features[: len(real)].clone()[torch.arange(len(real)) % 3000]
     on[torch.arange(len(real)), split[real]] = threshold[real]
-    x = torch.cat([x, on])
+    x = torch.cat([x, on, 3.0 * x[:200]])
     assert len(on) > 500
-    found = head.logits(x, 1)
+    rows = x.numpy()
+    found = head.scores(rows, 1)
+    within = np.clip(rows, tensors["low"].numpy(), tensors["high"].numpy())
+    assert (within != rows)[~np.isnan(rows)].any(), "some rows lie outside what training saw"
     for column, name in enumerate(("accept.ubj", "next.ubj")):
         booster = xgb.Booster()
         booster.load_model(bytearray(files[name]))
-        margin = booster.predict(xgb.DMatrix(x.numpy(), feature_names=list(NAMES)), output_margin=True)
-        np.testing.assert_allclose(found[:, column].numpy(), margin, atol=MARGIN, rtol=MARGIN)
+        margin = booster.predict(xgb.DMatrix(within, feature_names=list(NAMES)), output_margin=True)
+        np.testing.assert_allclose(found[:, column], margin, atol=MARGIN, rtol=MARGIN)
     assert found.std() > 0.5
-    assert torch.equal(head.logits(x, 0), found), "trees do not know the depth but by its feature"
+    assert np.array_equal(head.scores(within.astype(np.float32), 0), found), "trees do not know the depth but by its feature"
 
 
 def test_the_boosted_head_learns(parts: tuple[FitRows, FitRows]) -> None:
     head, _ = fit_boosted(*parts, NAMES)
-    for loss, truth, constant in losses(head.logits(parts[1].features, 1), parts[1]):
+    for loss, truth, constant in losses(torch.from_numpy(head.scores(parts[1].features.numpy(), 1)), parts[1]):
         assert loss < truth + LOSS < constant - LOSS
 
 
@@ -247,12 +283,9 @@ def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
     torch.manual_seed(99)
     again, other = fit_mlp(*parts, NAMES, epochs=4), fit_mlp(*parts, NAMES, epochs=4, seed=1)
     for name, value in head.tensors().items():
-        assert torch.equal(value, again.tensors()[name])
-    assert not torch.equal(head.tensors()["weight.0"], other.tensors()["weight.0"])
-    rows = parts[1]
-    first = (rows.depth == 0)[:, None]
-    logits = torch.where(first, head.logits(rows.features, 0), head.logits(rows.features, 1))
-    for loss, truth, constant in losses(logits, rows):
+        assert np.array_equal(value, again.tensors()[name])
+    assert not np.array_equal(head.tensors()["weight.0"], other.tensors()["weight.0"])
+    for loss, truth, constant in losses(scored(head, parts[1]), parts[1]):
         assert loss < truth + LOSS < constant - LOSS
 
 
@@ -262,15 +295,13 @@ def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) 
     head = fit_mlp(rows, rows, NAMES, epochs=1)
     tensors = head.tensors()
     module = StopHeadModule(len(NAMES) + 1)
-    module.load_state_dict({f"layers.{i}.{part}": tensors[f"{part}.{i}"] for i in range(3)
+    module.load_state_dict({f"layers.{i}.{part}": torch.from_numpy(tensors[f"{part}.{i}"]) for i in range(3)
                             for part in ("weight", "bias")})  # fmt: skip
     data = TraceDataModule(rows, rows, Basis(NAMES, tensors["mean"], tensors["scale"]))
     (columns, labels, known), *rest = data.val_dataloader()
     assert not rest
-    first = (rows.depth == 0)[:, None]
-    expected = torch.where(first, head.logits(rows.features, 0), head.logits(rows.features, 1))
     with torch.no_grad():
-        torch.testing.assert_close(module(columns), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(module(columns), scored(head, rows).float(), atol=1e-5, rtol=1e-5)
     assert torch.equal(known.bool(), torch.stack([rows.drawn, rows.followed_known], 1))
     assert torch.equal(labels.bool(), torch.stack([rows.accepted, rows.followed], 1))
 
@@ -287,7 +318,7 @@ def test_a_batch_without_labels_weighs_nothing() -> None:
 
 def test_the_training_batches_are_shuffled_whole_and_seeded() -> None:
     rows = made_rows(2_500)
-    basis = Basis(NAMES, *fit_basis(rows, NAMES))
+    basis = fit_basis(rows, NAMES)
     orders = []
     for seed in (0, 0, 1):
         batches = [columns for columns, _, _ in TraceDataModule(rows, rows, basis, 1000, seed).train_dataloader()]
@@ -301,7 +332,7 @@ def test_the_training_batches_are_shuffled_whole_and_seeded() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_module_and_data_serve_a_trainer_of_your_own() -> None:
     rows = made_rows(300)
-    basis = Basis(NAMES, *fit_basis(rows, NAMES))
+    basis = fit_basis(rows, NAMES)
     module = StopHeadModule(basis.width + 1, hidden=(8,))
     before = [p.clone() for p in module.parameters()]
     trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_prompts
+from scipy.special import expit, logit
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
@@ -72,7 +74,7 @@ def test_a_published_head_reads_what_it_was_published_with_under_its_rule(
 ) -> None:
     features, vectors, rule = READS[kind]
     policy = trained[kind].policy
-    assert (policy.vectors, policy.rule.kind) == (vectors, rule)
+    assert (policy.hidden, policy.rule.kind) == (vectors, rule)
     assert features is None or policy.features == features
     published = kind in ("dynasd-soft", "dynasd-hard", "specdec-published")
     assert published is not form(kind).calibrated
@@ -129,7 +131,7 @@ def test_any_rule_can_be_asked_for(hidden: tuple[Trace, Trace, Trace], costs: Pr
 def test_a_head_takes_the_hidden_states_that_are_asked_for(hidden: tuple[Trace, Trace, Trace], costs: Profile) -> None:
     options = {"head": "resnet", "fit": QUICK, "cross_fit": False}
     policy = train(hidden[0], costs, vectors=["target_hidden"], features=["top1"], **options).policy
-    assert (policy.vectors, policy.features) == (("target_hidden",), ("top1",))
+    assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
     with pytest.raises(InputError, match="--vector: the head dynasd-soft reads draft_hidden, not target_hidden"):
         read_vectors("dynasd-soft", [hidden[0]], ["target_hidden"])
     with pytest.raises(InputError, match="the head mlp reads no hidden state, not draft_hidden"):
@@ -188,7 +190,7 @@ def test_heads_are_fitted_on_mixed_texts_and_settled_on_plain_ones(
     done = train(hidden[0], costs, head=kind, fit=QUICK, cross_fit=False, mixed=hidden[2])
     assert done.policy.max_depth == DEPTH
     mine, plain = (p.head.tensors() for p in (done.policy, trained[kind].policy))
-    assert any(not torch.equal(mine[name], plain[name]) for name in mine)
+    assert any(not np.array_equal(mine[name], plain[name]) for name in mine)
 
 
 def test_what_is_no_mixed_trace_is_refused(hidden: tuple[Trace, Trace, Trace], costs: Profile) -> None:
@@ -201,28 +203,27 @@ def test_what_is_no_mixed_trace_is_refused(hidden: tuple[Trace, Trace, Trace], c
 
 def test_the_calibrator_of_a_lagging_head_is_fitted_on_the_token_before() -> None:
     """The logit at depth j is the truth of x_{j-1}; taken for that of x_j it would be noise."""
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     count, depth = 4000, 4
-    chance = torch.rand(count, depth, generator=generator)
-    accepted = (torch.rand(count, depth, generator=generator) < chance).long().cumprod(1)
-    logits = torch.zeros(count, depth + 1, 2)
-    logits[:, 2:, 0] = 2.0 * torch.logit(chance[:, :-1], eps=1e-4)  # twice too sure
-    outputs = Outputs(logits, accepted.sum(1), torch.arange(count) % 4, torch.zeros(count), lag=1)
+    chance = generator.random((count, depth))
+    accepted = (generator.random((count, depth)) < chance).cumprod(1)
+    logits = np.zeros((count, depth + 1, 2))
+    logits[:, 2:, 0] = 2.0 * logit(chance[:, :-1].clip(1e-4, 1 - 1e-4))  # twice too sure
+    outputs = Outputs(logits, accepted.sum(1), np.arange(count) % 4, np.zeros(count), lag=1)
     done = calibrate(outputs)
     found = done.accept(logits[:, 2, 0])
-    assert float((found - chance[:, 0]).abs().mean()) < 0.02
+    assert float(np.abs(found - chance[:, 0]).mean()) < 0.02
     assert done.metrics["accept_auc"] > 0.7
     as_if_not = calibrate(Outputs(logits, outputs.length, outputs.fold, outputs.temperature))
     assert as_if_not.metrics["accept_auc"] < 0.6
 
 
 def test_outputs_are_left_as_they_are_where_they_were_published_so() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(500, 4, 2, generator=generator)
-    length = torch.randint(0, 4, (500,), generator=generator)
-    outputs = Outputs(logits, length, torch.arange(500) % 4, torch.zeros(500))
+    generator = np.random.default_rng(1)
+    logits = generator.standard_normal((500, 4, 2))
+    outputs = Outputs(logits, generator.integers(0, 4, 500), np.arange(500) % 4, np.zeros(500))
     done = calibrate(outputs, as_they_are=True)
     assert (done.accept.kind, done.following.kind) == ("identity", "identity")
     assert not done.survival.maps.changed
-    products = torch.sigmoid(logits[:, 1:, 0]).double().cumprod(1)
-    torch.testing.assert_close(done.survival.held_out, products, atol=1e-5, rtol=1e-5)
+    products = expit(logits[:, 1:, 0]).cumprod(1)
+    np.testing.assert_allclose(done.survival.held_out, products, atol=1e-5, rtol=1e-5)

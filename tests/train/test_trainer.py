@@ -6,14 +6,15 @@ import signal
 from pathlib import Path
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from made import NAMES, made_rows
 from specstop.policies.errors import InputError
-from specstop.policies.heads import Basis, MLPHead
+from specstop.policies.heads import MLPHead
 from specstop.train import StopHeadModule, TraceDataModule
+from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.linear import fit_basis
 from specstop.train.heads.mlp import fit_mlp
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.trainer import find_logger, make_trainer
@@ -28,22 +29,22 @@ def parts() -> tuple[FitRows, FitRows]:
 
 def same(first: MLPHead, second: MLPHead) -> bool:
     mine, theirs = first.tensors(), second.tensors()
-    return set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return set(mine) == set(theirs) and all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_the_example_of_the_docstring(parts: tuple[FitRows, FitRows]) -> None:
     rows, held_out = parts
-    basis = Basis(NAMES, *fit_basis(rows, NAMES))
+    basis = fit_basis(rows, NAMES)
     module = StopHeadModule(basis.width + 1, hidden=(8, 8))
     data = TraceDataModule(rows, held_out, basis)
     trainer = lightning.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
     trainer.fit(module, datamodule=data)
-    head = module.to_head(NAMES, basis)
-    x = held_out.features[:5]
-    columns = torch.cat([basis(x, 1), torch.zeros(5, 1)], 1)
-    torch.testing.assert_close(head.logits(x, 1), module(columns), atol=1e-5, rtol=1e-5)
+    head = module.to_head(NAMES, basis, rows)
+    x = rows.features[:5].numpy()
+    columns = torch.cat([torch.from_numpy(basis(x, 1)), torch.zeros(5, 1)], 1)
+    np.testing.assert_allclose(head.scores(x, 1), module(columns).detach().numpy(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("caught", [True, False], ids=["handled by the caller", "not handled"])
@@ -67,7 +68,7 @@ def test_a_request_to_terminate_reaches_the_caller(
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
-    """Killed behind the third of five epochs; a schedule that began anew, or another order of the rows, would show."""
+    """Killed after the third of five epochs; a schedule that began anew, or another order of the rows, would show."""
     whole = fit_mlp(*parts, NAMES, options=FitOptions(epochs=5, checkpoints=tmp_path / "whole", batch_size=256))
     epochs = []
 

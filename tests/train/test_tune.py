@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from specstop.collect.store import Trace
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.calibration import Calibrator
@@ -39,7 +39,7 @@ CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tok
 
 def certain(policy: LearnedPolicy, chance: float) -> LearnedPolicy:
     """Return a policy that takes every token to be accepted with this chance."""
-    flat = Calibrator("isotonic", knots=torch.tensor([[-1.0, 1.0], [chance, chance]]))
+    flat = Calibrator("isotonic", knots=np.array([[-1.0, 1.0], [chance, chance]], dtype=np.float32))
     return LearnedPolicy(
         policy.name, policy.features, policy.head, flat, policy.following, policy.rule, policy.max_depth, policy.facts
     )
