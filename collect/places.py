@@ -272,10 +272,11 @@ class Places:
         ids[..., 0], ids[..., 3] = at * len(self.fed) + fed, rank_at
         ids[..., 4] = [len(tree.children[up]) for up in tree.parent[1:]]
         ids[..., 5] = tree.depth[1:]
-        three = np.concatenate([numbers, path[:, 1:, None]], -1).reshape(-1, 3)
+        lead = np.full((*at.shape, 1), np.inf)  # no filter leaves tokens out here
+        four = np.concatenate([numbers, path[:, 1:, None], lead], -1).reshape(-1, 4)
         best = self.best.reshape(-1, self.best.shape[-1])
         nothing = np.zeros((1, 10), dtype=np.float32), np.zeros((1, 2))
-        post = self.post_columns(Summary(*nothing, best, three), Drawn(ids.reshape(-1, 6)), self.temperature)
+        post = self.post_columns(Summary(*nothing, best, four), Drawn(ids.reshape(-1, 6)), self.temperature)
         features = np.concatenate([self.pre[at, fed], post.reshape(*at.shape, -1)], -1)
         return torch.from_numpy(features), torch.from_numpy(np.exp(numbers[..., 1])).to(self.own.device)
 
