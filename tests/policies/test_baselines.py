@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from asking import ask, tell
 from sklearn.metrics import roc_curve
+from specstop.policies.baselines import Confidence
 from specstop.policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
 from specstop.policies.baselines_online import Online
 from specstop.policies.baselines_roc import Roc
 from specstop.policies.baselines_scores import EntropyBound, MaxProb, Product
-from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
-from specstop.policies.draws import keyed_normal, keyed_uniform, mix
+from specstop.policies.contract import StopPolicy
+from specstop.policies.draws import keyed_normal, keyed_uniform, mix, shift
 from specstop.policies.errors import PolicyError
 from specstop.policies.specs import load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
@@ -40,7 +43,7 @@ class Round:
 def play(policy: StopPolicy, low: float = 0.0, high: float = 1.0, seed: int = 0) -> list[list[Round]]:
     """Run chains with made-up scores and outcomes; return the rounds by stream."""
     dice = random.Random(seed)
-    state = policy.start(STREAMS, torch.arange(STREAMS))
+    state = policy.start(STREAMS, np.arange(STREAMS))
     played: list[list[Round]] = [[] for _ in range(STREAMS)]
     for _ in range(ROUNDS):
         alive = [dice.random() > 0.1 for _ in range(STREAMS)]
@@ -49,23 +52,18 @@ def play(policy: StopPolicy, low: float = 0.0, high: float = 1.0, seed: int = 0)
         going = list(alive)
         for depth in range(1, min(DEPTH, policy.max_depth)):
             values = [float(np.float32(dice.uniform(low, high))) if on else 0.0 for on in going]
-            features = torch.tensor(values)[:, None, None]
-            mask = torch.tensor(going)[:, None]
-            step = DraftStep(depth, mask, torch.zeros(STREAMS, 1, dtype=torch.int64), features)
-            kept, state = policy.keep(step, state)
+            mask = np.array(going)[:, None]
+            kept, state = policy.keep(ask(depth, np.array(values)[:, None, None], mask), state)
             assert not (kept & ~mask).any()
             for s in range(STREAMS):
                 if going[s]:
                     scores[s].append(values[s])
-                    answers[s].append(bool(kept[s]))
+                    answers[s].append(bool(kept[s, 0]))
                     going[s] = answers[s][-1]
         drafted = [sum(a) + 1 if on else 0 for a, on in zip(answers, alive, strict=True)]
         accepted = [min(d, dice.randrange(DEPTH + 1)) for d in drafted]
         cut = [dice.random() < 0.1 for _ in range(STREAMS)]
-        k = torch.tensor(drafted)
-        seconds = torch.ones(STREAMS, dtype=torch.float64)
-        outcome = RoundOutcome(torch.tensor(alive), k, k, torch.tensor(accepted), torch.tensor(cut), seconds)
-        state = policy.observe(outcome, state)
+        state = policy.observe(tell(accepted, drafted, cut=cut, active=alive), state)
         for s in range(STREAMS):
             if alive[s]:
                 played[s].append(Round(scores[s], answers[s], drafted[s], accepted[s], cut[s]))
@@ -150,12 +148,17 @@ def test_the_roc_threshold_is_that_of_hugging_face() -> None:
 
 
 def test_equal_probabilities_are_one_point_of_the_curve() -> None:
-    policy = Roc(samples=3, weight=1.0)
-    probs = torch.tensor([[0.5, 0.5, 0.25, 0.75, 0.25]])
-    labels = torch.tensor([[True, False, True, True, True]])
-    fitted = policy._fitted(probs, labels, torch.tensor([5]), torch.tensor([0.4]))
-    fpr, tpr, found = roc_curve(labels[0].numpy(), probs[0].numpy())
-    assert float(fitted) == found[np.argmin(fpr + (1 - tpr))]
+    policy = Roc(samples=3, weight=1.0, max_depth=6)
+    probs, labels = np.array([0.5, 0.5, 0.25, 0.75, 0.25], dtype=np.float32), [True, False, True, True, True]
+    state = policy.start(1, np.zeros(1, dtype=np.int64))
+    # Three rounds: two accepted and one refused at 0.5, then the others.
+    for asked, accepted in (((0.75, 0.5, 0.5), 2), ((0.25, 0.25), 2)):
+        for depth, prob in enumerate(asked, start=1):
+            _, state = policy.keep(ask(depth, [[[prob]]]), state)
+        state = policy.observe(tell([accepted], [len(asked)]), state)
+    fpr, tpr, found = roc_curve(labels, probs)
+    assert float(state.threshold[0]) == found[np.argmin(fpr + (1 - tpr))]
+    assert state.probs[0, :5].tolist() == sorted(probs.tolist(), reverse=True)
 
 
 def test_the_online_model_takes_a_newton_step_a_round() -> None:
@@ -191,19 +194,16 @@ def test_the_online_model_takes_a_newton_step_a_round() -> None:
 def test_the_online_model_learns_what_is_true() -> None:
     """Accepted with probability sigmoid(0.5 z - 1): the weights come near after a thousand tokens."""
     policy = Online(0.0, max_depth=3)
-    generator = torch.Generator().manual_seed(0)
-    state = policy.start(4, torch.arange(4))
-    one = torch.ones(4, dtype=torch.int64)
+    dice = np.random.default_rng(0)
+    state = policy.start(4, np.arange(4))
     for _ in range(1000):
-        prob = torch.rand(4, 1, 1, generator=generator) * 0.96 + 0.02
-        alive, parent = torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, 1, dtype=torch.int64)
-        _, state = policy.keep(DraftStep(1, alive, parent, prob), state)
-        chance = torch.sigmoid(0.5 * torch.logit(prob[:, 0, 0]) - 1.0)
-        accepted = (torch.rand(4, generator=generator) < chance).long()
-        outcome = RoundOutcome(alive[:, 0], one, one, accepted, ~alive[:, 0], one.double())
-        state = policy.observe(outcome, state)
+        prob = (dice.random((4, 1, 1)) * 0.96 + 0.02).astype(np.float32)
+        _, state = policy.keep(ask(1, prob), state)
+        odds = np.log(prob[:, 0, 0] / (1.0 - prob[:, 0, 0]))
+        accepted = dice.random(4) < 1.0 / (1.0 + np.exp(1.0 - 0.5 * odds))
+        state = policy.observe(tell(accepted.tolist(), [1] * 4), state)
     # Standard errors of about 0.07 after 1,000 samples, some of them half forgotten: four of them.
-    assert bool(((state.weights - torch.tensor([0.5, -1.0])).abs() < 0.3).all()), state.weights
+    assert (np.abs(state.weights - [0.5, -1.0]) < 0.3).all(), state.weights
 
 
 CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
@@ -286,19 +286,38 @@ def splitmix(value: int) -> int:
 
 
 def test_draws_depend_on_their_key_and_number_alone() -> None:
-    key, number = torch.tensor([5, -7, 1 << 62]), torch.tensor([0, 3, 99])
+    key, number = np.array([5, -7, 1 << 62]), np.array([0, 3, 99])
     drawn = keyed_uniform(key, number, 4)
     golden = 0x9E3779B97F4A7C15
     for s in range(3):
         row = splitmix(splitmix(int(number[s]) * golden + 1) ^ int(key[s]) & ((1 << 64) - 1))
         assert drawn[s].tolist() == [(splitmix(row + at * golden) >> 11) * 2.0**-53 for at in range(1, 5)]
-    assert torch.equal(keyed_uniform(key[1:2], number[1:2], 4), drawn[1:2])
-    assert splitmix(12345) == int(mix(torch.tensor(12345))) & ((1 << 64) - 1)
+    assert np.array_equal(keyed_uniform(key[1:2], number[1:2], 4), drawn[1:2])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_counters_are_scrambled_alike_in_arrays_and_tensors(kind: Callable[[list[int]], Any]) -> None:
+    values = [0, 1, -1, 12345, (1 << 63) - 1, -(1 << 63), 0x9E3779B97F4A7C15 - (1 << 64)]
+    given = kind(values)
+    assert [v & ((1 << 64) - 1) for v in mix(given).tolist()] == [splitmix(v) for v in values]
+    assert given.tolist() == values, "mix() leaves what it is given"
+    assert shift(given, 11).tolist() == [(v & ((1 << 64) - 1)) >> 11 for v in values]
 
 
 def test_normal_draws_are_normal() -> None:
-    drawn = keyed_normal(torch.arange(100), torch.full((100,), 7), 100).flatten()
-    assert bool(drawn.isfinite().all()) and len(set(drawn.tolist())) == 10_000
+    drawn = keyed_normal(np.arange(100), np.full(100, 7), 100).ravel()
+    assert np.isfinite(drawn).all() and len(set(drawn.tolist())) == 10_000
     # 10,000 draws: standard errors 0.01 and 0.007; five of them.
-    assert abs(float(drawn.mean())) < 0.05
-    assert abs(float(drawn.std()) - 1.0) < 0.036
+    assert abs(drawn.mean()) < 0.05
+    assert abs(drawn.std(ddof=1) - 1.0) < 0.036
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.4, 0.75])
+def test_a_value_at_the_threshold_is_compared_in_single_precision(threshold: float) -> None:
+    at = np.float32(threshold)
+    values = np.array([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(1))])[:, None, None]
+    for policy in (Confidence(threshold), MaxProb(threshold), Roc(threshold)):
+        kept, _ = policy.keep(ask(1, values), policy.start(3, np.zeros(3, dtype=np.int64)))
+        assert kept[:, 0].tolist() == [False, True, True], policy.name
+    kept, _ = EntropyBound(threshold).keep(ask(1, values), None)
+    assert kept[:, 0].tolist() == [True, True, False]

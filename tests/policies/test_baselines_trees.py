@@ -7,14 +7,16 @@ import math
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
-import torch
+from asking import ask, tell
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.baselines_adaptive import Heuristic
 from specstop.policies.baselines_bandit import Bandit
 from specstop.policies.baselines_gain import Gain, prices
-from specstop.policies.baselines_trees import C2T, DDD, UNSEEN, Eagle, OptTree, ranks
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
+from specstop.policies.baselines_trees import C2T, DDD, UNSEEN, Eagle, OptTree
+from specstop.policies.baselines_trees import best as best_of
+from specstop.policies.contract import DraftTree, StopPolicy
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""
@@ -57,32 +59,28 @@ def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
             one.values[node] = inherited + math.log(dice.choice([0.9, 0.6, 0.3, 0.1]) * dice.uniform(0.9, 1.0))
             one.entropy[node] = dice.uniform(0.0, 3.0)
         one.drawn = set(LEVELS[0])
-    state = policy.start(streams, torch.arange(streams))
+    state = policy.start(streams, np.arange(streams))
     for depth in range(1, min(len(LEVELS), policy.max_depth)):
         level = LEVELS[depth - 1]
-        alive = torch.tensor([[n in one.drawn for n in level] for one in played])
-        if not bool(alive.any()):
+        alive = np.array([[n in one.drawn for n in level] for one in played])
+        if not alive.any():
             break
         columns = {"path_logprob": "values", "entropy": "entropy"}
         rows = [
             [[float(depth) if f == "depth" else getattr(one, columns[f])[n] for f in policy.features] for n in level]
             for one in played
         ]
-        features = torch.where(alive[..., None], torch.tensor(rows), 0.0)
+        features = np.where(alive[..., None], rows, 0.0)
         first = LEVELS[depth - 2][0] if depth > 1 else 0
-        parent = torch.tensor([[PARENTS[n] - first if depth > 1 else 0 for n in level]]).expand(streams, -1)
-        kept, state = policy.keep(DraftStep(depth, alive, parent, features), state)
+        parent = np.tile([PARENTS[n] - first if depth > 1 else 0 for n in level], (streams, 1))
+        kept, state = policy.keep(ask(depth, features, alive, parent), state)
         for s, one in enumerate(played):
             one.kept[depth] = {n for at, n in enumerate(level) if kept[s, at]}
             assert one.kept[depth] <= one.drawn
             one.drawn |= {n for n in LEVELS[depth] if PARENTS[n] in one.kept[depth]}
-    drawn = torch.tensor([[n in one.drawn for n in range(len(PARENTS))] for one in played])
-    tree = DraftTree(
-        torch.where(drawn, 7, -1),
-        torch.tensor(PARENTS).expand(streams, -1),
-        torch.tensor(DEPTHS).expand(streams, -1),
-        drawn,
-    )
+    drawn = np.array([[n in one.drawn for n in range(len(PARENTS))] for one in played])
+    shape = tuple(np.tile(values, (streams, 1)) for values in (PARENTS, DEPTHS))
+    tree = DraftTree(np.where(drawn, 7, -1), *shape, drawn)
     mask = policy.select(tree, state)
     for s, one in enumerate(played):
         one.selected = one.drawn if mask is None else {n for n in range(len(PARENTS)) if mask[s, n]}
@@ -196,10 +194,8 @@ def test_gain_buys_what_is_worth_its_price(case: str, power: float) -> None:
 
 def test_doubt_widens_the_tree_where_rows_are_cheap_and_ends_it_where_steps_are_dear() -> None:
     def width(policy: StopPolicy, chances: list[float]) -> int:
-        features = torch.tensor(chances).log()[None, :, None]
-        alive = torch.ones(1, len(chances), dtype=torch.bool)
-        step = DraftStep(1, alive, torch.zeros(1, len(chances), dtype=torch.int64), features)
-        return int(policy.keep(step, policy.start(1, torch.zeros(1, dtype=torch.int64)))[0].sum())
+        step = ask(1, np.log(chances)[None, :, None])
+        return int(policy.keep(step, policy.start(1, np.zeros(1, dtype=np.int64)))[0].sum())
 
     sure, doubtful = [0.94, 0.02, 0.02, 0.02], [0.3, 0.25, 0.25, 0.2]
     cheap, dear = Gain(step=0.2, row=0.05, verify=0.05), Gain(step=0.9, row=0.05, verify=0.05)
@@ -207,28 +203,24 @@ def test_doubt_widens_the_tree_where_rows_are_cheap_and_ends_it_where_steps_are_
     assert (width(dear, sure), width(dear, doubtful)) == (0, 0)
 
 
-def test_ranks_put_the_first_of_equals_first() -> None:
-    assert ranks(torch.tensor([[0.5, 2.0, 0.5, -torch.inf, 2.0]])).tolist() == [[2, 0, 3, 4, 1]]
+def test_the_first_of_equals_are_the_best() -> None:
+    values = np.array([[0.5, 2.0, 0.5, -np.inf, 2.0]], dtype=np.float32)
+    order = [1, 4, 0, 2]
+    for count in range(6):
+        kept = best_of(values, np.isfinite(values), count)
+        assert kept[0].nonzero()[0].tolist() == sorted(order[:count])
 
 
 def test_prices_go_on_as_at_their_end() -> None:
-    like = torch.zeros(1)
-    assert prices((1.0, 3.0), 4, like).tolist() == [1.0, 3.0, 5.0, 7.0]
-    assert prices((1.0, 3.0), 1, like).tolist() == [1.0]
-    assert prices((0.5,), 3, like).tolist() == [0.5, 0.5, 0.5]
-
-
-def outcome(accepted: list[int], drafted: list[int], seconds: list[float], cut: bool = False) -> RoundOutcome:
-    active = torch.ones(len(drafted), dtype=torch.bool)
-    k = torch.tensor(drafted)
-    cuts = torch.full_like(active, cut)
-    return RoundOutcome(active, k, k, torch.tensor(accepted), cuts, torch.tensor(seconds, dtype=torch.float64))
+    assert prices((1.0, 3.0), 4).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert prices((1.0, 3.0), 1).tolist() == [1.0]
+    assert prices((0.5,), 3).tolist() == [0.5, 0.5, 0.5]
 
 
 def simulate(policy: Bandit, rounds: int, seed: int = 0) -> tuple[list[list[int]], list[list[tuple[int, float, int]]]]:
     """Run rounds whose worth depends on the arm; return by stream the choices and (arm, seconds, tokens)."""
     dice = random.Random(seed)
-    state = policy.start(3, torch.tensor([11, 22, 33]))
+    state = policy.start(3, np.array([11, 22, 33]))
     choices: list[list[int]] = [[], [], []]
     logs: list[list[tuple[int, float, int]]] = [[], [], []]
     for _ in range(rounds):
@@ -238,7 +230,7 @@ def simulate(policy: Bandit, rounds: int, seed: int = 0) -> tuple[list[list[int]
         for s, arm in enumerate(chosen):
             choices[s].append(arm)
             logs[s].append((arm, seconds[s], accepted[s] + 1))
-        state = policy.observe(outcome(accepted, [arm + 1 for arm in chosen], seconds), state)
+        state = policy.observe(tell(accepted, [arm + 1 for arm in chosen], seconds), state)
     return choices, logs
 
 
@@ -278,17 +270,14 @@ def test_thompson_draws_by_the_key_of_the_stream() -> None:
 def test_the_arm_of_the_round_decides_and_the_others_hear_nothing() -> None:
     policy = Bandit([FixedLength(1), Confidence(0.5, 6), Heuristic(1, max_depth=4)], "ucb", 0.0)
     assert (policy.features, policy.first, policy.max_depth) == (("drawn_prob",), 1, 6)
-    state = policy.start(3, torch.arange(3))
-    state = type(state)(state.key, torch.tensor([0, 1, 2]), state.pulls, state.sums, state.arms)
-    alive = torch.ones(3, 2, dtype=torch.bool)
-    parent = torch.zeros(3, 2, dtype=torch.int64)
-    features = torch.tensor([0.9, 0.2]).repeat(3, 1)[..., None]
-    kept, state = policy.keep(DraftStep(1, alive, parent, features), state)
+    state = policy.start(3, np.arange(3))
+    state = type(state)(state.key, np.array([0, 1, 2]), state.pulls, state.sums, state.arms)
+    kept, state = policy.keep(ask(1, [[[0.9], [0.2]]] * 3), state)
     assert kept.tolist() == [[False, False], [True, False], [False, False]]
-    after = policy.observe(outcome([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0]), state)
+    after = policy.observe(tell([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0]), state)
     assert after.arms[2].tolist() == [1.0, 1.0, 3.0]
     assert after.pulls.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    cut = policy.observe(outcome([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0], cut=True), state)
+    cut = policy.observe(tell([1, 1, 1], [1, 1, 1], [1.0, 1.0, 1.0], cut=True), state)
     assert not cut.pulls.any()
 
 
@@ -300,5 +289,5 @@ def test_a_limited_bandit_limits_its_arms() -> None:
 
 def test_without_a_profile_a_drafted_token_has_a_nominal_price() -> None:
     policy = Bandit(ARMS[:2], "ucb", 0.0)
-    state = policy.observe(outcome([1], [1], [0.0]), policy.start(1, torch.zeros(1, dtype=torch.int64)))
+    state = policy.observe(tell([1], [1], [0.0]), policy.start(1, np.zeros(1, dtype=np.int64)))
     assert state.sums[0, 0, :2].tolist() == pytest.approx([2.0, 1.1])

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
-import torch
-from specstop.policies.history import PAST_WEIGHT, History
+from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT, History
+from specstop.policies.state import take
 
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
 
 
 def test_running_means_are_those_of_a_slow_loop() -> None:
-    generator = torch.Generator().manual_seed(0)
+    dice = np.random.default_rng(0)
     streams, rounds = 6, 25
     history = History.start(streams)
     past: list[list[tuple[int, int]]] = [[] for _ in range(streams)]
     for _ in range(rounds):
-        counts = torch.rand(streams, generator=generator) < 0.6
-        verified = torch.randint(0, 6, (streams,), generator=generator)
-        accepted = (verified * torch.rand(streams, generator=generator).round()).long()
+        counts = dice.random(streams) < 0.6
+        verified = dice.integers(0, 6, streams)
+        accepted = verified * dice.integers(0, 2, streams)
         history = history.after(accepted, verified, counts)
         for s in range(streams):
             if counts[s]:
@@ -32,22 +35,45 @@ def test_running_means_are_those_of_a_slow_loop() -> None:
             assert history.values(NAMES)[s].tolist() == pytest.approx([mean, full, *seen[-1]], rel=1e-5, abs=1e-6)
 
 
+def test_the_record_is_that_of_plain_numbers_to_the_last_bit() -> None:
+    """Boosted trees split at values that were seen: the least difference decides there."""
+    history, record, weight, dice = History.start(3), [0.0] * 4, 0.0, random.Random(0)
+    for _ in range(300):
+        verified = dice.randint(0, 8)
+        accepted = dice.randint(0, verified)
+        history = history.after(
+            np.array([0, accepted, accepted]), np.array([0, verified, verified]), np.array([False, True, True])
+        )
+        weight = PAST_WEIGHT * weight + (1.0 - PAST_WEIGHT)
+        share = (1.0 - PAST_WEIGHT) / weight
+        mean = record[0] + share * (accepted - record[0])
+        full = record[1] + share * ((accepted == verified) - record[1])
+        record = [mean, full, float(accepted), float(verified)]
+        assert history.record[1].tolist() == history.record[2].tolist() == record
+        assert history.weight[1] == weight
+    assert not history.record[0].any()
+    alone = take(history, [1]).after(np.array([2]), np.array([5]))
+    together = history.after(np.array([0, 2, 1]), np.array([0, 5, 1]))
+    assert np.array_equal(alone.record[0], together.record[1])
+
+
 def test_a_round_that_does_not_count_changes_nothing() -> None:
-    history = History.start(1).after(torch.tensor([2]), torch.tensor([4]))
-    again = history.after(torch.tensor([3]), torch.tensor([3]), torch.tensor([False]))
-    assert torch.equal(again.values(NAMES), history.values(NAMES))
-    assert torch.equal(again.weight, history.weight)
+    history = History.start(1).after(np.array([2]), np.array([4]))
+    again = history.after(np.array([3]), np.array([3]), np.array([False]))
+    assert np.array_equal(again.values(NAMES), history.values(NAMES))
+    assert np.array_equal(again.weight, history.weight)
     assert history.values(NAMES)[0].tolist() == pytest.approx([2.0, 0.0, 2.0, 4.0])
 
 
 def test_every_round_counts_unless_told_otherwise() -> None:
-    counts = torch.tensor([True, True])
-    rounds = [torch.tensor(x) for x in ([1, 2], [4, 2])]
+    counts = np.array([True, True])
+    rounds = [np.array(x) for x in ([1, 2], [4, 2])]
     first, second = History.start(2).after(*rounds), History.start(2).after(*rounds, counts)
-    assert torch.equal(first.values(), second.values())
+    assert np.array_equal(first.values(), second.values())
 
 
 def test_values_come_in_the_order_asked_for() -> None:
-    history = History.start(2).after(torch.tensor([1, 2]), torch.tensor([4, 2]))
+    history = History.start(2).after(np.array([1, 2]), np.array([4, 2]))
+    assert history.values().dtype == np.float32 and history.values().shape == (2, len(HISTORY_FEATURES))
     assert history.values(("last_verified", "mean_full")).flatten().tolist() == pytest.approx([4.0, 0.0, 2.0, 1.0])
     assert history.values(()).shape == (2, 0)

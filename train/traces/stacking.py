@@ -11,6 +11,7 @@ from ...policies.baselines_online import Online
 from ...policies.baselines_scores import AtLeast
 from ...policies.contract import Array, StopPolicy
 from ...policies.learned import LearnedPolicy
+from ...policies.plugin_code import own
 from ...policies.rules import Rule
 
 
@@ -21,6 +22,8 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         None where they differ in more than thresholds.
     """
     first = policies[0]
+    if not own(first):  # what decides there need not be the level
+        return None
     if any(type(p) is not type(first) or p.max_depth != first.max_depth or p.first != first.first for p in policies):
         return None
     if isinstance(first, AtLeast):
