@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from specstop.collect.explore import exploring
 from specstop.collect.store import Trace
 from specstop.decode.hf import PolicyStoppingCriteria
@@ -16,7 +16,7 @@ from specstop.decode.pair import Pair
 from specstop.decode.profile import add_decisions
 from specstop.policies.baselines import Confidence
 from specstop.policies.checking import check_policy
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
@@ -24,13 +24,12 @@ from specstop.policies.specs import BUILTINS, load_policy
 from specstop.train.report.evaluate import evaluate
 from specstop.train.traces.data import trace_arrays
 from specstop.train.traces.replay import replay
-from torch import Tensor
 
 
 class Mine(StopPolicy):
     features, name, max_depth = ("top1",), "mine", 4
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive, state
 
 
@@ -55,14 +54,18 @@ WRONG: list[tuple[str, Any, str]] = [
     ("features", ("top1", "top1"), "expected each feature once, but 'top1' is there twice"),
     ("features", property(fail), "reading what it says of itself failed: KeyError: 'inside a plugin'"),
     (
-        "vectors",
+        "hidden",
         "draft_hidden",
-        "expected a tuple of vector names, not the str 'draft_hidden'; write ('draft_hidden',)",
+        "expected a tuple of hidden state names, not the str 'draft_hidden'; write ('draft_hidden',)",
     ),
-    ("vectors", None, "expected a tuple of vector names, not None"),
-    ("vectors", ("draft_hiden",), "unknown vector the str 'draft_hiden' (did you mean 'draft_hidden'?)"),
-    ("sizes", 3, "expected whole numbers by vector name, not the int 3"),
-    ("sizes", {"draft_hidden": "wide"}, "expected whole numbers by vector name, not the dict {'draft_hidden': 'wide'}"),
+    ("hidden", None, "expected a tuple of hidden state names, not None"),
+    ("hidden", ("draft_hiden",), "unknown hidden state the str 'draft_hiden' (did you mean 'draft_hidden'?)"),
+    ("sizes", 3, "expected whole numbers by name of a hidden state, not the int 3"),
+    (
+        "sizes",
+        {"draft_hidden": "wide"},
+        "expected whole numbers by name of a hidden state, not the dict {'draft_hidden': 'w",
+    ),
     ("max_depth", "4", f"expected {COUNT}, not the str '4'"),
     ("max_depth", -1, f"expected {COUNT}, not the int -1"),
     ("max_depth", 2.5, f"expected {COUNT}, not the float 2.5"),
@@ -81,13 +84,21 @@ WRONG: list[tuple[str, Any, str]] = [
     ("trims", 1, f"expected {FLAG}, not the int 1"),
     ("trims", "no", f"expected {FLAG}, not the str 'no'"),
     ("carries", None, f"expected {FLAG}, not None"),
-    ("reads_clock", torch.tensor(True), f"expected {FLAG}, not the Tensor tensor(True)"),
+    ("reads_clock", np.bool_(True), f"expected {FLAG}, not the bool np.True_"),
+    ("joint", 1, f"expected {FLAG}, not the int 1"),
     ("keep", None, "expected a method, not None"),
     ("start", 3, "expected a method, not the int 3"),
     ("select", "all", "expected a method, not the str 'all'"),
     ("observe", [], "expected a method, not the list []"),
-    ("keep_one", 5, "expected a method or None, not the int 5"),
-    ("forget", "x", "expected a method or None, not the str 'x'"),
+    *(
+        (
+            name,
+            lambda self, *args: None,
+            "no longer asked for; keep, select and observe decide for one stream as for many",
+        )
+        for name in ("keep_one", "keep_few", "select_few", "forget")
+    ),
+    ("vectors", ("draft_hidden",), "expected the names of hidden states under `hidden`"),
     ("limited", lambda self, depth: None, "expected limited(3) to draft no deeper than 3"),
     ("limited", lambda self, depth: self, "expected limited(3) to draft no deeper than 3"),
 ]

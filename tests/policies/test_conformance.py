@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 from made_heads import MADE, made_head
 from specstop.policies.baselines import Confidence
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
 from specstop.policies.specs import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from test_heads import knots
-from torch import Tensor
 from zoo import ZOO
 
 RULES: dict[str, Rule] = {
@@ -56,39 +55,41 @@ def test_a_policy_of_ours_conforms_on_trees(name: str, check: str) -> None:
 
 
 class WrongShape(Confidence):
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive[:, 0], state
 
 
 class Remembers(Confidence):
     asked = 0
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         self.asked += 1
         return step.alive & (self.asked % 4 != 0), state
 
 
 class ChangesItsState(Confidence):
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.zeros(streams)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         state += 1
         return step.alive, state
 
 
 class LooksAside(Confidence):
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] >= step.features[..., 0].mean()), state
 
 
-class TwoMinds(Confidence):
-    def keep_one(self, depth: int, features: object, state: State) -> tuple[bool, State]:
-        return depth < 2, state
+class Scribbles(Confidence):
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        answer, state = super().keep(step, state)
+        step.features[:] = 0.0
+        return answer, state
 
 
 class Orphans(Confidence):
-    def select(self, tree: DraftTree, state: State) -> Tensor:
+    def select(self, tree: DraftTree, state: State) -> Array:
         return tree.depth != 2
 
 
@@ -99,14 +100,35 @@ class Unknown(Confidence):
 class Peeks(Confidence):
     """Decides by how the others fared."""
 
-    def start(self, streams: int, key: Tensor) -> State:
-        return torch.zeros(streams)
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(streams)
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.depth < state + 1)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return torch.full_like(state, float(outcome.accepted.float().mean()))
+        return np.full_like(state, outcome.accepted.mean())
+
+
+class OneForAll(Peeks):
+    """Keeps one memory for all streams."""
+
+    def start(self, streams: int, keys: Array) -> State:
+        return np.zeros(1)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return state + 1
+
+
+class InAList(Peeks):
+    def start(self, streams: int, keys: Array) -> State:
+        return [0.0] * streams
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return super().keep(step, np.array(state))[0], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        return [count + 1.0 for count in state]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +139,11 @@ class Peeks(Confidence):
         (ChangesItsState, "state_belongs"),
         (LooksAside, "do_not_know_of_each_other"),
         (Peeks, "do_not_know_of_each_other"),
-        (TwoMinds, "deciding_alone"),
+        (Scribbles, "shown_stays"),
+        (OneForAll, "can_be_taken"),
+        (OneForAll, "can_be_put"),
+        (InAList, "can_be_taken"),
+        (InAList, "can_be_put"),
         (Orphans, "closed_under_parents"),
         (Unknown, "says_what_it_is"),
     ],

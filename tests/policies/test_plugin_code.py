@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import random
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,13 +19,13 @@ import torch
 from specstop.policies.baselines import Confidence, FixedLength
 from specstop.policies.baselines_bandit import Bandit
 from specstop.policies.contract import (
+    Array,
     DraftStep,
     State,
     StopPolicy,
     checked_keep,
     checked_observe,
     checked_select,
-    checked_short,
     checked_start,
 )
 from specstop.policies.errors import PolicyError, PolicyFailure
@@ -49,16 +50,12 @@ class Plugin(StopPolicy):
     def __init__(self, deed: Callable[[], Any] = lambda: None) -> None:
         self.deed = deed
 
-    def start(self, streams: int, key: torch.Tensor) -> State:
+    def start(self, streams: int, keys: Array) -> State:
         self.deed()
 
-    def keep(self, step: DraftStep, state: State) -> tuple[torch.Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         self.deed()
         return step.alive, state
-
-    def keep_one(self, depth: int, features: Any, state: State) -> tuple[bool, State]:
-        self.deed()
-        return True, state
 
     def select(self, tree: Any, state: State) -> Any:
         self.deed()
@@ -71,7 +68,6 @@ def calls(policy: StopPolicy) -> dict[str, Callable[[], Any]]:
     return {
         "start": lambda: checked_start(policy, 2, keys([0, 1])),
         "keep": lambda: checked_keep(policy, make_step(policy, 1, [0, 1], 0, 1), None),
-        "keep_one": lambda: checked_short(policy, "keep_one")(1, [0.5], None),
         "select": lambda: checked_select(policy, make_tree(2, 1), None),
         "observe": lambda: checked_observe(policy, make_outcome([0, 1], 0), None),
     }
@@ -84,7 +80,7 @@ def raising(error: BaseException) -> Callable[[], None]:
     return deed
 
 
-@pytest.mark.parametrize("method", ["start", "keep", "keep_one", "select", "observe"])
+@pytest.mark.parametrize("method", ["start", "keep", "select", "observe"])
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -214,7 +210,7 @@ def test_what_a_plugin_changes_while_it_is_loaded_is_put_back(setting: str) -> N
 @pytest.mark.usefixtures("kept")
 def test_a_users_own_default_device_is_put_back_too() -> None:
     torch.set_default_device("meta")
-    calls(Plugin(lambda: torch.set_default_device("cpu")))["keep_one"]()
+    calls(Plugin(lambda: torch.set_default_device("cpu")))["keep"]()
     assert torch.get_default_device().type == "meta"
 
 
@@ -230,29 +226,21 @@ def test_a_policy_that_changes_what_it_says_of_itself_fails_and_stays_as_it_was(
     assert getattr(policy, name) == getattr(Plugin, name)
 
 
-@pytest.mark.parametrize(
-    ("method", "args", "answer", "told"),
-    [
-        ("keep_one", (1, [0.5], None), None, "must return a pair with the state, not NoneType"),
-        ("keep_one", (1, [0.5], None), (float("nan"), None), "must return a bool, not nan"),
-        ("keep_one", (1, [0.5], None), (1, None), "must return a bool, not 1"),
-        (
-            "keep_few",
-            (1, [True, True], [0, 0], [[0.5, 0.1]], None),
-            ([True], None),
-            "must return a list of 2 bools, not [True]",
-        ),
-        ("keep_few", (1, [True], [0], [[0.5]], None), ([0.0], None), "must return a list of 1 bools, not [0.0]"),
-        ("keep_few", (1, [True], [0], [[0.5]], None), [True], "must return a pair with the state, not list"),
-        ("select_few", ((-1, 0), (1, 2), [True, True], None), [True], "must return a list of 2 bools, not [True]"),
-        ("select_few", ((-1,), (1,), [True], None), None, "must return a list of 1 bools, not None"),
-    ],
-)
-def test_short_methods_are_held_to_the_contract(method: str, args: tuple[Any, ...], answer: Any, told: str) -> None:
-    policy = type("Short", (Plugin,), {method: lambda self, *args: answer})()
-    with pytest.raises(PolicyFailure) as caught:
-        checked_short(policy, method)(*args)
-    assert str(caught.value) == f"plugin: {method}() {told}"
+def test_settings_of_torch_are_put_back_where_the_plugin_imported_it() -> None:
+    """Nothing was there to be read before: what torch begins with holds."""
+    code = """
+import sys
+from specstop.policies.plugin_code import loading
+assert "torch" not in sys.modules
+with loading("--policy", "importing it"):
+    import torch
+    torch.set_default_dtype(torch.float16)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+print(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled())
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said == "torch.float32 cpu True\n"
 
 
 def test_reasons_leave_out_the_kind_where_specstop_says_it_all() -> None:
