@@ -145,8 +145,8 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
 def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[float, Trace]) -> None:
     """A head that knows nothing: the shifts by depth and rank are the log-odds of the mean."""
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
-    blank = {"mean": torch.zeros(1), "scale": torch.ones(1), "weight": torch.zeros(3, 1), "bias": torch.zeros(3)}
-    head = LinearHead(("depth",), blank)
+    blank = {"mean": np.zeros(1), "scale": np.ones(1), "weight": np.zeros((3, 1)), "bias": np.zeros(3)}
+    head = LinearHead(("depth",), {name: values.astype(np.float32) for name, values in blank.items()})
     accept, following = fit_paths([(head, visited)], arrays, ("depth",))
     accepted = accepted_nodes(arrays, visited.row)[:, 1:]
     there = ~arrays.ends[visited.row]
@@ -172,11 +172,12 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
     arrays = trace_arrays(forest[0.0])
     seconds = tree_seconds(arrays, profile, Price(5e-5))
     context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
-    one = torch.ones(1, dtype=torch.int64)
+    one = np.ones(1, dtype=np.int64)
 
     def round_s(fed: list[int], drafted: int, verified: int) -> float:
-        rows = torch.tensor([fed])
-        return float(profile.round_seconds(one * context, one * drafted, one * verified, one, one * 0, 0.0, rows))
+        rows = np.array([fed])
+        (found,) = profile.round_seconds(one * context, one * drafted, one * verified, one, one * 0, 0.0, rows)
+        return float(found)
 
     assert seconds["verify_s"][6] - seconds["verify_s"][2] == pytest.approx(round_s([1], 3, 6) - round_s([1], 3, 2))
     later = round_s([1, 2, 0], 9, 4) - round_s([1, 0, 0], 3, 4)
@@ -187,7 +188,7 @@ def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profi
     arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
     assert arrays.tree.is_chain
     seconds = tree_seconds(arrays, profile, Price())
-    costs = profile.chain_costs(typical_context(arrays), 0.0, depth=3).diff().tolist()
+    costs = np.diff(profile.chain_costs(typical_context(arrays), 0.0, depth=3)).tolist()
     for length in (2, 3):  # padded to the cheaper size
         more = seconds["verify_s"][length] - seconds["verify_s"][length - 1]
         assert costs[length - 1] == pytest.approx(seconds["draft_s"][0] + more)
