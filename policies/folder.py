@@ -290,7 +290,7 @@ def card(policy: LearnedPolicy) -> str:
         ("features", ", ".join(policy.features)),
         ("hidden states", ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none"),
         ("calibration", f"accept {policy.accept.kind}, next {policy.following.kind}"),
-        ("survival put right at depths", ", ".join(map(str, depths)) or "none"),
+        ("survival recalibrated at depths", ", ".join(map(str, depths)) or "none"),
         ("deepest draft", str(policy.max_depth)),
         ("trained for", f"{facts.verification}, temperature {', '.join(f'{t:g}' for t in heat)}"),
         ("rate assumed (rho)", f"{facts.rho:.1f} tokens/s"),

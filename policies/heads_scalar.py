@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .errors import PolicyError
-from .heads_base import NO_HIDDEN, Array, Basis, Hidden, Layer, TensorHead, expect, kernels, take, width_of
+from .heads_base import NO_HIDDEN, Array, Basis, Hidden, Layer, TensorHead, expect, kernels
 
 
 def packed(layers: Sequence[Layer]) -> tuple[Array, Array]:

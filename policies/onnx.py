@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from .calibration import Calibrator
 from .errors import PolicyError
 from .files import write_atomic

@@ -96,9 +96,7 @@ def _through(x: Any, y: Any, sizes: Any, weights: Any, relu: Any) -> Any:
 
 
 @kernel("void(float32[:,::1], float32[:,::1], int64[::1], int64[::1], float64[::1], boolean, float64[:,::1])")
-def score_layers(
-    features: Any, bounds: Any, odds: Any, sizes: Any, weights: Any, relu: bool, out: Any
-) -> None:
+def score_layers(features: Any, bounds: Any, odds: Any, sizes: Any, weights: Any, relu: bool, out: Any) -> None:
     """Write what linear layers make of the columns of features, with SiLU or ReLU between the layers.
 
     Args:
@@ -212,9 +210,7 @@ def _place(values: Any, strides: Any, cross: Any, size: Any) -> Any:
 
 
 @kernel("void(float32[:,::1], int64[::1], int64[:,::1], float32[:,::1], int64[:,::1], int64, int64[:,::1])")
-def cross_places(
-    features: Any, depth: Any, columns: Any, edges: Any, strides: Any, size: int, out: Any
-) -> None:
+def cross_places(features: Any, depth: Any, columns: Any, edges: Any, strides: Any, size: int, out: Any) -> None:
     """Write the places [R, C] of crosses, whose tables lie end to end; see `crosses.Crosses`.
 
     Args:

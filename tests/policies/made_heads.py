@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 
-import torch
+import numpy as np
 from specstop.policies.heads import build_head
 from specstop.policies.heads_base import Head
 from specstop.policies.heads_dynasd import HARD_FEATURES
-from test_heads import NAMES, TENSORS, WIDTH, draw
-from torch import Tensor
+from test_heads import NAMES, TENSORS, WIDTH, Array, draw
+from test_heads_tokens import NAMES as TOKEN_NAMES
+from test_heads_tokens import tensors as token_tensors
 
 DRAFT, TARGET = 5, 7
 """Widths of the hidden states."""
 
-Made = tuple[str, tuple[str, ...], dict[str, Tensor]]
+HALF, SMALL = np.float32(0.5), np.float32(0.3)
+
+Made = tuple[str, tuple[str, ...], dict[str, Array]]
 
 
 def resnet(names: tuple[str, ...], hidden: dict[str, int], blocks: int = 2, width: int = 6) -> Made:
@@ -22,28 +25,28 @@ def resnet(names: tuple[str, ...], hidden: dict[str, int], blocks: int = 2, widt
     columns = WIDTH if names else 0
     tensors = {
         "mean": draw(columns, seed=31),
-        "scale": draw(columns, seed=32).abs() + 0.2,
+        "scale": np.abs(draw(columns, seed=32)) + HALF,
         "enter.weight": draw(width, columns + 1, seed=33),
         "enter.bias": draw(width, seed=34),
-        "block.weight": 0.3 * draw(blocks, width, width, seed=35),
+        "block.weight": SMALL * draw(blocks, width, width, seed=35),
         "block.bias": draw(blocks, width, seed=36),
-        "leave.weight": 0.3 * draw(2, width, seed=37),
+        "leave.weight": SMALL * draw(2, width, seed=37),
         "leave.bias": draw(2, seed=38),
     }
     for at, (name, size) in enumerate(hidden.items()):
         tensors |= {
-            f"enter.{name}": 0.3 * draw(width, size, seed=40 + at),
+            f"enter.{name}": SMALL * draw(width, size, seed=40 + at),
             f"mean.{name}": draw(size, seed=50 + at),
-            f"scale.{name}": draw(size, seed=60 + at).abs() + 0.2,
+            f"scale.{name}": np.abs(draw(size, seed=60 + at)) + HALF,
         }
     return "resnet", names, tensors
 
 
-def layers(sizes: tuple[int, ...]) -> dict[str, Tensor]:
+def layers(sizes: tuple[int, ...]) -> dict[str, Array]:
     """Return linear layers of these widths, and `first`."""
-    tensors = {"first": torch.tensor([0.3])}
+    tensors = {"first": np.array([0.3], dtype=np.float32)}
     for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
-        tensors |= {f"weight.{i}": 0.5 * draw(outputs, inputs, seed=70 + i), f"bias.{i}": draw(outputs, seed=80 + i)}
+        tensors |= {f"weight.{i}": HALF * draw(outputs, inputs, seed=70 + i), f"bias.{i}": draw(outputs, seed=80 + i)}
     return tensors
 
 
@@ -51,18 +54,19 @@ def specdec(order: tuple[int, ...] = (0, 1, 2), size: int = DRAFT) -> Made:
     """Return SpecDec++'s head with these blocks in this order."""
     count = len(set(order))
     tensors = {
-        "block.weight": 0.3 * draw(count, size, size, seed=90),
+        "block.weight": SMALL * draw(count, size, size, seed=90),
         "block.bias": draw(count, size, seed=91),
-        "order": torch.tensor(order, dtype=torch.int64),
-        "leave.weight": 0.4 * draw(2, size, seed=92),
+        "order": np.array(order, dtype=np.int64),
+        "leave.weight": SMALL * draw(2, size, seed=92),
         "leave.bias": draw(2, seed=93),
-        "first": torch.tensor([-0.2]),
+        "first": np.array([-0.2], dtype=np.float32),
     }
     return "specdec", (), tensors
 
 
 MADE: dict[str, Made] = {
     **{kind: (kind, NAMES, make()) for kind, make in TENSORS.items()},
+    "tokens": ("tokens", TOKEN_NAMES, token_tensors()),
     "resnet of the draft": resnet((), {"draft_hidden": DRAFT}),
     "resnet of both": resnet(NAMES, {"draft_hidden": DRAFT, "target_hidden": TARGET}),
     "dynasd-soft": ("dynasd-soft", (), layers((DRAFT, 6, 4, 1))),

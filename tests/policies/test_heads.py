@@ -7,64 +7,65 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import xgboost
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.heads import Basis, LinearHead, MLPHead, TreesHead, build_head
-from specstop.policies.heads_trees import MANY, PART
+from specstop.policies.heads import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
+from specstop.policies.heads_base import kernels
 from specstop.policies.rules import Derived, Threshold, build_rule, derived_thresholds
 
+Array = np.ndarray[Any, Any]
 NAMES = ("entropy", "top1", "anchor_top1", "mean_accepted", "mean_full")  # two PRE, one ANCHOR, two HISTORY
 PROBABILITIES = [1, 2, 4]
 WIDTH = len(NAMES) + len(PROBABILITIES)
-NEAR = 1e-4  # float32 sums, and log-odds of float32 probabilities
+NEAR = 1e-4  # float32 weights that are folded, and log-odds of float32 probabilities
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def draw(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def features(*shape: int, seed: int = 5) -> torch.Tensor:
-    values = draw(*shape, len(NAMES), seed=seed).abs()
-    values[..., PROBABILITIES] = values[..., PROBABILITIES].clamp(0, 2) / 2
+def features(*shape: int, seed: int = 5) -> Array:
+    values = np.abs(draw(*shape, len(NAMES), seed=seed))
+    values[..., PROBABILITIES] = values[..., PROBABILITIES].clip(0, 2) / 2
     return values
 
 
-def linear_tensors() -> dict[str, torch.Tensor]:
+def linear_tensors() -> dict[str, Array]:
     return {
         "mean": draw(WIDTH),
-        "scale": draw(WIDTH, seed=1).abs() + 0.2,
+        "scale": np.abs(draw(WIDTH, seed=1)) + np.float32(0.2),
         "weight": draw(3, WIDTH, seed=2),
         "bias": draw(3, seed=3),
     }
 
 
-def mlp_tensors() -> dict[str, torch.Tensor]:
+def mlp_tensors() -> dict[str, Array]:
     base = {k: v for k, v in linear_tensors().items() if k in ("mean", "scale")}
     sizes = [(6, WIDTH + 1), (4, 6), (2, 4)]
     layers = {f"weight.{i}": draw(*s, seed=10 + i) for i, s in enumerate(sizes)}
     return {**base, **layers, **{f"bias.{i}": draw(s[0], seed=20 + i) for i, s in enumerate(sizes)}}
 
 
-def trees_tensors(trees: int = 5, depth: int = 3) -> dict[str, torch.Tensor]:
+def trees_tensors(trees: int = 5, depth: int = 3) -> dict[str, Array]:
     inner = 2**depth - 1
-    generator = torch.Generator().manual_seed(4)
+    chance = np.random.default_rng(4)
     return {
-        "feature": torch.randint(0, len(NAMES), (2, trees, inner), generator=generator),
-        "threshold": torch.rand(2, trees, inner, generator=generator),
-        "missing_left": torch.rand(2, trees, inner, generator=generator) < 0.5,
+        "feature": chance.integers(0, len(NAMES), (2, trees, inner)),
+        "threshold": chance.random((2, trees, inner), dtype=np.float32),
+        "missing_left": chance.random((2, trees, inner)) < 0.5,
         "leaf": draw(2, trees, 2**depth), "base": draw(2, seed=9),
     }  # fmt: skip
 
 
-def resnet_tensors(blocks: int = 2, width: int = 6) -> dict[str, torch.Tensor]:
+def resnet_tensors(blocks: int = 2, width: int = 6) -> dict[str, Array]:
     base = {k: v for k, v in linear_tensors().items() if k in ("mean", "scale")}
     return {
         **base,
         "enter.weight": draw(width, WIDTH + 1, seed=33), "enter.bias": draw(width, seed=34),
-        "block.weight": 0.5 * draw(blocks, width, width, seed=35), "block.bias": draw(blocks, width, seed=36),
-        "leave.weight": 0.2 * draw(2, width, seed=37), "leave.bias": draw(2, seed=38),
+        "block.weight": np.float32(0.5) * draw(blocks, width, width, seed=35), "block.bias": draw(blocks, width, seed=36),
+        "leave.weight": np.float32(0.2) * draw(2, width, seed=37), "leave.bias": draw(2, seed=38),
     }  # fmt: skip
 
 
@@ -72,48 +73,45 @@ TENSORS = {"logistic": linear_tensors, "mlp": mlp_tensors, "xgboost": trees_tens
 """Kinds that any scalar features will do for."""
 
 
-def slow_basis(x: np.ndarray, depth: int, tensors: dict[str, Any]) -> np.ndarray:
+def slow_basis(x: Array, depth: int, tensors: dict[str, Array]) -> Array:
     """Standardised features and log-odds; at depth 0 only what is known before drafting."""
     known = [FEATURES[n].kind in (Kind.ANCHOR, Kind.HISTORY) or depth > 0 for n in NAMES]
     edge = float(np.float32(1) - np.float32(1e-6))
     probs = [min(max(float(x[i]), 1e-6), edge) for i in PROBABILITIES]
     columns = [*x, *(math.log(p / (1 - p)) for p in probs)]
-    scaled = (np.array(columns) - tensors["mean"].numpy()) / tensors["scale"].numpy()
+    scaled = (np.array(columns) - tensors["mean"]) / tensors["scale"]
     return scaled * [*known, *(known[i] for i in PROBABILITIES)]
 
 
-def slow_linear(x: np.ndarray, depth: int, t: dict[str, Any]) -> list[float]:
-    scores = t["weight"].numpy() @ slow_basis(x, depth, t) + t["bias"].numpy()
+def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
+    scores = t["weight"] @ slow_basis(x, depth, t) + t["bias"]
     return [scores[0], scores[2] if depth == 0 else scores[1]]
 
 
-def slow_mlp(x: np.ndarray, depth: int, t: dict[str, Any]) -> list[float]:
+def slow_mlp(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
     hidden = np.append(slow_basis(x, depth, t), float(depth == 0))
     for i in range(3):
-        hidden = t[f"weight.{i}"].numpy() @ hidden + t[f"bias.{i}"].numpy()
+        hidden = t[f"weight.{i}"] @ hidden + t[f"bias.{i}"]
         if i < 2:
             hidden = hidden / (1 + np.exp(-hidden))
     return hidden.tolist()
 
 
-def slow_trees(x: np.ndarray, depth: int, t: dict[str, Any]) -> list[float]:
+def slow_trees(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
     sums = t["base"].tolist()
     for output in range(2):
         for tree in range(t["leaf"].shape[1]):
             node, inner = 0, t["feature"].shape[2]
             while node < inner:
-                value, limit = (
-                    x[int(t["feature"][output, tree, node])],
-                    float(t["threshold"][output, tree, node]),
-                )
+                value, limit = x[t["feature"][output, tree, node]], t["threshold"][output, tree, node]
                 left = bool(t["missing_left"][output, tree, node]) if math.isnan(value) else value < limit
                 node = 2 * node + (1 if left else 2)
             sums[output] += float(t["leaf"][output, tree, node - inner])
     return sums
 
 
-def slow_resnet(x: np.ndarray, depth: int, t: dict[str, Any]) -> list[float]:
-    a = {name: value.double().numpy() for name, value in t.items()}
+def slow_resnet(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
+    a = {name: value.astype(np.float64) for name, value in t.items()}
     h = a["enter.weight"] @ np.append(slow_basis(x, depth, t), float(depth == 0)) + a["enter.bias"]
     for weight, bias in zip(a["block.weight"], a["block.bias"], strict=True):
         z = weight @ h + bias
@@ -129,13 +127,13 @@ SLOW = {"logistic": slow_linear, "mlp": slow_mlp, "xgboost": slow_trees, "resnet
 def test_a_head_scores_as_its_slow_reference(kind: str, depth: int) -> None:
     tensors = TENSORS[kind]()
     head = build_head(kind, NAMES, tensors)
-    x = features(7, 3)
-    logits = head.logits(x, depth)
-    assert logits.shape == (7, 3, 2)
-    for s in range(7):
-        for b in range(3):
-            expected = SLOW[kind](x[s, b].numpy(), depth, tensors)
-            assert logits[s, b].tolist() == pytest.approx(expected, rel=NEAR, abs=NEAR)
+    x = features(21)
+    x[:3, PROBABILITIES] = np.array([0.0, 1.0, 0.5], dtype=np.float32)[:, None]
+    if kind == "xgboost":
+        x[np.random.default_rng(2).random(x.shape) < 0.3] = np.nan
+    scores = head.scores(x, depth)
+    assert scores.dtype == np.float64
+    np.testing.assert_allclose(scores, [SLOW[kind](row, depth, tensors) for row in x], rtol=NEAR, atol=NEAR)
 
 
 @pytest.mark.parametrize("kind", ["logistic", "mlp", "resnet"])
@@ -143,8 +141,8 @@ def test_what_is_not_known_at_depth_0_does_not_matter_there(kind: str) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     x, y = features(4), features(4)
     y[..., :2] = 0.77
-    assert torch.equal(head.logits(x, 0)[..., 1], head.logits(y, 0)[..., 1])
-    assert not torch.equal(head.logits(x, 1)[..., 1], head.logits(y, 1)[..., 1])
+    assert np.array_equal(head.scores(x, 0)[..., 1], head.scores(y, 0)[..., 1])
+    assert not np.array_equal(head.scores(x, 1)[..., 1], head.scores(y, 1)[..., 1])
 
 
 def test_the_basis_at_depth_0_is_0_where_nothing_is_known() -> None:
@@ -152,8 +150,8 @@ def test_the_basis_at_depth_0_is_0_where_nothing_is_known() -> None:
     basis = Basis(NAMES, tensors["mean"], tensors["scale"])
     x = features(6)
     for depth in (0, 1, 3):
-        expected = np.stack([slow_basis(row.numpy(), depth, tensors) for row in x])
-        np.testing.assert_allclose(basis(x, depth).numpy(), expected, rtol=NEAR, atol=NEAR)
+        expected = np.stack([slow_basis(row, depth, tensors) for row in x])
+        np.testing.assert_allclose(basis(x, depth), expected, rtol=NEAR, atol=NEAR)
     assert not basis(x, 0)[:, [0, 1, 5]].any()
 
 
@@ -164,44 +162,89 @@ def test_folded_weights_do_on_raw_columns_what_the_weights_do_on_the_basis(first
     weight, bias = basis.fold(tensors["weight"], tensors["bias"], first)
     x = features(6)
     expected = basis(x, 0 if first else 1) @ tensors["weight"].T + tensors["bias"]
-    torch.testing.assert_close(basis.expand(x) @ weight.T + bias, expected, rtol=NEAR, atol=NEAR)
+    np.testing.assert_allclose(basis.expand(x) @ weight.T + bias, expected, rtol=NEAR, atol=NEAR)
+
+
+def test_silu_of_what_has_no_exponential_is_0_or_the_number() -> None:
+    """e^1000 is infinite: no warning, no NaN."""
+    tensors = {**mlp_tensors(), "bias.0": np.array([-1e3, 1e3, -1e30, 1e30, 0.0, 0.0], dtype=np.float32)}
+    scores = build_head("mlp", NAMES, tensors).scores(features(5), 1)
+    assert np.isfinite(scores).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_unknown_to_a_sum_makes_it_unknown() -> None:
+    x = features(3)
+    x[1, 1] = np.nan
+    for kind in ("logistic", "mlp", "resnet"):
+        scores = build_head(kind, NAMES, TENSORS[kind]()).scores(x, 1)
+        assert np.isnan(scores).any(1).tolist() == [False, True, False]
 
 
 def test_a_hand_made_tree_sends_rows_left_below_the_threshold_and_unknown_ones_where_it_says() -> None:
     """Two trees of depth 1 for each output; the second output's send unknown values left."""
     head = TreesHead(("entropy", "top1"), {
-        "feature": torch.tensor([[[0], [1]], [[0], [1]]]),
-        "threshold": torch.tensor([[[0.5], [0.25]], [[0.5], [0.25]]]),
-        "missing_left": torch.tensor([[[False], [False]], [[True], [True]]]),
-        "leaf": torch.tensor([[[1.0, 2.0], [10.0, 20.0]], [[3.0, 4.0], [30.0, 40.0]]]),
-        "base": torch.tensor([100.0, 200.0]),
+        "feature": np.array([[[0], [1]], [[0], [1]]]),
+        "threshold": np.array([[[0.5], [0.25]], [[0.5], [0.25]]], dtype=np.float32),
+        "missing_left": np.array([[[False], [False]], [[True], [True]]]),
+        "leaf": np.array([[[1.0, 2.0], [10.0, 20.0]], [[3.0, 4.0], [30.0, 40.0]]], dtype=np.float32),
+        "base": np.array([100.0, 200.0], dtype=np.float32),
     })  # fmt: skip
-    nan = float("nan")
-    logits = head.logits(torch.tensor([[0.4, 0.2], [0.5, 0.25], [0.6, nan], [nan, 0.0]]), 1)
-    accept, following = logits.unbind(-1)
+    rows = [[0.4, 0.2], [0.5, 0.25], [0.6, math.nan], [math.nan, 0.0]]
+    accept, following = head.scores(np.array(rows, dtype=np.float32), 1).T
     assert accept.tolist() == [111.0, 122.0, 122.0, 112.0]
     assert following.tolist() == [233.0, 244.0, 234.0, 233.0]
 
 
+@pytest.mark.parametrize("depth", [1, 4, 7])
+def test_trees_score_as_xgboost_does(depth: int) -> None:
+    """A booster grown to the bottom, read node by node from its dump."""
+    chance = np.random.default_rng(depth)
+    x = features(3000, seed=depth)
+    x[chance.random(x.shape) < 0.1] = np.nan
+    label = (np.nan_to_num(x[:, 0]) + x[:, 3] > chance.random(len(x)) + 1).astype(np.float32)
+    settings = {"max_depth": depth, "eta": 0.3, "objective": "binary:logistic", "base_score": 0.5, "nthread": 1}
+    booster = xgboost.train(settings, xgboost.DMatrix(x, label), 20)
+    inner = 2**depth - 1
+    tensors: dict[str, Array] = {
+        "feature": np.zeros((2, 20, inner), dtype=np.int64),
+        "threshold": np.zeros((2, 20, inner), dtype=np.float32),
+        "missing_left": np.zeros((2, 20, inner), dtype=bool),
+        "leaf": np.zeros((2, 20, inner + 1), dtype=np.float32),
+        "base": np.zeros(2, dtype=np.float32),
+    }
+    table = booster.trees_to_dataframe().set_index("ID")
+    for tree in range(20):
+        stack = [(f"{tree}-0", 0)]
+        while stack:
+            name, node = stack.pop()
+            row = table.loc[name]
+            if row.Feature == "Leaf":  # the same for all below it
+                first = last = node
+                while first < inner:
+                    first, last = 2 * first + 1, 2 * last + 2
+                tensors["leaf"][:, tree, first - inner : last - inner + 1] = row.Gain
+                continue
+            tensors["feature"][:, tree, node] = int(row.Feature[1:])
+            tensors["threshold"][:, tree, node] = row.Split
+            tensors["missing_left"][:, tree, node] = row.Missing == row.Yes
+            stack += [(row.Yes, 2 * node + 1), (row.No, 2 * node + 2)]
+    scores = build_head("xgboost", NAMES, tensors).scores(x, 1)
+    expected = booster.predict(xgboost.DMatrix(x), output_margin=True)
+    np.testing.assert_allclose(scores[:, 0], expected, atol=1e-5)
+    assert np.array_equal(scores[:, 0], scores[:, 1])
+
+
 def test_no_tree_at_all_is_the_base() -> None:
-    empty = {k: v[:, :0] if v.dim() > 1 else v for k, v in trees_tensors().items()}
-    logits = TreesHead(NAMES, empty).logits(features(3), 1)
-    assert logits.shape == (3, 2)
-    torch.testing.assert_close(logits, empty["base"].expand(3, 2))
+    empty = {k: v[:, :0] if v.ndim > 1 else v for k, v in trees_tensors().items()}
+    scores = TreesHead(NAMES, empty).scores(features(3), 1)
+    assert scores.tolist() == [empty["base"].tolist()] * 3
 
 
-@pytest.mark.parametrize(("trees", "depth"), [(5, 3), (7, 0), (9, 5)])
-@pytest.mark.parametrize("unknown", ["left and right", "left"])
-def test_many_rows_score_as_few_do(trees: int, depth: int, unknown: str) -> None:
-    tensors = trees_tensors(trees, depth)
-    if unknown == "left":
-        tensors["missing_left"][:] = True
-    head = TreesHead(NAMES, tensors)
-    rows = features(2 * PART + 3, seed=8)
-    rows[::7, 1] = float("nan")
-    few = torch.cat([head.logits(row[None], 1) for row in rows])
-    assert torch.equal(head.logits(rows, 1), few)
-    assert torch.equal(head.logits(rows[: MANY + 1], 1), few[: MANY + 1])
+def test_trees_without_a_split_are_their_leaf() -> None:
+    tensors = trees_tensors(7, 0)
+    expected = tensors["base"] + tensors["leaf"].astype(np.float64).sum((1, 2))
+    np.testing.assert_allclose(TreesHead(NAMES, tensors).scores(features(3), 1), [expected] * 3)
 
 
 @pytest.mark.parametrize("kind", list(TENSORS))
@@ -209,45 +252,130 @@ def test_a_head_is_made_again_from_its_tensors(kind: str) -> None:
     head = build_head(kind, NAMES, TENSORS[kind]())
     again = build_head(kind, NAMES, head.tensors())
     for depth in (0, 2):
-        assert torch.equal(head.logits(features(5), depth), again.logits(features(5), depth))
+        assert np.array_equal(head.scores(features(5), depth), again.scores(features(5), depth))
 
 
-def replaced(kind: str, name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def test_rows_of_another_width_or_type_are_not_read() -> None:
+    """A kernel that read beyond a row would answer with whatever lies there."""
+    for kind in ("logistic", "mlp", "xgboost"):
+        head = build_head(kind, NAMES, TENSORS[kind]())
+        with pytest.raises(ValueError, match="another number of features"):
+            head.scores(np.zeros((2, len(NAMES) - 1), dtype=np.float32), 1)
+        for wrong in (features(2).astype(np.float64), features(4)[::2], np.asfortranarray(features(2))):
+            with pytest.raises(TypeError, match="No matching definition"):
+                head.scores(wrong, 1)
+
+
+def test_every_kernel_of_heads_has_one_signature() -> None:
+    found = {name: k.signatures for name, k in vars(kernels()).items() if hasattr(k, "signatures") and name[0] != "_"}
+    assert set(found) == {"expand", "score_layers", "add_silu", "score_trees", "cross_places", "score_tokens"}
+    assert {len(signatures) for signatures in found.values()} == {1}
+
+
+# Ranges
+
+
+LOW = np.array([0.5, 0.2, 0.3, 0.4, 0.1], dtype=np.float32)
+HIGH = np.array([1.0, 0.8, 0.9, 0.7, 0.6], dtype=np.float32)
+
+
+@pytest.mark.parametrize("kind", list(TENSORS))
+def test_a_feature_counts_as_the_end_of_its_range_that_it_is_beyond(kind: str) -> None:
+    plain = build_head(kind, NAMES, TENSORS[kind]())
+    ranged = build_head(kind, NAMES, with_ranges(TENSORS[kind](), LOW, HIGH))
+    x = features(300)
+    x[::3] *= 5
+    within = x.clip(LOW, HIGH)
+    assert np.array_equal(ranged.scores(x, 2), plain.scores(within, 2))
+    assert not np.array_equal(ranged.scores(x, 2), plain.scores(x, 2))
+    first = np.concatenate([x[:, :2], within[:, 2:]], 1)  # what is drafted is not known there, and not moved
+    assert np.array_equal(ranged.scores(x, 0), plain.scores(first, 0))
+    again = build_head(kind, NAMES, ranged.tensors())
+    assert np.array_equal(ranged.scores(x, 1), again.scores(x, 1))
+
+
+def test_what_is_unknown_stays_so_within_its_range() -> None:
+    plain = build_head("xgboost", NAMES, trees_tensors())
+    ranged = build_head("xgboost", NAMES, with_ranges(trees_tensors(), LOW, HIGH))
+    x = features(40).clip(LOW, HIGH)
+    x[np.random.default_rng(0).random(x.shape) < 0.5] = np.nan
+    assert np.array_equal(ranged.scores(x, 1), plain.scores(x, 1))
+
+
+def test_a_range_that_is_not_known_is_none() -> None:
+    """A feature that was never known in training has neither a least nor a largest."""
+    low, high = LOW.copy(), HIGH.copy()
+    low[0], high[0], low[3] = np.nan, np.nan, -np.inf
+    tensors = with_ranges(trees_tensors(), low, high)
+    assert all(np.isfinite(tensors[name]).all() for name in ("low", "high"))
+    x = 5 * features(50)
+    within = x.clip(np.nan_to_num(low, nan=-np.inf, neginf=-np.inf), np.nan_to_num(high, nan=np.inf))
+    plain, ranged = (build_head("xgboost", NAMES, t).scores for t in (trees_tensors(), tensors))
+    assert np.array_equal(ranged(x, 1), plain(within, 1))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "message"),
+    [
+        (LOW, None, "missing or unknown: high"),
+        (LOW[:4], HIGH, r"low of shape \[5\], got \[4\]"),
+        (LOW, HIGH.astype(np.float64), "high as an array of float32, got float64"),
+        (HIGH, LOW, "expected low to be at most high everywhere"),
+        (LOW, HIGH * np.inf, "high has values that are not finite"),
+    ],
+)
+def test_ranges_that_are_none_are_refused(low: Array, high: Array | None, message: str) -> None:
+    ranges = {"low": low} if high is None else {"low": low, "high": high}
+    for kind in TENSORS:
+        with pytest.raises(PolicyError, match=message):
+            build_head(kind, NAMES, {**TENSORS[kind](), **ranges})
+
+
+# What is refused
+
+
+def replaced(kind: str, name: str, value: Any) -> dict[str, Any]:
     tensors = {**TENSORS[kind](), **({} if value is None else {name: value})}
     if value is None:
         del tensors[name]
     return tensors
 
 
+def zeros(*shape: int) -> Array:
+    return np.zeros(shape, dtype=np.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "value", "message"),
     [
         ("logistic", "bias", None, "missing or unknown: bias"),
-        ("logistic", "colour", torch.zeros(1), "missing or unknown: colour"),
-        ("logistic", "bias", torch.zeros(2), r"bias of shape \[3\], got \[2\]"),
-        ("logistic", "mean", torch.zeros(9), r"mean of shape \[8\], got \[9\]"),
-        ("logistic", "weight", torch.full((3, WIDTH), float("nan")), "weight has values that are not finite"),
-        ("mlp", "weight.0", torch.zeros(6, WIDTH), r"weight.0 of shape \[6, 9\]"),
+        ("logistic", "colour", zeros(1), "missing or unknown: colour"),
+        ("logistic", "bias", zeros(2), r"bias of shape \[3\], got \[2\]"),
+        ("logistic", "bias", [0.0] * 3, "bias as an array of float32, got list"),
+        ("logistic", "mean", zeros(9), r"mean of shape \[8\], got \[9\]"),
+        ("logistic", "scale", zeros(8), "scale must be above 0"),
+        ("logistic", "weight", zeros(3, WIDTH) * np.nan, "weight has values that are not finite"),
+        ("mlp", "weight.0", zeros(6, WIDTH), r"weight.0 of shape \[6, 9\]"),
         ("mlp", "bias.1", None, "missing or unknown: bias.1"),
-        ("mlp", "weight.2", torch.zeros(3, 4), r"weight.2 of shape \[2, 4\]"),
-        ("xgboost", "leaf", torch.zeros(2, 5, 7), "weights: expected"),
-        ("xgboost", "threshold", torch.zeros(2, 5, 6), "threshold of shape"),
-        ("xgboost", "base", torch.zeros(3), "base of shape"),
-        ("xgboost", "feature", torch.full((2, 5, 7), 5), r"feature outside 0\.\.4"),
-        ("xgboost", "feature", torch.full((2, 5, 7), -1), "outside"),
-        ("xgboost", "feature", torch.zeros(2, 5, 7), "feature"),
+        ("mlp", "bias.1", zeros(), r"bias.1 of shape \[0\], got \[\]"),
+        ("mlp", "weight.2", zeros(3, 4), r"weight.2 of shape \[2, 4\]"),
+        ("xgboost", "leaf", zeros(2, 5, 7), "weights: expected"),
+        ("xgboost", "threshold", zeros(2, 5, 6), "threshold of shape"),
+        ("xgboost", "base", zeros(3), "base of shape"),
+        ("xgboost", "feature", np.full((2, 5, 7), 5), r"feature outside 0\.\.4"),
+        ("xgboost", "feature", np.full((2, 5, 7), -1), "outside"),
+        ("xgboost", "feature", zeros(2, 5, 7), "feature as an array of int64, got float32"),
+        ("xgboost", "missing_left", zeros(2, 5, 7), "missing_left as an array of bool, got float32"),
     ],
 )
-def test_wrong_names_shapes_or_numbers_are_refused(
-    kind: str, name: str, value: torch.Tensor | None, message: str
-) -> None:
+def test_wrong_names_shapes_or_numbers_are_refused(kind: str, name: str, value: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         build_head(kind, NAMES, replaced(kind, name, value))
 
 
 def test_an_mlp_needs_two_outputs_and_a_layer() -> None:
-    base = {"mean": torch.zeros(WIDTH), "scale": torch.ones(WIDTH)}
-    for more in ({}, {"weight.0": torch.zeros(3, WIDTH + 1), "bias.0": torch.zeros(3)}):
+    base = {"mean": zeros(WIDTH), "scale": np.ones(WIDTH, dtype=np.float32)}
+    for more in ({}, {"weight.0": zeros(3, WIDTH + 1), "bias.0": zeros(3)}):
         with pytest.raises(PolicyError, match="mlp head: expected 2 outputs"):
             MLPHead(NAMES, {**base, **more})
 
@@ -261,13 +389,9 @@ def test_an_unknown_head_is_refused() -> None:
 # Calibration
 
 
-def knots(seed: int = 0, n: int = 7) -> torch.Tensor:
-    return torch.stack(
-        [
-            draw(n, seed=seed).sort().values * 3,
-            torch.rand(n, generator=torch.Generator().manual_seed(seed)).sort().values,
-        ]
-    )
+def knots(seed: int = 0, n: int = 7) -> Array:
+    levels = np.random.default_rng(seed).random(n, dtype=np.float32)
+    return np.stack([np.sort(draw(n, seed=seed)) * 3, np.sort(levels)])
 
 
 MAPS = [
@@ -280,15 +404,15 @@ MAPS = [
 
 @pytest.mark.parametrize("calibrate", MAPS, ids=lambda c: f"{c.kind}-{c.knots.shape[1]}")
 def test_calibration_is_monotone_and_between_0_and_1(calibrate: Calibrator) -> None:
-    x = torch.linspace(-40, 40, 2001)
+    x = np.linspace(-40, 40, 2001)
     y = calibrate(x)
-    assert bool((y.diff() >= 0).all())
-    assert 0 <= float(y.min()) < float(y.max()) <= 1
-    assert torch.equal(calibrate(x.view(3, -1)), y.view(3, -1))
+    assert (np.diff(y) >= 0).all()
+    assert 0 <= y.min() < y.max() <= 1
+    assert np.array_equal(calibrate(x.reshape(3, -1)), y.reshape(3, -1))
 
 
 def test_temperature_divides_the_logit() -> None:
-    x = torch.tensor([-3.0, 0.0, 2.0])
+    x = np.array([-3.0, 0.0, 2.0])
     assert Calibrator("temperature", 2.0)(x).tolist() == pytest.approx([1 / (1 + math.exp(-v / 2)) for v in x.tolist()])
     assert Calibrator()(x).tolist() == pytest.approx([1 / (1 + math.exp(-v)) for v in x.tolist()])
 
@@ -296,19 +420,19 @@ def test_temperature_divides_the_logit() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_isotonic_interpolates_as_numpy_does(seed: int) -> None:
     table = knots(seed)
-    x = torch.cat([torch.linspace(-12, 12, 301), table[0]])
-    expected = np.interp(x.double().numpy(), table[0].double().numpy(), table[1].double().numpy())
-    np.testing.assert_allclose(Calibrator("isotonic", knots=table)(x).numpy(), expected, atol=1e-5)
+    x = np.concatenate([np.linspace(-12, 12, 301), table[0]])
+    expected = np.interp(x, *table.astype(np.float64))
+    np.testing.assert_allclose(Calibrator("isotonic", knots=table)(x), expected, atol=1e-5)
 
 
 def test_isotonic_steps_are_as_sharp_as_the_data_they_were_fitted_on() -> None:
     """Blocks of an isotonic fit end and begin at neighbouring logits; gaps of 1e-6 occur among many."""
-    edges = torch.linspace(-8, 8, 51)
-    x = torch.stack([edges, torch.nextafter(edges + 1e-6, edges + 1)], 1).flatten()
-    y = torch.linspace(0, 1, 52).repeat_interleave(2)[1:-1]
-    found = Calibrator("isotonic", knots=torch.stack([x, y]))(x)
-    np.testing.assert_allclose(found.numpy(), y.numpy(), atol=1e-3)
-    assert 0 <= float(found.min()) <= float(found.max()) <= 1
+    edges = np.linspace(-8, 8, 51, dtype=np.float32)
+    x = np.stack([edges, np.nextafter(edges + np.float32(1e-6), edges + 1)], 1).reshape(-1)
+    y = np.linspace(0, 1, 52, dtype=np.float32).repeat(2)[1:-1]
+    found = Calibrator("isotonic", knots=np.stack([x, y]))(x)
+    np.testing.assert_allclose(found, y, atol=1e-3)
+    assert 0 <= found.min() <= found.max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -319,16 +443,16 @@ def test_isotonic_steps_are_as_sharp_as_the_data_they_were_fitted_on() -> None:
         ("temperature", -1.0, None),
         ("temperature", float("nan"), None),
         ("isotonic", 1.0, None),
-        ("isotonic", 1.0, torch.zeros(2, 1)),
-        ("isotonic", 1.0, torch.zeros(3, 4)),
-        ("isotonic", 1.0, torch.tensor([[1.0, 0.0], [0.0, 1.0]])),
-        ("isotonic", 1.0, torch.tensor([[0.0, 1.0], [1.0, 0.0]])),
-        ("isotonic", 1.0, torch.tensor([[0.0, 1.0], [0.0, float("nan")]])),
-        ("isotonic", 1.0, torch.tensor([[0.0, 1.0], [0.0, 1.5]])),
+        ("isotonic", 1.0, zeros(2, 1)),
+        ("isotonic", 1.0, zeros(3, 4)),
+        ("isotonic", 1.0, np.array([[1.0, 0.0], [0.0, 1.0]], dtype=np.float32)),
+        ("isotonic", 1.0, np.array([[0.0, 1.0], [1.0, 0.0]], dtype=np.float32)),
+        ("isotonic", 1.0, np.array([[0.0, 1.0], [0.0, float("nan")]], dtype=np.float32)),
+        ("isotonic", 1.0, np.array([[0.0, 1.0], [0.0, 1.5]], dtype=np.float32)),
     ],
 )
 def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
-    kind: str, temperature: float, table: torch.Tensor | None
+    kind: str, temperature: float, table: Array | None
 ) -> None:
     with pytest.raises(PolicyError, match="calibration"):
         Calibrator(kind, temperature, table)
@@ -344,7 +468,7 @@ def test_the_derived_rule_keeps_where_some_look_ahead_pays(seed: int) -> None:
     depth = 6
     costs = np.sort(chance.random(depth + 1)) + chance.random(depth + 1) * 0.3
     a, rho = chance.random(depth + 1), chance.random() * 2 + 0.2
-    rule = Derived(derived_thresholds(rho, torch.tensor(costs), a.tolist()))
+    rule = Derived(derived_thresholds(rho, costs, a.tolist()))
     kept = 0
     for j in range(depth):
         for _ in range(60):
@@ -353,16 +477,19 @@ def test_the_derived_rule_keeps_where_some_look_ahead_pays(seed: int) -> None:
             for m in range(1, depth - j + 1):
                 run = sum(math.prod(a[j + 1 + i] for i in range(n)) for n in range(m))
                 best = max(best, survival * following * run - rho * (costs[j + m] - costs[j]))
-            keep = bool(rule.keep(j, torch.tensor(0.5), torch.tensor(survival), torch.tensor(following)))
+            keep = bool(
+                rule.keep(j, np.array([survival, 0.5, following]).reshape(3, 1, 1), np.ones((1, 1), dtype=bool))
+            )
             assert keep == (best > 0)
             kept += keep
     assert 0 < kept < 60 * depth
 
 
 def test_step_reads_accept_and_survival_reads_the_product() -> None:
-    accept, survival = torch.tensor([0.9, 0.5, 0.4]), torch.tensor([0.4, 0.5, 0.9])
-    assert Threshold("step", 0.5).keep(3, accept, survival, accept * 0).tolist() == [True, True, False]
-    assert Threshold("survival", 0.5).keep(3, accept, survival, accept * 0).tolist() == [False, True, True]
+    found = np.array([[[0.4, 0.5, 0.9]], [[0.9, 0.5, 0.4]], [[0.0, 0.0, 0.0]]])
+    alive = np.ones((1, 3), dtype=bool)
+    assert Threshold("step", 0.5).keep(3, found, alive).tolist() == [[True, True, False]]
+    assert Threshold("survival", 0.5).keep(3, found, alive).tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize(
