@@ -57,7 +57,8 @@ def test_a_token_that_a_filter_left_out_counts_without_noise(
         prompt_ids[4], KEY
     )
     checked = 0
-    for (shown, tree), record in zip(policy.rounds, made.rounds, strict=True):
+    drafted = [record for record in made.rounds if record.drafted]
+    for (shown, tree), record in zip(policy.rounds, drafted, strict=True):
         text = [*prompt_ids[4], *made.tokens[: record.anchor]]
         for depth, features in enumerate(shown, 1):
             prefix = [*text, *tree.tokens[0, : depth - 1].tolist()]

@@ -127,25 +127,14 @@ def test_what_is_dead_changes_nothing_for_the_others(kind: str) -> None:
     x, parent = features(40, 3), np.random.default_rng(1).integers(0, 3, (40, 3))
     alive = np.random.default_rng(2).random((40, 3)) < 0.6
     state = policy.keep(asked(1, x), policy.keep(asked(0, x[:, :1]), None)[1])[1]
+    found = policy.survive(asked(2, x, parent=parent), state)
+    middle = float(np.median(found[0] * found[2]))
+    policy = policy.with_rule(Derived([middle] * 4))
     whole, survival = policy.keep(asked(2, x, parent=parent), state)
     kept, partial = policy.keep(asked(2, x * alive[..., None], alive, parent), state)
     assert np.array_equal(kept, whole & alive)
-    assert np.array_equal(partial, survival * alive)
+    np.testing.assert_allclose(partial, survival * alive, rtol=1e-6 if kind == "resnet" else 0)
     assert 0 < kept.sum() < alive.sum()
-
-
-def test_the_rule_says_from_which_depth_the_policy_is_asked() -> None:
-    policy = learned()
-    assert policy.first == 0
-    assert policy.with_rule(Derived([0.1], 1)).first == 1
-    other = policy.with_rule(Threshold("survival", 0.3))
-    assert other.first == 1
-    assert (other.name, other.features, other.head, other.max_depth) == (
-        policy.name,
-        policy.features,
-        policy.head,
-        4,
-    )
 
 
 @pytest.mark.parametrize(
