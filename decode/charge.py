@@ -73,7 +73,7 @@ class Guard:
             self._fail(text, error)
             return list(alive) if depth < self._fallback else []
         if self._watch is not None:
-            self._watch.decided(depth, text.policy_state)
+            self._watch.decided(depth, float(text.policy_state[0, 0]))  # of a learned policy: S_j
         return kept
 
     @property

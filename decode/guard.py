@@ -12,7 +12,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from ..policies.contract import State, StopPolicy
+from ..policies.contract import StopPolicy
 from ..policies.costs import Profile
 from ..policies.errors import InputError
 from ..policies.learned import LearnedPolicy
@@ -51,12 +51,12 @@ class AcceptanceWatch:
         self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=window)  # mean, variance, accepted, known
         self._survival: list[float] = []
 
-    def decided(self, depth: int, state: State) -> None:
-        """Take in S_j from the state of a learned policy after its decision at depth j of a chain."""
+    def decided(self, depth: int, survival: float) -> None:
+        """Take in S_j after the policy's decision at depth j of a chain."""
         if depth == 1:
             self._survival.clear()
         if depth:
-            self._survival.append(float(state[0, 0]))
+            self._survival.append(survival)
 
     def finished(self, accepted: int, verified: int, cut: bool) -> None:
         """Take in how the round ended; tokens that the policy was not asked about are left out."""

@@ -188,10 +188,10 @@ def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = No
     """A policy that says of every token that it is accepted with this probability, and always drafts on."""
     logit = math.log(accept / (1 - accept))
     tensors = {
-        "mean": torch.zeros(1),
-        "scale": torch.ones(1),
-        "weight": torch.zeros(3, 1),
-        "bias": torch.full((3,), logit),
+        "mean": np.zeros(1, dtype=np.float32),
+        "scale": np.ones(1, dtype=np.float32),
+        "weight": np.zeros((3, 1), dtype=np.float32),
+        "bias": np.full(3, logit, dtype=np.float32),
     }
     head = build_head("logistic", ("depth",), tensors)
     rule, facts = Threshold("survival", 0.0), Facts(profile=profile or {})
