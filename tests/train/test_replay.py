@@ -72,18 +72,18 @@ def test_rounds_are_those_of_the_live_loop(
 def token_policy(vocabulary: int) -> LearnedPolicy:
     """A policy that goes by all tokens it may read, and what it crosses them with, through tables of chance."""
     names = ("mean_accepted", "noisy_margin", "noisy_score", *TOKEN_FEATURES)
-    generator, size = torch.Generator().manual_seed(0), 97
-    strides = torch.randint(0, 3, (5, len(names) + 1), generator=generator)
+    chance, size = np.random.default_rng(0), 97
+    strides = chance.integers(0, 3, (5, len(names) + 1))
     strides[:, 0] = 0  # the running mean is not crossed
     tensors = {
-        "mean": torch.zeros(3),
-        "scale": torch.ones(3),
-        "weight": 0.1 * torch.randn(3, 3, generator=generator),
-        "bias": torch.ones(2, DEPTH + 1),
-        "table": torch.randn(2, len(TOKEN_FEATURES), vocabulary, generator=generator),
+        "mean": np.zeros(3, dtype=np.float32),
+        "scale": np.ones(3, dtype=np.float32),
+        "weight": 0.1 * chance.standard_normal((3, 3), dtype=np.float32),
+        "bias": np.ones((2, DEPTH + 1), dtype=np.float32),
+        "table": chance.standard_normal((2, len(TOKEN_FEATURES), vocabulary), dtype=np.float32),
         "strides": strides,
-        "edges": torch.tensor([[0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]]),
-        "crosses": torch.randn(2, len(strides), size, generator=generator),
+        "edges": np.array([[0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]], dtype=np.float32),
+        "crosses": chance.standard_normal((2, len(strides), size), dtype=np.float32),
     }
     return LearnedPolicy(
         "by-tokens", names, TokenHead(names, tensors), Calibrator(), Calibrator(),

@@ -20,7 +20,7 @@ from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.policies.baselines import FixedLength
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import StopPolicy
+from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.learned import LearnedPolicy
@@ -32,7 +32,6 @@ from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import Replayed, replay, replay_many
 from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.traces.stacking import stacked
-from torch import Tensor
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
 
 TREES = {None: None, "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
@@ -44,11 +43,16 @@ Collected = Callable[..., Trace]
 class OnStates:
     """A head of one dot product."""
 
+    kind = "on-states"
     sizes: Mapping[str, int] = {"draft_hidden": 16}
+    lag = 0
 
-    def logits(self, features: Tensor, depth: int, vectors: Mapping[str, Tensor]) -> Tensor:
-        score = ReadsStates.score(vectors["draft_hidden"]).float() + 1.0
-        return torch.stack([score, score], -1)
+    def scores(self, features: Array, depth: int, hidden: Mapping[str, Array]) -> Array:
+        score = ReadsStates.score(hidden["draft_hidden"]) + 1.0
+        return np.stack([score, score], -1)
+
+    def tensors(self) -> dict[str, Array]:
+        return {}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +174,7 @@ def test_a_sweep_goes_side_by_side_in_parts(
     many: list[StopPolicy] = [
         LearnedPolicy("learned", (), head, flat, flat, Threshold("survival", t), DEPTH) for t in (0.1, 0.3, 0.5)
     ]
-    assert many[0].vectors == ("draft_hidden",)
+    assert many[0].hidden == ("draft_hidden",)
     expected = [logged(replay(arrays, policy, profile)) for policy in many]
     assert expected[0] != expected[1] != expected[2]
     assert stacked(many, arrays.sequences) is not None

@@ -10,14 +10,13 @@ import torch
 from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines import FixedLength
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.train.serve.lengths import walk_fixed, walk_lengths
 from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, split_sides
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import replay
-from torch import Tensor
 
 EXACT = 1e-12
 
@@ -30,7 +29,7 @@ class Sure(StopPolicy):
     def __init__(self, threshold: float, length: int) -> None:
         self.threshold, self.max_depth = threshold, length
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] >= self.threshold), state
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEW, make_prompts
@@ -114,8 +115,8 @@ def test_live_decisions_read_the_temperature_as_replay_does(
 
 def test_heads_that_read_the_temperature_tell_them_apart(both: list[Trace], full_profile: Profile) -> None:
     policy = train(both, full_profile, features=("temperature", "depth"), rule="step", threshold=0.55).policy
-    cold, warm = (policy.probabilities(torch.tensor([[heat, 1.0]]), 1)[0] for heat in HEATS)
-    assert abs(float(cold - warm)) > 1e-3
+    cold, warm = (policy.probabilities(np.array([[heat, 1.0]], dtype=np.float32), 1)[0] for heat in HEATS)
+    assert abs((cold - warm).item()) > 1e-3
 
 
 def test_traces_that_do_not_belong_together_are_refused(both: list[Trace], full_profile: Profile) -> None:
