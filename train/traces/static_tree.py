@@ -128,5 +128,5 @@ def _seconds(shape: Topology, profile: Profile, context: float) -> float:
     one = np.ones(1, dtype=np.int64)
     count = one * shape.nodes
     if shape.is_chain and shape.nodes <= profile.max_depth:
-        return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0))
-    return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0, fed))
+        return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0)[0])
+    return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0, fed)[0])
