@@ -133,7 +133,7 @@ class Decider:
         if layout.history:
             features[:, layout.history_at] = history.values(layout.history)
         reads = TARGET_HIDDEN in self.policy.hidden and hidden is not None
-        return Base(features, seen(hidden) if reads and hidden is not None else None)
+        return Base(features, seen(hidden).cpu().numpy() if reads and hidden is not None else None)
 
     def _hidden(self, base: Base, level: Level | None) -> dict[str, Array]:
         """Return the hidden states that the policy reads, [B, H] for the B branches of a depth."""
@@ -146,7 +146,7 @@ class Decider:
                 out[name] = np.zeros((1, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
             else:
                 assert level.states is not None
-                out[name] = seen(level.states[level.drawn.ids[:, 0]])
+                out[name] = seen(level.states[level.drawn.ids[:, 0]]).cpu().numpy()
         return out
 
     def __call__(
