@@ -151,13 +151,10 @@ def outcomes(world: World, level: int, policy: StopPolicy) -> Outcomes:
 
 def round_costs(world: World, found: Outcomes, policy: StopPolicy, backlog: int) -> Array:
     """Return [M] seconds of rounds with these outcomes."""
-    drafted, decisions = torch.from_numpy(found.drafted), torch.from_numpy(found.decisions)
-    one = torch.ones_like(drafted)
-    spent = world.profile.round_seconds(
-        one, drafted, drafted, backlog * one, decisions, world.profile.decision(policy.cost_name)
+    drafted, one = found.drafted, np.ones_like(found.drafted)
+    return world.profile.round_seconds(
+        one, drafted, drafted, backlog * one, found.decisions, world.profile.decision(policy.cost_name)
     )
-    costs: Array = spent.numpy()
-    return costs
 
 
 def true_seconds(world: World, policy: StopPolicy) -> float:
@@ -175,7 +172,7 @@ def true_seconds(world: World, policy: StopPolicy) -> float:
                 value[left, backlog] = found.chance @ (cost[backlog] + value[to, after])
         # The first round reads the prompt: a backlog of more than one.
         total += float(share) * float(world.lengths[level] @ value[LENGTHS - 1, 1])
-    return total + float(world.profile.prefill_seconds(torch.tensor([PROMPT_TOKENS]))[0])
+    return total + float(world.profile.prefill_seconds(np.array([PROMPT_TOKENS]))[0])
 
 
 def true_round(world: World, policy: StopPolicy) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import pair_folder
@@ -156,7 +157,7 @@ def equality(
         others |= {tuple(line) for line in replay(noisy(arrays, seed), policy, profile).log.tolist()}
     ties = 0
     for s, anchor, played in other:
-        row = int(arrays.find(torch.tensor([s]), torch.tensor([anchor])))
+        row = int(arrays.find(np.array([s]), np.array([anchor]))[0])
         near = float(arrays.column("noisy_margin")[row].abs().min()) < TIE
         ties += near or (s, anchor, *played) in others
     return len(met), ties, len(other) - ties

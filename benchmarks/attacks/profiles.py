@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from specstop.cli.info import info
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
@@ -186,18 +185,18 @@ def use(profile: Profile, path: Path) -> None:
 
 def price_rounds(profile: Profile) -> None:
     """Ask for the seconds of all sorts of rounds; raises `AssertionError` where they are none."""
-    seconds = [profile.prefill_seconds(torch.tensor([1, 100]))]
+    seconds = [profile.prefill_seconds(np.array([1, 100]))]
     depth = profile.max_depth
     for name in (*profile.decision_s, "unknown"):
         price = profile.decision(name)
         for context in (1.0, 20.0, 4096.0):
             seconds.append(profile.chain_costs(context, price))
-            k = torch.arange(depth + 1)
-            fed = torch.stack([k > 0, 2 * k, 0 * k], 1)
-            seconds.append(profile.round_seconds(0 * k + context, k, k.flip(0), 1 + 9 * k, k, price, fed))
-    seconds.append(torch.tensor([*profile.low.tree_draft(20), *profile.high.tree_verify(20)]))
+            k = np.arange(depth + 1)
+            fed = np.stack([k > 0, 2 * k, 0 * k], 1)
+            seconds.append(profile.round_seconds(0 * k + context, k, k[::-1], 1 + 9 * k, k, price, fed))
+    seconds.append(np.array([*profile.low.tree_draft(20), *profile.high.tree_verify(20)]))
     for values in seconds:
-        assert bool((values.isfinite() & (values >= 0)).all()), f"seconds of {values.tolist()}"
+        assert (np.isfinite(values) & (values >= 0)).all(), f"seconds of {values.tolist()}"
 
 
 def replay(profile: Profile, trace: Trace) -> None:
