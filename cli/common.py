@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..policies import kernels
 from ..policies.errors import InputError
 from ..policies.progress import Progress, silent
 
@@ -25,6 +26,7 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
     """Return the names of target and draft, and the folder of the demo pair where it stands in for them."""
     if (target is None) != (draft is None):
         raise InputError("expected both --target and --draft, or neither for the demo pair")
+    kernels.load(progress)
     if target is not None and draft is not None:
         return target, draft, None
     from ..train.demo.pair import demo_pair

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..policies import kernels
 from ..policies.checking import check_policy
 from ..policies.contract import Array, RoundOutcome, StopPolicy
 from ..policies.costs import Profile
@@ -69,6 +70,7 @@ class Speculator:
         hidden: Sequence[str] = (),
     ) -> None:
         check_policy(policy)
+        kernels.load()  # not in the middle of a text
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
+import time
 
 from ..progress import Progress, silent
+
+PATIENCE_S = 2.0
+"""Reading compiled kernels back takes less; what takes longer is compiling them, which is worth a word."""
 
 
 def load(progress: Progress = silent) -> None:
     """Import all kernels, which compiles those that numba's cache folder does not have: so that nothing that is timed does.
 
     Args:
-        progress: see `Progress`; compiling takes some seconds, once per machine.
+        progress: see `Progress`; compiling takes some seconds, once on a machine.
     """
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    names, began = _names(), time.monotonic()
     for done, name in enumerate(names):
-        progress("compile", done, len(names))
+        if time.monotonic() - began > PATIENCE_S:
+            progress("compile kernels", done, len(names))
         importlib.import_module(f".{name}", __name__)
-    progress("compile", len(names), len(names))
+    if time.monotonic() - began > PATIENCE_S:
+        progress("compile kernels", len(names), len(names))
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))

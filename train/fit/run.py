@@ -14,6 +14,7 @@ import torch
 from ...collect.schema import Header
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
+from ...policies import kernels
 from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
@@ -137,6 +138,7 @@ def train(
         InputError: an unknown head or rule, or a folder that is not empty.
         TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
+    kernels.load(progress)
     several = [traces] if isinstance(traces, Trace) else list(traces)
     if rule == "gain":
         if len(several) != 1 or threshold is not None or vectors or mixed is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...collect.store import Trace, open_trace
 from ...decode.modes import MODES, describe
 from ...policies.baselines import Confidence, FixedLength
+from ...policies import kernels
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.costs import Profile
@@ -96,6 +97,7 @@ def evaluate(
     """
     for policy in policies:
         check_policy(policy)
+    kernels.load(progress)
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
         sources = [profile.source, *(policy.source for policy in policies)]
