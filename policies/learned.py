@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,8 +101,8 @@ class LearnedPolicy(StopPolicy):
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
-        shape, count = features.shape[:-1], features.shape[-1]
-        rows = np.ascontiguousarray(features, dtype=np.float32).reshape(-1, count)
+        shape = features.shape[:-1]
+        rows = np.ascontiguousarray(features, dtype=np.float32).reshape(math.prod(shape), features.shape[-1])
         states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         scores = self.head.scores(rows, depth, states)
         accept, following = self.accept(scores[:, 0]), self.following(scores[:, 1])
@@ -117,7 +118,7 @@ class LearnedPolicy(StopPolicy):
             before: [S, B'] S of the depth before; None = the product begins here.
         """
         alive, depth, features = step.alive, step.depth, step.features
-        rows, hidden = features.reshape(-1, features.shape[-1]), step.hidden
+        rows, hidden = features.reshape(alive.size, features.shape[-1]), step.hidden
         if hidden:
             hidden = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         if alive.size > 1 and not alive.all():  # only these are scored
