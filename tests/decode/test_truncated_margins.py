@@ -91,7 +91,9 @@ def test_what_a_grammar_forbids_is_no_rival(pair: Pair, prompt_ids: list[list[in
 def test_siblings_and_filters(pair: Pair, prompt_ids: list[list[int]], tree: str) -> None:
     """Every margin stays within the lead over what was left out, and finite."""
     policy = Margins()
-    Speculator(pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=Shaping(top_k=3))).generate(prompt_ids[4], KEY)
+    Speculator(pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=Shaping(top_k=3))).generate(
+        prompt_ids[4], KEY
+    )
     margins = torch.cat([torch.from_numpy(features) for shown, _ in policy.rounds for features in shown])
     assert len(margins) > 10 and bool((margins.abs() <= BOUND).all())
     assert bool((margins[:, 1] <= margins[:, 0] + 1e-6).all())
