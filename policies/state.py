@@ -11,6 +11,18 @@ from .contract import Array, State
 from .errors import PolicyFailure
 
 
+def arrays(state: State) -> list[Array]:
+    """Return the arrays that a state is made of."""
+    found: list[Array] = []
+
+    def noted(array: Array) -> Array:
+        found.append(array)
+        return array
+
+    _over(noted, state)
+    return found
+
+
 def take(state: State, rows: Array | slice) -> State:
     """Return the state of some of its streams.
 
@@ -24,7 +36,8 @@ def take(state: State, rows: Array | slice) -> State:
 def put(state: State, rows: Array | slice, other: State) -> State:
     """Return the state with the rows of `other` in the place of its own; both are left as they are.
 
-    Arrays whose further axes differ, as memories that grow with a text do, are filled up with zeros.
+    Arrays whose further axes differ, as memories that grow with a text do, are filled up with zeros; so are rows of which
+    nothing is remembered yet (None).
 
     Args:
         state: of S streams.
@@ -38,7 +51,12 @@ def put(state: State, rows: Array | slice, other: State) -> State:
         out[rows] = _filled_up(news, shape)
         return out
 
-    return _over(replaced, state, other)
+    def emptied(array: Array) -> Array:
+        out = array.copy()
+        out[rows] = 0
+        return out
+
+    return _over(emptied, state) if other is None else _over(replaced, state, other)
 
 
 def _filled_up(array: Array, shape: Sequence[int]) -> Array:

@@ -22,7 +22,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from .features import FEATURES, Kind, feature
-from .state import put, take
+from .state import arrays, put, take
 from .vectors import VECTORS, check_vectors, seen
 
 STREAMS = 5
@@ -114,6 +114,7 @@ class PolicyTests:
         if policy.joint:
             return
         _, state = play(policy, range(STREAMS), self.branches)
+        assert all(a.shape[:1] == (STREAMS,) for a in arrays(state)), "the first axis of an array of the state is not S"
         for depth in depths(policy):
             part = take(state, np.array(some))
             mine, _ = checked_keep(policy, make_step(policy, depth, some, ROUNDS, self.branches), part)
@@ -128,6 +129,10 @@ class PolicyTests:
             return
         _, state = play(policy, range(STREAMS), self.branches)
         fresh = policy.start(len(refilled), keys(refilled))
+        for rows, whole in ((len(refilled), fresh), (STREAMS, state)):
+            assert all(a.shape[:1] == (rows,) for a in arrays(whole)), (
+                "the first axis of an array of the state is not S"
+            )
         changed = put(state, np.array(refilled), fresh)
         streams = range(STREAMS)
         before, after = (play_round(policy, streams, ROUNDS, self.branches, s)[0] for s in (state, changed))

@@ -123,6 +123,7 @@ def test_rows_of_a_state_are_put_and_both_stay_as_they_were() -> None:
 def test_memories_of_another_width_are_filled_up() -> None:
     wide = put(np.ones((2, 1)), np.array([1]), np.full((1, 3), 5.0))
     assert wide.tolist() == [[1.0, 0.0, 0.0], [5.0, 5.0, 5.0]]
+    assert put(np.ones((2, 1)), np.array([1]), None).tolist() == [[1.0], [0.0]]
     narrow = put(np.ones((2, 3), dtype=np.int64), np.array([0]), np.full((1, 1), 5))
     assert narrow.tolist() == [[5, 0, 0], [1, 1, 1]]
 
@@ -132,7 +133,7 @@ def test_memories_of_another_width_are_filled_up() -> None:
     [
         ([1, 2], [3], "a state must be None, an array, or tuples or dataclasses of arrays, not list"),
         ({"a": np.ones(2)}, {"a": np.ones(1)}, "dataclasses of arrays, not dict"),
-        (np.ones(2), None, "states of one policy, but a ndarray and a NoneType"),
+        (None, np.ones(1), "states of one policy, but a NoneType and a ndarray"),
         ((), (np.ones(1),), "from different depths of a round"),
     ],
 )
