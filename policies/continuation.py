@@ -60,7 +60,7 @@ class ContinuationPolicy(LearnedPolicy):
         if len(self._memory):
             rows, state = self._with_memory(step, state)
         at = np.flatnonzero(step.alive)
-        value = self.head.scores(rows.reshape(-1, rows.shape[-1])[at], step.depth)[:, 1]
+        value = self.head.scores(rows.reshape(step.alive.size, rows.shape[-1])[at], step.depth)[:, 1]
         kept = np.zeros(step.alive.shape, dtype=np.bool_)
         kept.flat[at] = value > self._margin
         return kept, state

@@ -143,7 +143,9 @@ def test_rounds_of_a_policy_are_those_of_its_replay() -> None:
     policy, togo = settled.made, ToGo(arrays, FLAT)
     seen = seen_features(arrays, policy.features, torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
     seen = with_memory(seen, remembered(policy.features), policy.first)
-    lengths, _ = rounds_of(togo, values(policy.head, seen), policy.first, policy.max_depth, policy.rule.to_dict()["margin"])
+    lengths, _ = rounds_of(
+        togo, values(policy.head, seen), policy.first, policy.max_depth, policy.rule.to_dict()["margin"]
+    )
     assert torch.allclose(togo.play(lengths).seconds, replay(arrays, policy, FLAT).seconds)
 
 

@@ -211,7 +211,9 @@ def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
     assert np.isnan(ranges(names, features[:1], torch.tensor([0]))[0][0]), "no row knows it"
 
 
-@pytest.mark.parametrize("fit", [fit_linear, lambda *a: fit_boosted(a[0], *a)[0], lambda *a: fit_mlp(a[0], *a, epochs=1)])
+@pytest.mark.parametrize(
+    "fit", [fit_linear, lambda *a: fit_boosted(a[0], *a)[0], lambda *a: fit_mlp(a[0], *a, epochs=1)]
+)
 def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(fit: Callable[..., Head]) -> None:
     rows = made_rows(1500, 4)
     head = fit(rows, NAMES)
@@ -258,7 +260,9 @@ def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, F
         margin = booster.predict(xgb.DMatrix(within, feature_names=list(NAMES)), output_margin=True)
         np.testing.assert_allclose(found[:, column], margin, atol=MARGIN, rtol=MARGIN)
     assert found.std() > 0.5
-    assert np.array_equal(head.scores(within.astype(np.float32), 0), found), "trees do not know the depth but by its feature"
+    assert np.array_equal(head.scores(within.astype(np.float32), 0), found), (
+        "trees do not know the depth but by its feature"
+    )
 
 
 def test_the_boosted_head_learns(parts: tuple[FitRows, FitRows]) -> None:

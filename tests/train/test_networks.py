@@ -127,9 +127,7 @@ def test_dynasds_soft_model_learns_the_ratio() -> None:
     assert float(error.mean()) < 0.04
     assert abs(float(chance.mean() - soft[held.drawn].mean())) < MEAN
     first = held.followed[(held.depth == 0) & held.followed_known].float().mean()
-    assert float(torch.sigmoid(scored(head, held, 0))[0, 1]) == pytest.approx(
-        float(first), abs=0.05
-    )
+    assert float(torch.sigmoid(scored(head, held, 0))[0, 1]) == pytest.approx(float(first), abs=0.05)
 
 
 def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected() -> None:

@@ -112,8 +112,7 @@ def test_the_error_is_the_mean_gap_of_bins_of_equal_mass() -> None:
     predicted = np.linspace(0, 1, 100)
     labels = np.arange(100) % 3 == 0
     expected = sum(
-        abs(float(predicted[a : a + 10].mean()) - float(labels[a : a + 10].mean())) / 10
-        for a in range(0, 100, 10)
+        abs(float(predicted[a : a + 10].mean()) - float(labels[a : a + 10].mean())) / 10 for a in range(0, 100, 10)
     )
     order = np.random.default_rng(0).permutation(100)
     assert calibration_error(predicted[order], labels[order]) == pytest.approx(expected)

@@ -53,7 +53,7 @@ def node_ranks(tree: Topology) -> list[int]:
 def level_scores(head: Head, seen: Array, level: Sequence[int], depth: int) -> Array:
     """Return [R, B, 2] float64, a head's scores of the B nodes `level` of a depth, from what is seen [R, N + 1, F]."""
     rows = np.ascontiguousarray(seen[:, level])
-    return head.scores(rows.reshape(-1, rows.shape[-1]), depth).reshape(*rows.shape[:-1], 2)
+    return head.scores(rows.reshape(len(seen) * len(level), rows.shape[-1]), depth).reshape(len(seen), len(level), 2)
 
 
 def accepted_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:

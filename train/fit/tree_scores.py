@@ -26,7 +26,9 @@ def path_chances(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> Arra
     ranks = np.array(node_ranks(tree))
     for depth, level in enumerate(tree.levels[1:], 1):
         above = out[:, [tree.parent[row] for row in level]]
-        out[:, level] = policy.accept.of(above, level_scores(policy.head, seen, level, depth)[..., 0], depth, ranks[level])
+        out[:, level] = policy.accept.of(
+            above, level_scores(policy.head, seen, level, depth)[..., 0], depth, ranks[level]
+        )
     return out
 
 
