@@ -30,7 +30,7 @@ def kernels() -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class LevelTable:
     """What a rule knows of the branches of a depth before anything is read.
 
     Attributes:
@@ -103,10 +103,10 @@ class TreeRule:
         self._check()
         self._typical: Array = np.array(self.acceptance, dtype=np.float64)
         self._shares: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its own chance
-        self._levels: dict[tuple[int, int], Level] = {}
+        self._levels: dict[tuple[int, int], LevelTable] = {}
         self._costs: dict[int, Array] = {}
         self.verify_tokens = tokens = self.verify_costs(MOST_NODES)
-        rises = [min((tokens[n + 1 :] - tokens[n]) / np.arange(1, MOST_NODES + 1 - n)) for n in range(MOST_NODES)]
+        rises = [((tokens[n + 1 :] - tokens[n]) / np.arange(1, MOST_NODES + 1 - n)).min() for n in range(MOST_NODES)]
         self.rises: Array = np.maximum([*rises, rises[-1]], 0.0)
 
     def _check(self) -> None:
@@ -140,14 +140,14 @@ class TreeRule:
         at = [depths == d for d in range(1, len(self.children) + 1)]
         return [(np.zeros(1, dtype=np.int64), np.ones(1)), *((ranks[nodes], mean[nodes]) for nodes in at)]
 
-    def level(self, depth: int, branches: int) -> Level:
+    def level(self, depth: int, branches: int) -> LevelTable:
         """Return what is known of the branches of a depth; those of another tree have one child and are best children."""
         key = depth, branches
         if key not in self._levels:
             self._levels[key] = self._level(depth, branches)
         return self._levels[key]
 
-    def _level(self, depth: int, branches: int) -> Level:
+    def _level(self, depth: int, branches: int) -> LevelTable:
         counts, ranks = np.ones(branches, dtype=np.int64), np.zeros(branches, dtype=np.int64)
         if depth < len(self.children) and len(self.children[depth]) == branches:
             counts = np.array(self.children[depth], dtype=np.int64)
@@ -162,19 +162,21 @@ class TreeRule:
         if 1 < depth <= len(self._tree):
             mean_above = np.concatenate([self._tree[depth - 1][1], mean_above])
         levels = max(len(self.acceptance) - depth, 0)
-        rows, steps = np.array(longer(self.draft_s, branches))[:, None], np.arange(1, levels + 1)
+        rows, steps = longer(self.draft_s, branches)[:, None], np.arange(1, levels + 1)
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]
-        return Level(ranks, counts, mean, mean_above, self.floor if depth else 0.0, costs, decay)
+        return LevelTable(ranks, counts, mean, mean_above, float(self.floor) if depth else 0.0, costs, decay)
 
     def verify_costs(self, nodes: int) -> Array:
         """Return [N + 1], what verifying 0..N nodes costs in tokens."""
         if nodes not in self._costs:
-            seconds = np.array(longer(self.verify_s, nodes + 1))
+            seconds = longer(self.verify_s, nodes + 1)
             self._costs[nodes] = (seconds - seconds[0]) * self.rate
         return self._costs[nodes]
 
-    def ask(self, depth: int, alive: Array, parent: Array, features: Array, before: Array) -> tuple[Array, Array, Array]:
+    def ask(
+        self, depth: int, alive: Array, parent: Array, features: Array, before: Array
+    ) -> tuple[Array, Array, Array]:
         """Return the places [R] of the branches to read, the survival [R] of their parents, and their features [R, F].
 
         Args:
@@ -270,7 +272,8 @@ def build_tree_rule(raw: Mapping[str, Any]) -> TreeRule:
         raise PolicyError(f"rule gain: lacks or mangles an entry ({error})") from None
 
 
-def longer(table: Sequence[float], count: int) -> list[float]:
-    """Return `count` entries of a table, which goes on with its mean rise."""
+def longer(table: Sequence[float], count: int) -> Array:
+    """Return [count] float64, the entries of a table, which goes on with its mean rise."""
     rise = (table[-1] - table[0]) / (len(table) - 1) if len(table) > 1 else 0.0
-    return [*table[:count], *(table[-1] + rise * (i + 1) for i in range(count - len(table)))]
+    more = [table[-1] + rise * (i + 1) for i in range(count - len(table))]
+    return np.array([*table[:count], *more], dtype=np.float64)

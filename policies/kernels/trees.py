@@ -1,4 +1,4 @@
-"""What the learned tree policy decides: which branches are read, their survival, which are extended, which nodes are verified."""
+"""The decisions of the learned tree policy: what is read, how it survives, what is extended, which nodes are verified."""
 
 from __future__ import annotations
 
