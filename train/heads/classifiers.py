@@ -74,7 +74,7 @@ class StopClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = dict(super().__getstate__())
-        if "head_" in state:  # its arrays say all
+        if "head_" in state:  # whose packed arrays may come back read-only, which compiled code refuses
             state["head_"] = (self.head_.kind, self.head_.tensors())
         return state
 

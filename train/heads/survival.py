@@ -140,13 +140,14 @@ def _choose(product: Array, labels: Array, fold: Array) -> str:
 
 def _fit(kind: str, product: Array, labels: Array) -> Array:
     """Return the table [2, n] of a map of this kind."""
+    same: Array = unchanged(1, 1)[0, 0]
     if kind == "identity" or len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
-        return unchanged(1, 1)[0, 0]
+        return same
     if kind == "isotonic":
         return _isotonic(product, labels)
     slope, offset = _logistic(_odds(product), labels.astype(np.float64), offset=kind == "platt")
     if slope <= 0.0:  # the product says nothing, or less
-        return unchanged(1, 1)[0, 0]
+        return same
     return _table(partial(_bent, slope=slope, offset=offset), product)
 
 
@@ -181,7 +182,8 @@ def _isotonic(product: Array, labels: Array) -> Array:
     )
     knots = np.stack([np.maximum.accumulate(x), np.maximum.accumulate(fit.predict(x))])
     level = np.repeat(knots[:, -1:], KNOTS - len(x), 1)
-    return np.clip(np.concatenate([knots, level], 1), 0.0, 1.0).astype(np.float32)
+    table: Array = np.clip(np.concatenate([knots, level], 1), 0.0, 1.0).astype(np.float32)
+    return table
 
 
 def _logistic(odds: Array, labels: Array, offset: bool) -> tuple[float, float]:
