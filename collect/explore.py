@@ -19,7 +19,7 @@ from ..policies.contract import (
     checked_select,
     checked_start,
 )
-from ..policies.draws import mix
+from ..policies.mixing import mix
 
 _SALT = 0x5EED
 _SHARE = 1 << 24

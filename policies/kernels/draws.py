@@ -1,10 +1,10 @@
-"""Counter-based random numbers in compiled code: the same mixing as that of arrays (`policies.draws`)."""
+"""Counter-based random numbers in compiled code: the same mixing as that of arrays (`policies.mixing`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..draws import GOLDEN, mix_in_place, signed
+from ..mixing import GOLDEN, mix_in_place, signed
 from .compiled import exact, kernel
 
 _GOLDEN = signed(GOLDEN)

@@ -136,7 +136,7 @@ run()
 
 
 @pytest.mark.parametrize(
-    ("module", "number"), [("typer", signal.SIGTERM), ("rich.progress", signal.SIGINT), ("torch", signal.SIGTERM)]
+    ("module", "number"), [("typer", signal.SIGTERM), ("rich.progress", signal.SIGINT), ("numpy", signal.SIGTERM)]
 )
 def test_a_signal_in_an_import(module: str, number: signal.Signals) -> None:
     command = [sys.executable, "-c", IN_IMPORT, module, str(int(number))]

@@ -19,8 +19,9 @@ from specstop.policies.baselines_online import Online
 from specstop.policies.baselines_roc import Roc
 from specstop.policies.baselines_scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import StopPolicy
-from specstop.policies.draws import keyed_normal, keyed_uniform, mix, shift
+from specstop.policies.draws import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
+from specstop.policies.mixing import mix, shift
 from specstop.policies.specs import load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 
