@@ -19,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.heads import build_head
+from specstop.policies.heads import build_head, with_ranges
 from specstop.policies.heads_dynasd import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
@@ -46,35 +46,43 @@ ODD_VALUES = (
 
 def good_policies() -> list[LearnedPolicy]:
     """Return one small policy of each head, with all sorts of calibration and rule."""
-    generator = torch.Generator().manual_seed(0)
+    chance = np.random.default_rng(0)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+    def draw(*shape: int, size: float = 1.0) -> Array:
+        return (size * chance.standard_normal(shape)).astype(np.float32)
 
-    base = {"mean": draw(WIDTH), "scale": draw(WIDTH).abs() + 0.2}
+    def scale(width: int) -> Array:
+        return np.abs(draw(width)) + np.float32(0.2)
+
+    base = {"mean": draw(WIDTH), "scale": scale(WIDTH)}
     layers = {"weight.0": draw(6, WIDTH + 1), "bias.0": draw(6), "weight.1": draw(2, 6), "bias.1": draw(2)}
     trees = {
-        "feature": torch.randint(0, len(NAMES), (2, 4, 7), generator=generator),
-        "threshold": torch.rand(2, 4, 7, generator=generator),
-        "missing_left": torch.rand(2, 4, 7, generator=generator) < 0.5,
+        "feature": chance.integers(0, len(NAMES), (2, 4, 7)),
+        "threshold": chance.random((2, 4, 7), dtype=np.float32),
+        "missing_left": chance.random((2, 4, 7)) < 0.5,
         "leaf": draw(2, 4, 8),
         "base": draw(2),
     }
     resnet = {
         **base,
         "enter.weight": draw(5, WIDTH + 1), "enter.bias": draw(5), "enter.draft_hidden": draw(5, HIDDEN),
-        "mean.draft_hidden": draw(HIDDEN), "scale.draft_hidden": draw(HIDDEN).abs() + 0.2,
-        "block.weight": 0.3 * draw(2, 5, 5), "block.bias": draw(2, 5), "leave.weight": draw(2, 5), "leave.bias": draw(2),
+        "mean.draft_hidden": draw(HIDDEN), "scale.draft_hidden": scale(HIDDEN),
+        "block.weight": draw(2, 5, 5, size=0.3), "block.bias": draw(2, 5), "leave.weight": draw(2, 5), "leave.bias": draw(2),
     }  # fmt: skip
     soft = {"weight.0": draw(5, HIDDEN), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
     hard = {"weight.0": draw(5, 11), "bias.0": draw(5), "weight.1": draw(1, 5), "bias.1": draw(1), "first": draw(1)}
     specdec = {
-        "block.weight": 0.3 * draw(1, HIDDEN, HIDDEN), "block.bias": draw(1, HIDDEN),
-        "order": torch.zeros(3, dtype=torch.int64), "leave.weight": draw(2, HIDDEN), "leave.bias": draw(2), "first": draw(1),
+        "block.weight": draw(1, HIDDEN, HIDDEN, size=0.3), "block.bias": draw(1, HIDDEN),
+        "order": np.zeros(3, dtype=np.int64), "leave.weight": draw(2, HIDDEN), "leave.bias": draw(2), "first": draw(1),
     }  # fmt: skip
-    knots = torch.stack([torch.linspace(-3, 3, 5), torch.linspace(0.05, 0.9, 5)])
+    tokens = {
+        "mean": draw(3), "scale": scale(3), "weight": draw(3, 3), "bias": draw(2, 4), "table": draw(2, 1, 9),
+        "strides": np.array([[1, 0, 0, 2], [3, 5, 0, 0]]), "edges": np.sort(draw(1, 3)), "crosses": draw(2, 2, 7),
+    }  # fmt: skip
+    tokens = with_ranges(tokens, np.zeros(3), np.array([0.0, 0.8, 3.0]))
+    knots = np.stack([np.linspace(-3, 3, 5), np.linspace(0.05, 0.9, 5)]).astype(np.float32)
     maps = Calibrator("isotonic", knots=knots), Calibrator("temperature", 1.5)
-    heads: dict[str, tuple[tuple[str, ...], dict[str, torch.Tensor], Rule]] = {
+    heads: dict[str, tuple[tuple[str, ...], dict[str, Array], Rule]] = {
         "logistic": (
             NAMES, {**base, "weight": draw(3, WIDTH), "bias": draw(3)}, Derived([0.1, 0.2, 0.3, 0.2])
         ),
@@ -84,6 +92,7 @@ def good_policies() -> list[LearnedPolicy]:
         "dynasd-soft": ((), soft, AnyFork(0.4)),
         "dynasd-hard": (HARD_FEATURES, hard, AnyFork(0.4)),
         "specdec": ((), specdec, Threshold("survival", 0.3)),
+        "tokens": (("drawn_token", "top1", "depth"), tokens, Threshold("survival", 0.3)),
     }  # fmt: skip
     return [
         LearnedPolicy(f"good {kind}", names, build_head(kind, names, tensors), *maps, rule, 4)
@@ -92,22 +101,18 @@ def good_policies() -> list[LearnedPolicy]:
 
 
 def decisions(policy: LearnedPolicy) -> str:
-    """Return a fingerprint of what the policy decides, by tensors and alone, and of everything it is named and limited by."""
-    generator = torch.Generator().manual_seed(1)
+    """Return a fingerprint of what the policy decides and of everything it is named and limited by."""
+    chance = np.random.default_rng(1)
     streams = 24
-    alive, parent = torch.ones(streams, 1, dtype=torch.bool), torch.zeros(streams, 1, dtype=torch.int64)
+    alive, parent = np.ones((streams, 1), dtype=np.bool_), np.zeros((streams, 1), dtype=np.int64)
     answers: list[Any] = [policy.name, policy.features, policy.max_depth, policy.first, str(policy.facts)]
-    state, alone = None, [None] * streams
+    check_sizes(policy, dict.fromkeys(policy.hidden, HIDDEN))
+    state = policy.start(streams, np.arange(streams))
     for depth in range(policy.first, min(policy.max_depth, 4)):
-        x = torch.rand(streams, 1, len(policy.features), generator=generator)
-        vectors = {name: torch.randn(streams, 1, HIDDEN, generator=generator) for name in policy.vectors}
-        check_sizes(policy, dict.fromkeys(policy.vectors, HIDDEN))
-        keep, state = policy.keep(DraftStep(depth, alive, parent, x, vectors), state)
-        assert keep.dtype == torch.bool and keep.shape == alive.shape
-        for s in range(streams if policy.keep_one is not None else 0):
-            hidden = [{name: states[s, 0].numpy() for name, states in vectors.items()}] if vectors else []
-            go_on, alone[s] = policy.keep_one(depth, x[s, 0].tolist(), alone[s], *hidden)
-            assert isinstance(go_on, bool)
+        x = chance.random((streams, 1, len(policy.features)), dtype=np.float32)
+        hidden = {name: chance.standard_normal((streams, 1, HIDDEN)).astype(np.float32) for name in policy.hidden}
+        keep, state = policy.keep(DraftStep(depth, alive, parent, x, hidden, np.arange(streams)), state)
+        assert keep.dtype == np.bool_ and keep.shape == alive.shape
         answers += [keep.tolist(), [f"{v:.5g}" for v in state[:, 0].tolist()]]
     return repr(answers)
 

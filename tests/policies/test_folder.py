@@ -13,7 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import safetensors.torch
+import safetensors.numpy
 from specstop.policies import from_pretrained, save_pretrained
 from specstop.policies.errors import PolicyError
 from specstop.policies.folder import HUB_FILES, POLICY_FILE, WEIGHTS_FILE, load_policy_folder
@@ -155,7 +155,7 @@ def test_tensors_are_not_even_parsed_when_something_else_is_wrong(
 ) -> None:
     folder = save_pretrained(learned(), tmp_path / "p")
     (folder / "more.pkl").write_bytes(BAD)
-    monkeypatch.setattr(safetensors.torch, "load", lambda raw: pytest.fail("the weights were read"))
+    monkeypatch.setattr(safetensors.numpy, "load", lambda raw: pytest.fail("the weights were read"))
     with pytest.raises(PolicyError, match=r"more\.pkl"):
         load_policy_folder(folder)
 

@@ -8,32 +8,42 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from specstop.policies import onnx
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.folder import save_policy
+from specstop.policies.heads import build_head, with_ranges
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
-from test_heads import NAMES, features
+from test_heads import HIGH, LOW, NAMES, Array, features
 from test_learned import learned
 
 sys.path.append(str(Path(__file__).parents[1] / "cli"))
 from commands import cli
 
 
+def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
+    head = build_head(policy.head.kind, NAMES, tensors)
+    return LearnedPolicy("mine", NAMES, head, policy.accept, policy.following, policy.rule, 4, policy.facts)
+
+
+@pytest.mark.parametrize("ranged", [False, True], ids=["any number", "ranges"])
 @pytest.mark.parametrize("kind", ["logistic", "mlp", "xgboost"])
-def test_onnxruntime_answers_as_torch_does(kind: str) -> None:
+def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None:
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     policy = learned(kind)
+    if ranged:
+        policy = with_head(policy, with_ranges(policy.head.tensors(), LOW, HIGH))
     session = runtime.InferenceSession(build_onnx(policy).SerializeToString(), providers=["CPUExecutionProvider"])
     x = features(300)
-    x[:3, 1] = torch.tensor([0.0, 1.0, 0.5])
+    x[:3, 1] = [0.0, 1.0, 0.5]
     if kind == "xgboost":
-        x[50:90, 2] = float("nan")
-    found = session.run(list(OUTPUTS), {"features": x.numpy()})
+        x[50:90, 2] = np.nan
+    found = session.run(list(OUTPUTS), {"features": x})
     expected = [*policy.probabilities(x, 1), policy.probabilities(x, 0)[1]]
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs.numpy(), atol=NEAR)
+        np.testing.assert_allclose(ours, theirs, atol=NEAR)
     facts = json.loads({p.key: p.value for p in build_onnx(policy).metadata_props}["specstop"])
     assert facts["features"] == list(NAMES) and facts["rule"] == policy.rule.to_dict()
 
@@ -53,7 +63,8 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     policy = learned()
-    monkeypatch.setattr(Calibrator, "scale", 0.3)
+    other = LearnedPolicy("mine", NAMES, policy.head, Calibrator("temperature", 3.0), policy.following, policy.rule, 4)
+    monkeypatch.setattr(onnx, "build_onnx", lambda policy: build_onnx(other))
     with pytest.raises(PolicyError, match="nothing was written"):
         export_onnx(policy, tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,7 +17,7 @@ from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.folder import load_policy_folder
 from specstop.policies.heads_dynasd import HARD_FEATURES
-from specstop.policies.released import import_weights
+from specstop.train.released.convert import import_weights
 from torch import Tensor, nn
 
 
@@ -68,8 +69,9 @@ def saved(module: nn.Module, path: Path, **options: Any) -> Path:
 def accept(folder: Path, x: Tensor, depth: int = 2) -> Tensor:
     """Return the policy's `accept` of rows [R, .], scalars or hidden states."""
     policy = load_policy_folder(folder)
-    vectors = {name: x for name in policy.vectors}
-    return policy.probabilities(x if policy.features else torch.zeros(len(x), 0), depth, vectors)[0]
+    hidden = {name: x.numpy() for name in policy.hidden}
+    rows = x.numpy() if policy.features else np.zeros((len(x), 0), dtype=np.float32)
+    return torch.from_numpy(policy.probabilities(rows, depth, hidden)[0]).float()
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -148,8 +150,8 @@ def test_half_precision_and_a_gpus_name_come_in_as_float32(tmp_path: Path) -> No
     model = DecisionModel(16, 8, 1).half()
     import_weights(saved(model, tmp_path / "w.pt"), tmp_path / "p")
     tensors = load_policy_folder(tmp_path / "p").head.tensors()
-    assert {t.dtype for t in tensors.values()} == {torch.float32}
-    torch.testing.assert_close(tensors["weight.0"], model.layers[0].weight.detach().float())  # type: ignore[union-attr]
+    assert {t.dtype for t in tensors.values()} == {np.dtype(np.float32)}
+    assert np.array_equal(tensors["weight.0"], model.layers[0].weight.detach().float().numpy())  # type: ignore[union-attr]
 
 
 # What is refused
@@ -319,7 +321,7 @@ def test_an_imported_policy_decides_by_forks(tmp_path: Path) -> None:
     x = torch.rand(50, 3, 11) * torch.tensor([6.0] + [1.0] * 10)
     with torch.no_grad():
         expected = (model(x)[..., 0] > 0.5).any(1, keepdim=True).expand(-1, 3)
-    alive = torch.ones(50, 3, dtype=torch.bool)
-    kept, _ = policy.keep(DraftStep(1, alive, torch.zeros(50, 3, dtype=torch.int64), x), None)
-    assert torch.equal(kept, expected)
+    alive, parent = np.ones((50, 3), dtype=bool), np.zeros((50, 3), dtype=np.int64)
+    kept, _ = policy.keep(DraftStep(1, alive, parent, x.numpy(), {}, np.arange(50)), None)
+    assert np.array_equal(kept, expected.numpy())
     assert 0 < int(kept[:, 0].sum()) < 50
