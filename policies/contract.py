@@ -20,8 +20,8 @@ from .plugin_code import contained, own
 Array = np.ndarray[Any, Any]
 
 State = Any
-"""What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S. The
-caller owns it and hands it back; only the policy looks inside."""
+"""What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S.
+The caller owns it and hands it back; only the policy looks inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The nodes that a round may draft, by depth: `tokens` (-1 = none or hidden), `parent` (-1 = root) and `depth`, int64, and
-    which are `drawn` and not trimmed, bool; all [S, N]."""
+    """The nodes that a round may draft, by depth: `tokens` (-1 = none or hidden), `parent` (-1 = root) and `depth`, int64,
+    and which are `drawn` and not trimmed, bool; all [S, N]."""
 
     tokens: Array
     parent: Array

@@ -59,8 +59,8 @@ class SurvivalMaps:
         return any(table.size > 0 for row in self._pieces for table in row)
 
     def by_depth(self, first: int) -> Sequence[Array]:
-        """Return the pieces [4, n] that the product is mapped by at depths 0..K (`Calibrator.pieces`), none where it is left as
-        it is, for a product that begins at depth `first` (0 is as good as 1)."""
+        """Return the pieces [4, n] (`Calibrator.pieces`) that the product is mapped by at depths 0..K, none where it is left
+        as it is, for a product that begins at depth `first` (0 is as good as 1)."""
         start = max(first, 1)
         return [NO_PIECES, *(self._pieces[start - 1] if start <= len(self._pieces) else [NO_PIECES] * self.depth)]
 
