@@ -1,7 +1,7 @@
 """Stop drafting after a few unlikely tokens, not at the first."""
 
+import numpy as np
 from specstop.policies import DraftStep, PolicyError, StopPolicy
-from torch import Tensor
 
 
 class Patience(StopPolicy):
@@ -15,10 +15,10 @@ class Patience(StopPolicy):
         self.chances, self.threshold, self.max_depth = chances, threshold, max_depth
         self.name = f"patience:{chances}"
 
-    def keep(self, step: DraftStep, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def keep(self, step: DraftStep, state: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Count the unlikely tokens on each branch; the count is the state."""
-        unlikely = (step.features[..., 0] < self.threshold).long()  # [S, B]
+        unlikely = (step.features[..., 0] < self.threshold).astype(np.int64)  # [S, B]
         if step.depth > 1:
             assert state is not None
-            unlikely = unlikely + state.gather(1, step.parent)
+            unlikely += np.take_along_axis(state, step.parent, 1)
         return step.alive & (unlikely < self.chances), unlikely

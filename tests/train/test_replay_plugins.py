@@ -9,13 +9,12 @@ import pytest
 import torch
 from specstop.collect.store import Trace
 from specstop.policies.baselines_bandit import Bandit
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyFailure
 from specstop.train.report.evaluate import evaluate
 from specstop.train.traces.data import TraceArrays, trace_arrays
 from specstop.train.traces.replay import Replayed, replay
-from torch import Tensor
 
 
 class Good(StopPolicy):
@@ -23,7 +22,7 @@ class Good(StopPolicy):
 
     features, name, max_depth = ("drawn_prob",), "mine", 4
 
-    def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         return step.alive & (step.features[..., 0] > 0.3), state
 
 
@@ -47,9 +46,9 @@ def arrays(traces: dict[float, Trace]) -> TraceArrays:
         ({"keep": lambda self, step, state: None}, r"^mine: keep\(\) must return \(mask, state\), not NoneType$"),
         (
             {"keep": lambda self, step, state: (step.alive[:1], state)},
-            r"^mine: keep\(\) must return shape \(8, 1\) on cpu, not \(1, 1\) on cpu$",
+            r"^mine: keep\(\) must return shape \(8, 1\), not \(1, 1\)$",
         ),
-        ({"select": lambda self, tree, state: 3}, r"^mine: select\(\) must return a bool tensor, not int$"),
+        ({"select": lambda self, tree, state: 3}, r"^mine: select\(\) must return a bool array, not int$"),
     ],
 )
 def test_a_failure_is_one_line_that_names_the_policy(
@@ -71,15 +70,15 @@ def scribbling(write: Callable[[Any], Any]) -> StopPolicy:
     """The good policy, which then writes into all that it was shown."""
 
     class Scribbles(Good):
-        def keep(self, step: DraftStep, state: State) -> tuple[Tensor, State]:
+        def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             answer = super().keep(step, state)
             for shown in (step.parent, step.features, step.alive):
                 write(shown)
             step.alive[answer[0]] = True  # what it takes away there it has not kept
             return answer
 
-        def select(self, tree: Any, state: State) -> Tensor:
-            answer: Tensor = tree.drawn.clone()
+        def select(self, tree: Any, state: State) -> Array:
+            answer: Array = tree.drawn.copy()
             for shown in vars(tree).values():
                 write(shown)
             return answer
@@ -99,6 +98,6 @@ def test_what_it_writes_into_what_it_is_shown_changes_nothing(
     def figures(policy: StopPolicy) -> Replayed:
         return replay(arrays, policy, profile)
 
-    good, bad = figures(Good()), figures(scribbling(lambda shown: shown.fill_(value)))
+    good, bad = figures(Good()), figures(scribbling(lambda shown: shown.fill(value)))
     for field in ("tokens", "seconds", "drafted", "verified", "accepted", "log", "history"):
         assert torch.equal(getattr(good, field), getattr(bad, field)), field
