@@ -182,7 +182,7 @@ def train_arrays(
     plan: Plan,
     arrays: TraceArrays,
     profile: Profile,
-    heats: Sequence[float],
+    sampled_at: Sequence[float],
     sources: Sequence[str] = (),
     folder: Path | None = None,
     progress: Progress = silent,
@@ -201,7 +201,7 @@ def train_arrays(
         )
     folds = prompt_folds(arrays, plan.folds, plan.seed)
     if plan.rule == "continuation":
-        return _train_continuation(plan, arrays, folds, profile, heats, sources, folder, progress)
+        return _train_continuation(plan, arrays, folds, profile, sampled_at, sources, folder, progress)
     fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
     calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
@@ -217,7 +217,7 @@ def train_arrays(
     metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
     metrics |= more or {}
     policy.facts = dataclasses.replace(
-        _facts(arrays.header, heats, sources, plan), rho=rate, acceptance=acceptance, metrics=metrics,
+        _facts(arrays.header, sampled_at, sources, plan), rho=rate, acceptance=acceptance, metrics=metrics,
         profile=profile.record(policy.cost_name),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
@@ -228,7 +228,7 @@ def _train_continuation(
     arrays: TraceArrays,
     folds: Folds,
     profile: Profile,
-    heats: Sequence[float],
+    sampled_at: Sequence[float],
     sources: Sequence[str],
     folder: Path | None,
     progress: Progress,
@@ -251,7 +251,7 @@ def _train_continuation(
     } | _held_out_speed(policy, held_side, profile)
     played = replay(fit_side, policy, profile)
     policy.facts = dataclasses.replace(
-        _facts(arrays.header, heats, sources, plan), rho=played.rate, metrics=metrics,
+        _facts(arrays.header, sampled_at, sources, plan), rho=played.rate, metrics=metrics,
         profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
@@ -345,9 +345,9 @@ def _policy(plan: Plan, head: Head, calibrated: Calibrated, depth: int) -> Learn
     )  # fmt: skip
 
 
-def _facts(header: Header, heats: Sequence[float], sources: Sequence[str], plan: Plan) -> Facts:
+def _facts(header: Header, sampled_at: Sequence[float], sources: Sequence[str], plan: Plan) -> Facts:
     return Facts(
-        temperature=heats[0] if len(heats) == 1 else tuple(heats),
+        temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,
         label=header.label,
         pair=dict(header.pair),

@@ -180,11 +180,11 @@ def train_best(
     read = dict.fromkeys([*names, *(n for head in options.heads for n in usual_features(head, names))])
     plan = dataclasses.replace(plan, vectors=tuple(sorted(kept)))
     arrays = joined_arrays(several, tuple(read), plan.vectors, SOFT_COLUMNS if any(one.soft for one in asked) else ())
-    heats = temperatures(several)
-    found = search(plan, arrays, profile, heats, options, progress)
+    sampled_at = temperatures(several)
+    found = search(plan, arrays, profile, sampled_at, options, progress)
     sources = [str(trace.folder) for trace in several]
     trained = train_arrays(
-        found.plan, arrays, profile, heats, sources, folder, progress, more={"trials": found.rows()}
+        found.plan, arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()}
     )  # fmt: skip
     return trained, found
 
@@ -193,7 +193,7 @@ def search(
     plan: Plan,
     arrays: TraceArrays,
     profile: Profile,
-    heats: Sequence[float],
+    sampled_at: Sequence[float],
     options: SearchOptions,
     progress: Progress = silent,
 ) -> Search:
@@ -203,7 +203,7 @@ def search(
         plan: what all trials of heads share: features, seed, fitting.
         arrays: training traces.
         profile: what rounds cost.
-        heats: temperatures of the traces.
+        sampled_at: temperatures of the traces.
         options: what is searched.
         progress: see `Progress`.
 
@@ -223,7 +223,7 @@ def search(
     lead = 0.0
     for at, job in enumerate(jobs):
         progress("tune", at, len(jobs))
-        trial, first = _run(job, plan, arrays, profile, heats, parts, grids, lead)
+        trial, first = _run(job, plan, arrays, profile, sampled_at, parts, grids, lead)
         lead = max(lead, first)
         done.append(trial)
     progress("tune", len(jobs), len(jobs))
@@ -290,7 +290,7 @@ def spec_trials(spec: str, trials: int, seed: int) -> list[Trial]:
     for part in filter(None, query.split("&")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise InputError(f"--policy: expected key=value behind the question mark, not {part!r}")
+            raise InputError(f"--policy: expected key=value after the question mark, not {part!r}")
         if "|" in value:
             space[key] = value.split("|")
         elif ".." in value:
@@ -327,7 +327,7 @@ def spec_of(trial: Trial) -> str:
 
 
 def _run(
-    job: Trial, plan: Plan, arrays: TraceArrays, profile: Profile, heats: Sequence[float], parts: Any, grids: Any,
+    job: Trial, plan: Plan, arrays: TraceArrays, profile: Profile, sampled_at: Sequence[float], parts: Any, grids: Any,
     lead: float,
 ) -> tuple[Trial, float]:  # fmt: skip
     """Return the trial with its rate, and the rate on the first fold."""
@@ -336,7 +336,7 @@ def _run(
     try:
         for (fit, out), grid in zip(parts, grids, strict=True):
             held = arrays.subset(out)
-            policy, costs = _trained(job, plan, arrays, fit, profile, heats)
+            policy, costs = _trained(job, plan, arrays, fit, profile, sampled_at)
             played = replay(held, policy, costs)
             totals += (float(played.tokens.sum()), float(played.seconds.sum()))
             ratios += [float(fixed.seconds.sum()) for fixed in grid]
@@ -353,7 +353,7 @@ def _run(
 
 
 def _trained(
-    job: Trial, plan: Plan, arrays: TraceArrays, fit: Sequence[int], profile: Profile, heats: Sequence[float]
+    job: Trial, plan: Plan, arrays: TraceArrays, fit: Sequence[int], profile: Profile, sampled_at: Sequence[float]
 ) -> tuple[StopPolicy, Profile]:
     """Return the policy of a trial, fitted without the prompts left out, and the profile with its decisions."""
     depth = min(arrays.depth, profile.max_depth)
@@ -363,5 +363,5 @@ def _trained(
     quick = dataclasses.replace(planned(plan, job), cross_fit=False, passes=1)
     quick = dataclasses.replace(quick, fit=dataclasses.replace(quick.fit, checkpoints=None, logger=None, resume=False))
     check_plan(quick)
-    trained = train_arrays(quick, arrays.subset(list(fit)), profile, heats)
+    trained = train_arrays(quick, arrays.subset(list(fit)), profile, sampled_at)
     return trained.policy, add_decisions(profile, [trained.policy], arrays.header.vocabulary, arrays.header.vectors)

@@ -79,7 +79,7 @@ class Pieces(xgb.DataIter):
         self._next = 0
 
     def next(self, input_data: Callable[..., Any]) -> bool:
-        """Hand over the next piece; False behind the last one."""
+        """Hand over the next piece; False after the last one."""
         if self._next == len(self._parts):
             return False
         at = self._parts[self._next]

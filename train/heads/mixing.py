@@ -1,4 +1,4 @@
-"""Training rows from mixed texts (`collect --mix`): what the draft says behind its own samples, and what came of them."""
+"""Training rows from mixed texts (`collect --mix`): what the draft says after its own samples, and what came of them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], vectors: Se
 def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], lag: int = 0) -> FitRows:
     """Return the rows of a mixed trace, one for each position.
 
-    A head without lag scores the token Y_i by what the draft says behind Z_<i. SpecDec++'s (lag 1) scores it by the state
-    behind Y_i, so where Z_i is Y_i: the row is left out where Z_i is the target's token.
+    A head without lag scores the token Y_i by what the draft says after Z_<i. SpecDec++'s (lag 1) scores it by the state
+    after Y_i, so where Z_i is Y_i: the row is left out where Z_i is the target's token.
 
     Args:
         arrays: read with the hidden states of the head.
