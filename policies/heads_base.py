@@ -27,7 +27,7 @@ RANGES = ("low", "high")
 """The tensors of a head that hold the range of each feature in training."""
 
 _KINDS = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}
-_MOST = np.finfo(np.float32).max
+_MOST = float(np.finfo(np.float32).max)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ class TokenHead(TensorHead):
     kind = "tokens"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        none = {
+        none: dict[str, Array] = {
             "strides": np.zeros((0, len(names) + 1), dtype=np.int64),
             "edges": np.zeros((0, 0), dtype=np.float32),
             "crosses": np.zeros((2, 0, 1), dtype=np.float32),
