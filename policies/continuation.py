@@ -67,11 +67,12 @@ class ContinuationPolicy(LearnedPolicy):
 
     def _with_memory(self, step: DraftStep, state: State) -> tuple[Array, Array]:
         """Return the features and after them what is remembered of the parents [S, B, F + M], and what to remember."""
-        now: Array = step.features.take(self._memory, -1)
+        features, count = step.features, step.features.shape[-1]
+        now: Array = features.take(self._memory, -1)
+        rows = np.empty((*step.alive.shape, count + len(self._memory)), dtype=np.float32)
+        rows[..., :count] = features
         if step.depth <= self.first:
-            before = np.zeros_like(now)
-        elif state.shape[1] == 1:  # every branch has this parent
-            before = np.broadcast_to(state, now.shape)
-        else:
-            before = np.take_along_axis(state, step.parent[..., None], 1)
-        return np.concatenate([step.features, before], -1), now
+            rows[..., count:] = 0.0
+        else:  # a branch that is alone is the parent of all
+            rows[..., count:] = state if state.shape[1] == 1 else np.take_along_axis(state, step.parent[..., None], 1)
+        return rows, now

@@ -12,10 +12,12 @@ import torch
 from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines import FixedLength
-from specstop.policies.continuation import remembered
+from specstop.policies.continuation import ContinuationPolicy, head_names, remembered
+from specstop.policies.contract import DraftStep
 from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.folder import load_policy_folder
+from specstop.policies.heads import LinearHead
 from specstop.policies.rules import Continuation, build_rule
 from specstop.train.fit.continuation import achievable_estimate, backward
 from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, values, with_memory
@@ -159,6 +161,37 @@ def test_training_saves_a_policy_that_loads_as_it_was(
     arrays = trace_arrays(sides[1])
     assert replay(arrays, loaded, full_profile).log.equal(replay(arrays, made.policy, full_profile).log)
     assert made.metrics["refits"] in (1, 2)
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_is_remembered_is_that_of_the_parent_for_one_stream_as_for_many(remembers: bool) -> None:
+    """By hand: the value is the sum of what is seen at this depth and, where the rule remembers, at the parent's."""
+    names, rule, draws = (
+        ("mean_full", "entropy", "noisy_score"),
+        Continuation(0.9, 1, remembers),
+        np.random.default_rng(0),
+    )
+    columns = head_names(names, rule)
+    width = len(columns) + 1  # `mean_full` is a share, and has log-odds
+    weight = np.zeros((3, width), dtype=np.float32)
+    weight[1, : len(columns)] = 1.0
+    fitted = {"mean": np.zeros(width), "scale": np.ones(width), "weight": weight, "bias": np.zeros(3)}
+    head = LinearHead(columns, {name: values.astype(np.float32) for name, values in fitted.items()})
+    policy = ContinuationPolicy("c", names, head, rule, 4)
+    streams, branches = 40, 3
+    seen = draws.random((3, streams, branches, 3), dtype=np.float32) - 0.3
+    parents, alive = draws.integers(0, branches, (3, streams, branches)), draws.random((3, streams, branches)) < 0.8
+    for part in (slice(None), *(slice(s, s + 1) for s in range(streams))):
+        state = None
+        for depth in (1, 2, 3):
+            step = DraftStep(depth, alive[depth - 1, part], parents[depth - 1, part], seen[depth - 1, part], {},
+                             np.arange(len(seen[0, part])))  # fmt: skip
+            kept, state = policy.keep(step, state)
+            value = seen[depth - 1].sum(-1, dtype=np.float64)
+            if remembers and depth > 1:
+                before = seen[depth - 2][np.arange(streams)[:, None], parents[depth - 1]]
+                value += before[..., 1:].sum(-1, dtype=np.float64)
+            assert np.array_equal(kept, (alive[depth - 1] & (value > 0.9))[part])
 
 
 def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
