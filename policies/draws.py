@@ -11,6 +11,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+
 @functools.cache
 def kernels() -> ModuleType:
     """Return the compiled code; importing it takes half a second."""

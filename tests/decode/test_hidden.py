@@ -20,6 +20,7 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
+from specstop.policies import vectors
 from specstop.policies.baselines import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
@@ -229,6 +230,8 @@ def test_rounding_stays_within_the_range_of_float16() -> None:
     assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
     assert seen(states).dtype == torch.float32
     assert torch.equal(seen(stored(states)), seen(states)), "what was stored is seen as it is"
+    wide = torch.cat([states, torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)])
+    assert np.array_equal(vectors.seen(wide.numpy()), seen(wide)), "arrays are rounded as tensors are"
 
 
 def test_renewed_is_as_newly_made(pair: Pair, prompt_ids: list[list[int]]) -> None:

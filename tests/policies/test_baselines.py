@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from asking import ask, tell
 from sklearn.metrics import roc_curve
 from specstop.policies.baselines import Confidence
 from specstop.policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
+from specstop.policies.baselines_bandit import Bandit
 from specstop.policies.baselines_online import Online
 from specstop.policies.baselines_roc import Roc
 from specstop.policies.baselines_scores import EntropyBound, MaxProb, Product
@@ -23,7 +24,9 @@ from specstop.policies.draws import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
 from specstop.policies.mixing import mix, shift
 from specstop.policies.specs import load_policy
+from specstop.policies.state import arrays, take
 from specstop.policies.testing import PolicyTests, TreePolicyTests
+from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5
 RULES = ("heuristic", "heuristic-transient", "roc", "entropy", "adaedl", "maxprob", "product", "online", "bandit", "ddd",
@@ -205,6 +208,26 @@ def test_the_online_model_learns_what_is_true() -> None:
         state = policy.observe(tell(accepted.tolist(), [1] * 4), state)
     # Standard errors of about 0.07 after 1,000 samples, some of them half forgotten: four of them.
     assert (np.abs(state.weights - [0.5, -1.0]) < 0.3).all(), state.weights
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("name", [*RULES, "bandit?kind=thompson&arms=heuristic:2,roc?samples=2,online,adaedl"])
+def test_states_and_answers_have_the_same_bits_whatever_the_number_of_streams(name: str, branches: int) -> None:
+    policy = load_policy(name)
+    answers, state = play_some(policy, range(200), branches)
+    for some in ([0], [13], [199], list(range(3, 10))):
+        said, alone = play_some(policy, some, branches)
+        assert all(np.array_equal(one, all_[some]) for one, all_ in zip(said, answers, strict=True))
+        ours_of_them = take(state, np.array(some))
+        if isinstance(
+            policy, Bandit
+        ):  # an arm that decides none of these streams is asked nothing where they are alone
+            alone, ours_of_them = (replace(known, arms=()) for known in (alone, ours_of_them))
+        for one, ours in zip(arrays(alone), arrays(ours_of_them), strict=True):
+            if one.ndim == 2:  # memories are as wide as the longest of them
+                width = min(one.shape[1], ours.shape[1])
+                one, ours = one[:, :width], ours[:, :width]
+            assert one.dtype == ours.dtype and one.tobytes() == ours.tobytes()
 
 
 CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
