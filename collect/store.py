@@ -15,9 +15,8 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -40,6 +39,9 @@ from .checksums import (
 )
 from .schema import Header, arrow_schema
 from .staging import full_disk_advice, put, staged, sweep
+
+if TYPE_CHECKING:
+    import datasets
 
 HEADER_FILE = "header.json"
 
@@ -187,6 +189,8 @@ class Trace:
     @cached_property
     def rows(self) -> datasets.Dataset:
         """All rows in memory."""
+        import datasets  # brings pandas, which replay has no use for
+
         return datasets.Dataset(datasets.table.InMemoryTable(self.table()))
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:

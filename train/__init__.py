@@ -1,32 +1,28 @@
-"""Everything offline: reading traces, replay and bounds, fitting heads, calibration, report."""
+"""Everything offline: reading traces, replay and bounds, fitting heads, calibration, report.
 
-from importlib import import_module
+Names are imported when they are first used: replay must not cost the import of what fits heads.
+"""
+
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .fit.run import train
-from .fit.trained import Trained
-from .heads.fitting import FitOptions
-from .report.compare import compare
-from .report.evaluate import evaluate
-from .report.records import Line, Ratio, Report
-from .report.transfer import transfer
-from .report.whatif import sweep
-from .traces.bounds import oracle_seconds
-from .traces.data import TraceArrays, trace_arrays
-from .traces.replay import Replayed, replay
-
 if TYPE_CHECKING:
+    from .fit.run import train
+    from .fit.trained import Trained
     from .heads.classifiers import StopClassifier
+    from .heads.fitting import FitOptions
     from .heads.mlp import StopHeadModule, TraceDataModule
     from .logged.offpolicy import estimate_offline
-
-_LAZY = {
-    "StopClassifier": "heads.classifiers",
-    "estimate_offline": "logged.offpolicy",
-    "StopHeadModule": "heads.mlp",
-    "TraceDataModule": "heads.mlp",
-}
-"""Names whose libraries take seconds to import: they come when they are first asked for."""
+    from .report.compare import compare
+    from .report.evaluate import evaluate
+    from .report.records import Line, Ratio, Report
+    from .report.transfer import transfer
+    from .report.whatif import sweep
+    from .traces.bounds import oracle_seconds
+    from .traces.data import TraceArrays, trace_arrays
+    from .traces.replay import Replayed, replay
 
 __all__ = [
     "FitOptions",
@@ -50,8 +46,30 @@ __all__ = [
     "transfer",
 ]
 
+_HOME = {
+    "FitOptions": "heads.fitting",
+    "Line": "report.records",
+    "Ratio": "report.records",
+    "Replayed": "traces.replay",
+    "Report": "report.records",
+    "StopClassifier": "heads.classifiers",
+    "StopHeadModule": "heads.mlp",
+    "TraceArrays": "traces.data",
+    "TraceDataModule": "heads.mlp",
+    "Trained": "fit.trained",
+    "compare": "report.compare",
+    "estimate_offline": "logged.offpolicy",
+    "evaluate": "report.evaluate",
+    "oracle_seconds": "traces.bounds",
+    "replay": "traces.replay",
+    "sweep": "report.whatif",
+    "trace_arrays": "traces.data",
+    "train": "fit.run",
+    "transfer": "report.transfer",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...collect.schema import Header
+from ...collect.schema import Header, arrow_schema
 from ...collect.store import Trace
 from ...decode.noise import stream_key
 from ...decode.topology import Topology
@@ -169,6 +169,9 @@ class TraceArrays:
 _FAR = 1 << 32
 """More than any anchor."""
 
+_BLOCK_ROWS = 1 << 15
+"""Of a column, read at once."""
+
 
 def side_by_side(columns: Sequence[Tensor]) -> Tensor:
     """Return [N, K, F] of F columns [N, K]; without a copy where they lie side by side already, as in `trace_arrays`."""
@@ -218,16 +221,17 @@ def trace_arrays(
         raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
 
     def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
-        values = np.ascontiguousarray(_read(trace, name, kind)[order][of])
-        return torch.from_numpy(values if values.flags.writeable else values.copy())
+        return torch.from_numpy(np.ascontiguousarray(_read(trace, name, kind)[order][of]))
 
     firsts = start if isinstance(order, slice) else order[start]
     ids, groups = (trace.table([name]).column(0).take(firsts).to_pylist() for name in ("prompt_id", "group"))
     tokens = read("tokens", np.int32)
     node_names = [n for n in wanted if n in header.features]
-    block = torch.empty(*tokens.shape, len(node_names))
+    block = np.empty((*tokens.shape, len(node_names)), dtype=np.float32)
     for at, name in enumerate(node_names):
-        block[..., at] = read(name, np.float32)
+        _read(trace, name, np.float32, block[..., at])
+    if not isinstance(order, slice):
+        block = block[order]
     columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
     live = header.collector == "live"
     index = None if isinstance(order, slice) else torch.from_numpy(order)
@@ -246,7 +250,7 @@ def trace_arrays(
         tokens=tokens,
         ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int32)),
         cut=read("cut", bool),
-        columns={**columns, **dict(zip(node_names, block.unbind(-1), strict=True))},
+        columns={**columns, **dict(zip(node_names, torch.from_numpy(block).unbind(-1), strict=True))},
         path=None if header.tree.is_chain and not live else read("accepted", bool),
         drawn=read("drawn", bool) if live else None,
         anchors=None if follows else torch.from_numpy(anchor),
@@ -258,16 +262,30 @@ def trace_arrays(
     return made
 
 
-def _read(trace: Trace, name: str, kind: Any) -> Array:
-    """Return a column as an array [N] or [N, K]; one at a time, so that a large trace need not fit whole."""
-    column = trace.table([name]).column(0).combine_chunks()
-    if isinstance(column, pa.ChunkedArray):
-        column = column.chunk(0)
-    if pa.types.is_fixed_size_list(column.type):
-        values: Array = column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+def _read(trace: Trace, name: str, kind: Any, out: Array | None = None) -> Array:
+    """Return a column as an array [N] or [N, K].
+
+    It is read some rows at a time, so that no more than the array itself must fit into memory.
+
+    Args:
+        trace: that has it.
+        name: of the column.
+        kind: of the numbers; None = as stored.
+        out: written to, in place of a new array.
+    """
+    of = arrow_schema(trace.header).field(name).type
+    if pa.types.is_fixed_size_list(of):
+        shape, each = (trace.row_count, of.list_size), of.value_type
     else:
-        values = column.to_numpy(zero_copy_only=False)
-    return values if kind is None else values.astype(kind, copy=False)
+        shape, each = (trace.row_count,), of
+    made = np.empty(shape, each.to_pandas_dtype() if kind is None else kind) if out is None else out
+    start = 0
+    for part in trace.blocks(name, _BLOCK_ROWS):
+        flat = part.flatten() if pa.types.is_fixed_size_list(of) else part
+        values = flat.to_numpy(zero_copy_only=False)
+        made[start : start + len(part)] = values.reshape(len(part), *shape[1:])
+        start += len(part)
+    return made
 
 
 def typical_context(arrays: TraceArrays) -> float:
