@@ -3,7 +3,7 @@
     python benchmarks/filters.py --check
 
 For the pair at temperature 0.7: dense traces of training prompts without any filter, a latency profile, and each head that
-`specstop train` fits; then test prompts decoded under each filter with every policy and with every fixed length. The text is
+`specstop train` fits; then test prompts decoded under each filter with every policy and with fixed lengths up to 8. The text is
 the same for all of them, so a policy is judged by what its rounds cost by the profile, decisions included: tokens per second
 over those of the best fixed length, picked on these very prompts. The bar: no head more than 2% below it.
 The last line is one JSON object.
@@ -31,6 +31,7 @@ from specstop.policies.errors import SpecstopError
 from specstop.train.fit.run import train
 
 TEMPERATURE, DEPTH, BAR = 0.7, 8, 0.98
+LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 HEADS = ("logistic", "mlp", "xgboost", "tokens")
 FILTERS = {
     "none": Shaping(),
@@ -70,7 +71,7 @@ def measure(folder: Path, room: Path, options: Any, bars: Bars, progress: Any) -
     costs = add_decisions(costs, learned, pair.vocabulary)
     read = read_prompts(folder / "prompts-test.jsonl", tests)
     ids = encode(read, pair.tokenizer, reading_room(pair, tokens))
-    fixed = [FixedLength(k) for k in range(DEPTH + 1)]
+    fixed = [FixedLength(k) for k in LENGTHS]
     figures: dict[str, Any] = {}
     for name, shaping in FILTERS.items():
         rates, drafted = {}, {}

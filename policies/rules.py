@@ -12,7 +12,6 @@ from .calibration import Array, kernels
 from .errors import PolicyError
 from .tree_rule import TreeRule, build_tree_rule
 
-
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 """What a rule compares with its threshold; see `kernels.decisions.compare`."""
 
