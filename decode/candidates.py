@@ -99,11 +99,10 @@ class Candidates:
             hide_tokens: show -1 in the place of every token.
         """
         topology, first = self.topology, self.topology.roots
-        tokens, drawn = np.full((1, len(topology)), -1), np.zeros((1, len(topology)), dtype=bool)
-        sent = self.sent()
-        rows = [self.rows[place] for place in sent]
-        drawn[0, rows] = True
-        if not hide_tokens:
-            tokens[0, rows] = [self.tokens[place] for place in sent]
-        parent, depth = np.array([topology.node_parents]), np.array([topology.node_depths])
-        return DraftTree(tokens[:, first:], parent, depth, drawn[:, first:])
+        tokens, drawn = [-1] * len(topology), [False] * len(topology)
+        for place in self.sent():
+            drawn[self.rows[place]] = True
+            if not hide_tokens:
+                tokens[self.rows[place]] = self.tokens[place]
+        parent, depth = (values[None].copy() for values in (topology.node_parents, topology.node_depths))
+        return DraftTree(np.array([tokens[first:]]), parent, depth, np.array([drawn[first:]]))

@@ -176,21 +176,26 @@ class Decider:
         if level is None or found.topology.is_chain:
             keep, state = checked_keep(self.policy, draft_step(depth, features, hidden, self._trusted), state)
             return list(alive) if keep[0, 0] else [], state
-        rows = found.topology.levels[depth]
-        at = [found.rows[place] - rows[0] for place in level.places]
-        mask = np.zeros(len(rows), dtype=bool)
-        mask[[found.rows[place] - rows[0] for place in alive]] = True
+        first, width = found.topology.levels[depth][0], len(found.topology.levels[depth])
+        at, going = ([found.rows[place] - first for place in places] for places in (level.places, alive))
+        mask = [False] * width
+        for branch in going:
+            mask[branch] = True
+        if len(going) < width or at != sorted(at):
+            features = _spread(features, at, mask)
+            hidden = {name: _spread(states, at, mask) for name, states in hidden.items()}
+        parent = found.topology.above_in_level[depth]
         step = DraftStep(
             depth,
-            mask[None],
-            np.array([found.topology.above_in_level[depth]]),
-            _spread(features, at, mask)[None],
-            {name: _spread(states, at, mask)[None] for name, states in hidden.items()},
-            np.zeros(1, dtype=np.int64),
+            np.array([mask]),
+            parent[None] if self._trusted else parent[None].copy(),
+            features[None],
+            {name: states[None] for name, states in hidden.items()} if hidden else hidden,
+            _BATCH if self._trusted else _BATCH.copy(),
         )
         keep, state = checked_keep(self.policy, step, state)
         kept: list[bool] = keep[0].tolist()
-        return [place for place in alive if kept[found.rows[place] - rows[0]]], state
+        return [place for place, branch in zip(alive, going, strict=True) if kept[branch]], state
 
 
 def drawn_tokens(found: Candidates, places: Sequence[int], owner: Sequence[int]) -> Drawn:
@@ -212,13 +217,11 @@ def drawn_tokens(found: Candidates, places: Sequence[int], owner: Sequence[int])
     )
 
 
-def _spread(values: Array, at: Sequence[int], mask: Array) -> Array:
+def _spread(values: Array, at: Sequence[int], mask: Sequence[bool]) -> Array:
     """Return a row for each branch that the topology has at a depth: those drawn at their places, 0 where none is alive."""
-    if len(at) == len(mask) and mask.all() and list(at) == sorted(at):
-        return values
     full = np.zeros((len(mask), values.shape[1]), dtype=values.dtype)
     full[at] = values
-    full[~mask] = 0.0
+    full[np.logical_not(mask)] = 0.0
     return full
 
 
