@@ -211,8 +211,8 @@ def trace_arrays(
         asked.add("anchor_token")  # that is what the first token was drawn behind
     wanted = [n for n in dict.fromkeys(names) if n in asked]
     sequence, anchor = (_read(trace, name, np.int64) for name in ("sequence", "anchor"))
-    order: Any = np.lexsort((anchor, sequence))
-    order = slice(None) if np.array_equal(order, np.arange(len(order))) else order
+    order = np.lexsort((anchor, sequence))
+    place = np.argsort(order)  # where each row of the trace goes
     sequence, anchor = sequence[order], anchor[order]
     _, start, count = np.unique(sequence, return_index=True, return_counts=True)
     follows = np.array_equal(anchor - np.repeat(anchor[start], count), np.arange(len(anchor)) - np.repeat(start, count))
@@ -221,26 +221,23 @@ def trace_arrays(
         raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
 
     def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(_read(trace, name, kind)[order][of]))
+        return torch.from_numpy(_read(trace, name, kind, place)[of])
 
-    firsts = start if isinstance(order, slice) else order[start]
-    ids, groups = (trace.table([name]).column(0).take(firsts).to_pylist() for name in ("prompt_id", "group"))
+    ids, groups = _texts(trace, "prompt_id", order[start]), _texts(trace, "group", order[start])
     tokens = read("tokens", np.int32)
     node_names = [n for n in wanted if n in header.features]
     block = np.empty((*tokens.shape, len(node_names)), dtype=np.float32)
     for at, name in enumerate(node_names):
-        _read(trace, name, np.float32, block[..., at])
-    if not isinstance(order, slice):
-        block = block[order]
+        _read(trace, name, np.float32, place, block[..., at])
     columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
     live = header.collector == "live"
-    index = None if isinstance(order, slice) else torch.from_numpy(order)
+    index = None if (order[1:] > order[:-1]).all() else torch.from_numpy(order)
     found = {n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors}
     made = TraceArrays(
         header=header,
-        prompt_ids=[str(x) for x in ids],
-        groups=[str(x) for x in groups],
-        keys=torch.tensor([stream_key(header.seed, str(name)) for name in ids]),
+        prompt_ids=ids,
+        groups=groups,
+        keys=torch.tensor([stream_key(header.seed, name) for name in ids]),
         offset=torch.from_numpy(start.astype(np.int64)),
         rows=torch.from_numpy(count.astype(np.int64)),
         first_anchor=torch.from_numpy(anchor[start]),
@@ -259,10 +256,11 @@ def trace_arrays(
     )
     for name in vectors or ():
         made.vector(name)
+    pa.default_memory_pool().release_unused()  # pyarrow keeps what it read through for itself
     return made
 
 
-def _read(trace: Trace, name: str, kind: Any, out: Array | None = None) -> Array:
+def _read(trace: Trace, name: str, kind: Any, place: Array | None = None, out: Array | None = None) -> Array:
     """Return a column as an array [N] or [N, K].
 
     It is read some rows at a time, so that no more than the array itself must fit into memory.
@@ -271,6 +269,7 @@ def _read(trace: Trace, name: str, kind: Any, out: Array | None = None) -> Array
         trace: that has it.
         name: of the column.
         kind: of the numbers; None = as stored.
+        place: [N], where each row goes; None = they stay in their order.
         out: written to, in place of a new array.
     """
     of = arrow_schema(trace.header).field(name).type
@@ -283,9 +282,21 @@ def _read(trace: Trace, name: str, kind: Any, out: Array | None = None) -> Array
     for part in trace.blocks(name, _BLOCK_ROWS):
         flat = part.flatten() if pa.types.is_fixed_size_list(of) else part
         values = flat.to_numpy(zero_copy_only=False)
-        made[start : start + len(part)] = values.reshape(len(part), *shape[1:])
+        here = slice(start, start + len(part))
+        made[here if place is None else place[here]] = values.reshape(len(part), *shape[1:])
         start += len(part)
     return made
+
+
+def _texts(trace: Trace, name: str, rows: Array) -> list[str]:
+    """Return a column of texts at these rows [S]."""
+    found: dict[int, str] = {}
+    wanted, start = np.sort(rows), 0
+    for part in trace.blocks(name, _BLOCK_ROWS):
+        here = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(part))]
+        found |= zip(here.tolist(), map(str, part.take(here - start).to_pylist()), strict=True)
+        start += len(part)
+    return [found[row] for row in rows.tolist()]
 
 
 def typical_context(arrays: TraceArrays) -> float:

@@ -141,17 +141,18 @@ def _played(
         histories.append(before)
     seconds = np.bincount(np.concatenate(owners), np.concatenate(spent), bins)
     owner = np.concatenate([np.zeros(0, dtype=np.int64), *owners[1:]])
-    order = np.argsort(owner, kind="stable")
-    log, history = concatenated(lines, 6, np.int64)[order], concatenated(histories, 4, np.float32)[order]
+    log, history = concatenated(lines, 6, np.int64), concatenated(histories, 4, np.float32)
+    del owners, spent, lines, histories  # those of a large trace
     rounds = np.bincount(owner, minlength=bins)
+    sums = np.stack([np.bincount(owner, column, bins) for column in log.T[2:]]).astype(np.int64)
+    order = np.argsort(owner, kind="stable")
+    log, history = log[order, :5], history[order]
     first = np.concatenate([[0], np.cumsum(rounds)])
-    totals = np.concatenate([np.zeros((1, 4), dtype=np.int64), np.cumsum(log[:, 2:], 0)])
-    sums = np.diff(totals[first], axis=0)
     out = []
     for at, named in enumerate(names):
         mine = slice(at * arrays.sequences, (at + 1) * arrays.sequences)
         here = slice(first[mine.start], first[mine.stop])
-        drafted, verified, accepted, committed = torch.from_numpy(sums[mine].T.copy())
+        drafted, verified, accepted, committed = torch.from_numpy(sums[:, mine])
         out.append(
             Replayed(
                 named.name,
@@ -162,7 +163,7 @@ def _played(
                 verified,
                 accepted,
                 committed,
-                torch.from_numpy(log[here, :5]),
+                torch.from_numpy(log[here]),
                 torch.from_numpy(history[here]),
             )
         )
