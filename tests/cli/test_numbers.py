@@ -47,7 +47,15 @@ REFUSED: dict[str, tuple[str, str]] = {
         "--learning-rate: expected more than 0, from 1e-9 to 10, not 1e-320",
     ),
     "a penalty of nothing": ("decode w7 --repetition-penalty 1e-320", "--repetition-penalty: expected above 0, from 0.01"),
-    "a whole number in e": ("collect --out {new} --depth 1e20", "Invalid value for '--depth'"),
+    "a whole number in e": (
+        "collect --out {new} --depth 1e20",
+        "Invalid value for '--depth': expected a whole number, not '1e20'. Try --help.",
+    ),
+    "a number in words": (
+        "collect --out {new} --temperature warm",
+        "Invalid value for '--temperature': expected a number, not 'warm'. Try --help.",
+    ),
+    "digits without end": (f"collect --out {{new}} --depth {'9' * 5000}", "'--depth': expected a whole number, not '999"),
     "a setting": ("collect --out {new} --set depth=100000", "--depth: expected at most 1023, not 100000"),
 }  # fmt: skip
 
