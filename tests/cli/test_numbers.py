@@ -19,7 +19,7 @@ from specstop.decode.sampling import Shaping
 from specstop.decode.settings import Settings
 from specstop.policies.baselines import FixedLength
 from specstop.policies.errors import InputError
-from specstop.policies.limits import LIMITS, check_limit
+from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params
 from specstop.train.heads.fitting import FitOptions
 
 HUGE = 10**20
@@ -130,6 +130,16 @@ def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
         if not (value == 0 and getattr(limit, "zero", False)):
             with pytest.raises(InputError, match=f"--{name}: expected "):
                 check_limit(name, value)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_both_ends_of_a_hyper_parameter_are_allowed_and_nothing_beyond(name: str) -> None:
+    limit = PARAMS[name]
+    check_params({name: limit.least})
+    check_params({name: limit.most})
+    for value in (limit.least - 1, limit.most * 2, float("nan"), float("inf"), "7", None, True, 10**400):
+        with pytest.raises(InputError, match=f"--param {name}: expected "):
+            check_params({name: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
