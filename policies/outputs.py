@@ -229,6 +229,24 @@ def list_also(folder: Path, name: str) -> None:
         write_manifest(folder, listed | {name})
 
 
+def missing_folders(out: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders that a result at `out` makes: itself and those above it that are not there, the innermost first."""
+    path = _real(out)
+    return [place for place in (path, *path.parents) if not _is_there(place)]
+
+
+def take_back(folder: Path, made: Iterable[Path]) -> None:
+    """Delete a result, and the folders made for it (`missing_folders`); what specstop did not write stays."""
+    there = folder.exists() and _real(folder) not in (made := list(made))
+    with uninterrupted:
+        _delete_listed(folder)
+        if there:
+            folder.mkdir(exist_ok=True)
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+
 def _delete_listed(folder: Path) -> None:
     """Delete the listed files and the folders that are empty then; what else came meanwhile stays where it is."""
     listed = _listed(folder)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from kills import same_rows
 from specstop.collect.prompts import read_prompts
 from specstop.collect.run import collect
@@ -145,7 +146,8 @@ class Bench:
         if command not in self.whole:
             out = self.room / "whole" / str(len(self.whole))
             began = time.monotonic()
-            subprocess.run([*python(command[0]), *command, "--out", str(out)], check=True, capture_output=True)
+            call = [*python(command[0]), *command, "--out", str(out)]
+            subprocess.run(call, check=True, capture_output=True, env=environment())
             self.whole[command] = out, time.monotonic() - began
         return self.whole[command]
 
@@ -157,7 +159,8 @@ class Bench:
         process = subprocess.Popen(
             [*python(command[0]), *command, "--out", str(place / "out")], text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "TMPDIR": str(place / "tmp")}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            env=environment() | {"TMPDIR": str(place / "tmp")},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         due, aimed = time.monotonic() + chance.random() * seconds, chance.random() < AIMED
         while process.poll() is None and (not staged(place) if aimed else time.monotonic() < due):
@@ -225,6 +228,11 @@ CHECKS: dict[str, Callable[[Bench, Path, Path, bool], None]] = {
 def python(command: str) -> list[str]:
     """Return how a command line begins that runs a command with this interpreter."""
     return [sys.executable, "-c", DEMO if command == "demo" else RUN]
+
+
+def environment() -> dict[str, str]:
+    """Return what processes are run with: as many threads as here, since the last bits of a row depend on that."""
+    return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def staged(folder: Path) -> list[Path]:
