@@ -48,6 +48,7 @@ def _answer() -> tuple[int, str]:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime would leave a device's id in the home folder
         from .app import app
         from .console import one_line_warnings
 
