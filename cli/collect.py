@@ -12,7 +12,7 @@ from ..policies.errors import InputError
 from ..policies.outputs import RUN_FILE, claim_folder
 from ..policies.progress import Progress
 from .common import find_pair, open_pair
-from .config import save_config
+from .config import config_saved, save_config
 from .console import human_bytes, human_seconds, print_json, progress_bars, table
 from .interrupt import Interrupted, finish_first
 from .options import (
@@ -238,8 +238,8 @@ def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: b
     from ..collect.processes import Place
     from ..collect.vllm import import_vllm
 
-    trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
-    save_config(out)
+    with config_saved(out):
+        trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
     _show(trace, Place(), json)
 
 
@@ -251,7 +251,7 @@ def _record(
 
     if overwrite and place.world > 1:
         raise InputError("--overwrite: expected one process, since others may write already; remove the folder first")
-    with finish_first("the shard that is begun") as stop:
+    with finish_first("the shard that is begun") as stop, config_saved(out):
         trace = record(
             plan, out, place=place, resume=resume, overwrite=overwrite, repair=repair, stop=stop, progress=progress
         )

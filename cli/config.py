@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from ..policies.errors import InputError, close_match
 from ..policies.files import MANIFEST, write_atomic
-from ..policies.outputs import RUN_FILE, list_also
+from ..policies.outputs import RUN_FILE, adding, list_also
 
 _OWN = ("config", "set", "help")
 
@@ -66,8 +67,16 @@ def _merge(context: typer.Context, values: Mapping[str, Any], where: str) -> Non
     context.default_map = {**(context.default_map or {}), **resolved}
 
 
+@contextlib.contextmanager
+def config_saved(out: Path) -> Iterator[None]:
+    """Have the resolved options of the running command in the result that the block puts in place at `out`."""
+    context = _running.get()
+    with adding(out, RUN_FILE, _resolved(context)) if context is not None else contextlib.nullcontext():
+        yield
+
+
 def save_config(folder: Path, name: str = RUN_FILE) -> None:
-    """Write the resolved options of the running command beside its result."""
+    """Write the resolved options of the running command beside a result that is in place already."""
     context = _running.get()
     if context is not None:
         if (folder / MANIFEST).exists():

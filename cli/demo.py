@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import quiet_libraries
-from .config import save_config
+from .config import config_saved
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Overwrite, Quiet, Seed, Set, Temperature
 
@@ -36,9 +36,8 @@ def demo(
 
     quiet_libraries()
     folder = out or _free(Path("specstop-demo"))
-    with progress_bars(quiet or json) as progress:
+    with progress_bars(quiet or json) as progress, config_saved(folder):
         result = run(folder, pair=pair, temperature=temperature, seed=seed, overwrite=overwrite, progress=progress)
-    save_config(folder)
     if json:
         print_json(
             {

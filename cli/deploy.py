@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..policies.errors import InputError, PolicyError, close_match
-from .config import save_config
+from .config import config_saved
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Quiet, Seed, Set
 
@@ -69,10 +70,9 @@ def deploy(
             f"{' and '.join(missing)}: expected as well; what {to} is to do is chosen, and its gain stated, by replaying "
             "traces under a profile (specstop collect, specstop profile)"
         )
-    with progress_bars(quiet or json) as progress:
+    # A hub folder is for others: paths of this machine mean nothing there.
+    with progress_bars(quiet or json) as progress, nullcontext() if to == "hf" else config_saved(out):
         figures = _deploy(to, policy, traces, profile, held_out, out, max_batch, seed, overwrite, progress)
-    if to != "hf":  # a hub folder is for others: paths of this machine mean nothing there
-        save_config(out)
     if json:
         print_json(figures)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .config import save_config
+from .config import config_saved
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Set, Traces
 
@@ -46,7 +46,7 @@ def evaluate(
     from ..train.report.evaluate import evaluate as run
     from ..train.report.evaluate import load_traces
 
-    with progress_bars(quiet or json) as progress:
+    with progress_bars(quiet or json) as progress, config_saved(out):
         report = run(
             load_traces(traces),
             costs,
@@ -59,7 +59,6 @@ def evaluate(
             overwrite=overwrite,
             progress=progress,
         )
-    save_config(out)
     if json:
         print_json(report.to_dict())
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .config import save_config
+from .config import config_saved
 from .console import print_json, table
 from .options import Config, Json, Out, Overwrite, Set
 
@@ -38,17 +38,17 @@ def import_(
     """Bring a released head (DynaSD, SpecDec++) into a policy folder. No code of the file is run."""
     from ..train.released.convert import import_weights
 
-    done = import_weights(
-        weights,
-        out,
-        layout=layout,
-        threshold=threshold,
-        depth=depth,
-        rejection_weight=rejection_weight,
-        name=name,
-        overwrite=overwrite,
-    )
-    save_config(out)
+    with config_saved(out):
+        done = import_weights(
+            weights,
+            out,
+            layout=layout,
+            threshold=threshold,
+            depth=depth,
+            rejection_weight=rejection_weight,
+            name=name,
+            overwrite=overwrite,
+        )
     policy = done.policy
     facts = {
         "layout": done.layout,

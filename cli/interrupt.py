@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from ..policies.deferral import uninterrupted
 from .streams import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -37,7 +38,8 @@ class Signals:
     """The handler of both signals, from the first line of a command to its last.
 
     An exception raised between any two instructions may be lost: in a destructor, in a callback from C, in an `except`
-    that catches everything. So it is raised again until it arrives; clean-up that runs because of it is left alone.
+    that catches everything. So it is raised again until it arrives; clean-up that runs because of it is left alone, and so is
+    what must not be cut in two (`policies.deferral`).
 
     Attributes:
         asked: number of the first signal that came.
@@ -77,7 +79,7 @@ class Signals:
             if hasattr(signal, "setitimer"):
                 signal.signal(signal.SIGALRM, self._interrupt)
                 signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
-        if not _handled(sys.exc_info()[1]):
+        if not uninterrupted.waits(lambda: self._interrupt(number, None)) and not _handled(sys.exc_info()[1]):
             raise Interrupted(self.asked)
 
     def _unraised(self, unraisable: sys.UnraisableHookArgs) -> None:

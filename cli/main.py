@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..policies.errors import SpecstopError
 from ..policies.files import disk_text
@@ -48,6 +48,7 @@ def _answer() -> tuple[int, str]:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime would leave a device's id in the home folder
         from .app import app
         from .console import one_line_warnings
 
@@ -71,7 +72,19 @@ def _answer() -> tuple[int, str]:
         # Usage errors are of a class that typer keeps to itself; they know their text and their exit code.
         if not hasattr(error, "format_message"):
             raise
+        _say_what_came(error)
         return int(getattr(error, "exit_code", 2)), f"{error.format_message()} Try --help."
     if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into an exit code
         return INTERRUPTED, "interrupted"
     return (code if isinstance(code, int) else 0), ""
+
+
+_WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+def _say_what_came(error: Any) -> None:
+    """Put what came into the message of a usage error: typer leaves out what pydantic could not read."""
+    causes = getattr(error.__cause__, "errors", None)
+    if callable(causes) and (found := causes()):
+        wanted = _WANTED.get(str(found[0]["type"]).partition("_")[0], found[0]["msg"])
+        error.message = f"expected {wanted}, not {str(found[0]['input'])[:40]!r}."

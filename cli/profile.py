@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..policies.deferral import uninterrupted
 from ..policies.errors import InputError
 from .common import find_pair, find_prompts, flat, open_pair
 from .config import given_config, save_config
@@ -97,10 +98,11 @@ def profile(
             facts=facts(pair),
             progress=progress,
         )
-    measured.save(out)
+    with uninterrupted:
+        measured.save(out)
+        save_config(saved.parent, saved.name)
     if measured.noise is not None and measured.noise.is_noisy:
         say(f"warning: {measured.noise.text}")
-    save_config(saved.parent, saved.name)
     _show(out, json)
 
 

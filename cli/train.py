@@ -10,7 +10,7 @@ import typer
 
 from ..policies.errors import InputError
 from .common import flat
-from .config import save_config
+from .config import config_saved
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, Seed, Set
 from .streams import say
@@ -120,7 +120,7 @@ def train(
     common: dict[str, Any] = {
         "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
     }  # fmt: skip
-    with progress_bars(quiet or json) as progress:
+    with progress_bars(quiet or json) as progress, config_saved(out):
         opened = [load_traces(path) for path in traces]
         if tune is not None:
             single = [threshold, *vector, mixed]
@@ -135,7 +135,6 @@ def train(
                 folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
                 progress=progress, **common,
             )  # fmt: skip
-    save_config(out)
     if json:
         print_json(trained.metrics)
     else:

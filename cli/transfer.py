@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..policies.outputs import claim_folder, staged_folder
-from .config import save_config
+from .config import config_saved
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Policies, Quiet, Seed, Set
 
@@ -59,9 +59,8 @@ def transfer(
             seed=seed,
             progress=progress,
         )
-    with staged_folder(out) as stage:
+    with config_saved(out), staged_folder(out) as stage:
         write_whatif(found, stage)
-    save_config(out)
     if json:
         print_json(found.to_dict())
         return

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..policies.outputs import Input, beside, put_in_place
+from ..policies.errors import TraceError
+from ..policies.outputs import Input, beside, missing_folders, put_in_place, take_back
 from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
 from .schema import Header
@@ -81,10 +82,11 @@ def record(
 
     Raises:
         InputError: the folder is not empty, or as `claim_folder`.
-        TraceError: it holds another run or a damaged shard, or the disk is full.
+        TraceError: it holds another run or a damaged shard, the disk is full, or no row came of all prompts.
     """
     header = plan.header
     several = place.world > 1
+    made = missing_folders(out)
     folder = open_for_writing(out, header, resume=resume or several, overwrite=overwrite, inputs=plan.inputs)
     mine = [index for index in range(header.shards) if place.takes(index)]
     check_shards(folder, header, repair=repair, among=mine)
@@ -108,6 +110,12 @@ def record(
     replaces = folder == beside(out)
     if len(finished(folder, header)) < header.shards:
         return Trace(folder if replaces else out, header)
+    if not Trace(folder, header).row_count:
+        take_back(folder, [*made, folder] if replaces else made)
+        raise TraceError(
+            "--prompts: no row came of them, so nothing is kept: every text ends at once, or none of the --completions "
+            "goes on as the target itself would"
+        )
     open_trace(folder)
     write_index(folder, header)
     if replaces:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..policies.deferral import uninterrupted
 from ..policies.errors import TraceError
 from ..policies.files import STAGE_PREFIX, naming, sync
 
@@ -42,13 +43,16 @@ def staged(path: Path, *, once: bool = False) -> Iterator[Path]:
         try:
             yield stage
             sync(stage)
-            if once:
-                _link(stage, path)
-            else:
-                os.replace(stage, path)
+            with uninterrupted:
+                if once:
+                    _link(stage, path)
+                    stage.unlink(missing_ok=True)
+                else:
+                    os.replace(stage, path)
             sync(path.parent)  # the name too survives a power cut
-        finally:
+        except BaseException:
             stage.unlink(missing_ok=True)
+            raise
 
 
 def _link(stage: Path, path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .deferral import uninterrupted
 from .errors import InputError
 
 STAGE_PREFIX = ".specstop-"
@@ -22,7 +23,7 @@ MANIFEST = ".specstop.json"
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Write `data` to `path` under a temporary name in the same folder, fsync, rename."""
     raw = data.encode() if isinstance(data, str) else data
-    with naming(path):
+    with uninterrupted, naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=STAGE_PREFIX, dir=path.parent)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, close_match
 
 MOST_ROWS = 1024
 """Tokens of a round, the anchor included."""
@@ -97,6 +97,42 @@ LIMITS: Mapping[str, Limit | Range] = {
     "tune-folds": Limit(2, 1000),
 }
 """By the name of the option."""
+
+_SHARE = Range(_TINY, 1, "a share above 0, at most 1")
+
+PARAMS: Mapping[str, Limit | Range] = {
+    "C": Range(1e-9, 1e9, "from 1e-9 to 1e9"),
+    "blocks": Limit(1, 32),
+    "buckets": Limit(0, 65_521),
+    "colsample_bytree": _SHARE,
+    "dropout": Range(0, 0.99, "a share from 0 to 0.99"),
+    "eta": Range(1e-6, 1, "above 0, from 1e-6 to 1"),
+    "lambda": Range(0, 1e9, "from 0 to 1e9"),
+    "layers": Limit(1, 32),
+    "learning_rate": LIMITS["learning-rate"],
+    "max_depth": Limit(1, 10),  # trees are kept complete
+    "min_child_weight": Range(0, 1e9, "from 0 to 1e9"),
+    "subsample": _SHARE,
+    "trees": Limit(1, 2000),
+    "weight_decay": Range(0, 100, "from 0 to 100"),
+    "width": Limit(1, 1024),
+}
+"""The hyper-parameters of heads, by name."""
+
+
+def check_params(params: Mapping[str, Any]) -> None:
+    """Check hyper-parameters, as `--param` gives them.
+
+    Raises:
+        InputError: there is none of that name, or its value is no such number or out of range.
+    """
+    for name, value in params.items():
+        if name not in PARAMS:
+            raise InputError(
+                f"--param: unknown hyper-parameter {name!r}{close_match(name, PARAMS)}; known: {', '.join(PARAMS)}"
+            )
+        if wanted := PARAMS[name].wanted(value, int(PARAMS[name].least)):
+            raise InputError(f"--param {name}: expected {wanted}, not {_shown(value)}")
 
 
 def check_limit(name: str, value: Any, least: int | None = None) -> None:

@@ -13,16 +13,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
+from .deferral import uninterrupted
 from .errors import InputError
-from .files import MANIFEST, STAGE_PREFIX, naming, sync, write_json
+from .files import MANIFEST, STAGE_PREFIX, naming, sync, write_atomic, write_json
 
 RUN_FILE = "run.yaml"
 """The resolved options of the command that made a result."""
 
 Input = str | os.PathLike[str] | None
 """A file or folder that a command reads; None, and a name that is no path such as a hub's, are no input."""
+
+_added: ContextVar[tuple[Path | None, str, str]] = ContextVar("added", default=(None, "", ""))
+"""A result's place, and a file that is to be in it."""
 
 
 def claim_folder(
@@ -155,15 +160,31 @@ def staged_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         InputError: there is something at `out` by then that specstop did not write.
     """
     path = _real(out)
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
+    stage = made = None
     try:
+        with uninterrupted, naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
+            made = _key(stage)
         yield stage
         put_in_place(stage, path)
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+        with uninterrupted:
+            if (
+                stage is not None and _key(stage) == made
+            ):  # else it is in place, and what has its name is not to be lost
+                shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def adding(out: str | os.PathLike[str], name: str, text: str) -> Iterator[None]:
+    """Within the block, add a file that it lacks to a result that takes the name `out`: both are there, or neither is."""
+    token = _added.set((_real(out), name, text))
+    try:
+        yield
+    finally:
+        _added.reset(token)
 
 
 def beside(out: str | os.PathLike[str]) -> Path:
@@ -179,18 +200,22 @@ def put_in_place(stage: Path, out: str | os.PathLike[str]) -> None:
         InputError: specstop did not write all of what is there; nothing is changed.
     """
     path = _real(out)
+    place, name, text = _added.get()
     with naming(path):
+        if place == path and not (stage / name).exists():
+            write_atomic(stage / name, text)
         write_manifest(stage, _files(stage))
         for name in _files(stage):
             sync(stage / name)
         os.chmod(stage, 0o755)
-        if not os.path.lexists(path):
-            os.rename(stage, path)
-        else:
-            refuse_foreign(path)
-            old = stage if _exchange(stage, path) else _rename_both(stage, path)
-            _delete_listed(old)
-        sync(path.parent)
+        with uninterrupted:
+            if not os.path.lexists(path):
+                os.rename(stage, path)
+            else:
+                refuse_foreign(path)
+                old = stage if _exchange(stage, path) else _rename_both(stage, path)
+                _delete_listed(old)
+            sync(path.parent)
 
 
 def write_manifest(folder: Path, names: Iterable[str]) -> None:
@@ -202,6 +227,24 @@ def list_also(folder: Path, name: str) -> None:
     """List one more file of a result, before it is written."""
     if name not in (listed := _listed(folder)):
         write_manifest(folder, listed | {name})
+
+
+def missing_folders(out: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders that a result at `out` makes: itself and those above it that are not there, the innermost first."""
+    path = _real(out)
+    return [place for place in (path, *path.parents) if not _is_there(place)]
+
+
+def take_back(folder: Path, made: Iterable[Path]) -> None:
+    """Delete a result, and the folders made for it (`missing_folders`); what specstop did not write stays."""
+    there = folder.exists() and _real(folder) not in (made := list(made))
+    with uninterrupted:
+        _delete_listed(folder)
+        if there:
+            folder.mkdir(exist_ok=True)
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def _delete_listed(folder: Path) -> None:
@@ -290,7 +333,8 @@ def _try_writing(path: Path) -> None:
         folder = folder.parent
     for name in names:
         _is_there(folder / name)
-    os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
+    with uninterrupted:
+        os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
 
 
 def _unusable(out: str | os.PathLike[str], error: OSError | ValueError) -> InputError:

@@ -51,17 +51,22 @@ ODD_VALUES = (
 Damage = Callable[[str, random.Random], str]
 
 
-def good_profiles(pair: Pair) -> list[str]:
-    """Return the text of the profile of a chain, of a tree, and of one that was measured and keeps its timings."""
+def chain_profile() -> Profile:
+    """Return the profile of a chain."""
     low = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, (4e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.4e-3, 4.9e-3, 5.5e-3))
     high = CostTable(40.0, (1.5e-3, 1.7e-3), 3e-5, (6e-3, 6.2e-3, 6.3e-3, 7e-3, 7.6e-3, 7.1e-3, 8e-3), 1.2e-3)
     prices = {"confidence": 6e-5, "logistic": Price(5e-5, 1e-4)}
     facts = {"device": "cpu", "threads": 1, "versions": {"torch": "2"}, "spread": 0.1}
-    chain = Profile(low, high, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.0, facts)
+    return Profile(low, high, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.0, facts)
+
+
+def good_profiles(pair: Pair) -> list[str]:
+    """Return the text of the profile of a chain, of a tree, and of one that was measured and keeps its timings."""
+    chain = chain_profile()
     points = ((1, 1e-3), (4, 1.4e-3), (9, 2e-3)), ((0, 4e-3), (1, 4.1e-3), (8, 6e-3), (14, 6.2e-3))
     wide = [CostTable(*(getattr(t, n) for n in ("context", "draft_s", "draft_token_s", "verify_s")), 1e-3, *points, 2e-3)
-            for t in (low, high)]  # fmt: skip
-    tree = Profile(*wide, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.7, facts, (1e-4, 2e-5, 1e-6))
+            for t in (chain.low, chain.high)]  # fmt: skip
+    tree = dataclasses.replace(chain, low=wide[0], high=wide[1], temperature=0.7, tree_outside_s=(1e-4, 2e-5, 1e-6))
     options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "effort": Effort(repetitions=3), "tree": "2,1"}
     measured = measure_profile(pair, prompt_ids(), policies=[Confidence(0.6, DEPTH)], **options)
     with tempfile.TemporaryDirectory() as folder:

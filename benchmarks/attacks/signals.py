@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from kills import same_rows
 from specstop.collect.prompts import read_prompts
 from specstop.collect.run import collect
@@ -30,17 +31,34 @@ from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.folder import load_policy_folder
 
-from .profiles import good_profiles
+from .profiles import chain_profile
 from .random_pair import save_pair
 
-COUNT, QUICK = 60, 4
-"""Signals in a full run, and in a quick one."""
+COUNT, QUICK = 60, 3
+"""Signals in a full run, and in a quick one, which has none for the demo."""
 
 COMMANDS = ("collect", "train", "evaluate", "demo")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AIMED = 0.2
 HEADS = ("mlp", "xgboost", "logistic", "tokens")
 RUN = "from specstop.cli.main import run; run()"
+DEMO = """
+import specstop.cli.demo as command
+from specstop.cli.main import run
+kept = command.quiet_libraries
+def begin():
+    from functools import partial
+    from importlib import import_module
+    from specstop.decode.profile.measuring import Effort
+    kept()
+    demo = import_module("specstop.train.demo.demo")
+    demo.Sizes = partial(demo.Sizes, live=2, tokens=16, depth=3, effort=Effort(repetitions=2))
+    demo.DEMO_HEADS = ("logistic", "mlp")
+command.quiet_libraries = begin
+run()
+"""
+"""The demo with less of everything, which its command has no options for: in seconds, not minutes."""
+
 WORDS, DEPTH, TOKENS, SHARDS = 24, 3, 16, 3
 
 
@@ -96,7 +114,7 @@ class Bench:
             lines = [json.dumps({"id": f"{side} {i}", "prompt": text}) for i, text in enumerate(texts)]
             (pair / f"prompts-{side}.jsonl").write_text("\n".join(lines))
         self.pair = load_pair(pair / "target", pair / "draft")
-        good_profiles()[0].save(self.inputs / "profile.json")
+        chain_profile().save(self.inputs / "profile.json")
         for side in ("train", "test"):
             self.collect(side, self.inputs / side)
         self.whole: dict[tuple[str, ...], tuple[Path, float]] = {}
@@ -128,7 +146,8 @@ class Bench:
         if command not in self.whole:
             out = self.room / "whole" / str(len(self.whole))
             began = time.monotonic()
-            subprocess.run([*python(), *command, "--out", str(out)], check=True, capture_output=True)
+            call = [*python(command[0]), *command, "--out", str(out)]
+            subprocess.run(call, check=True, capture_output=True, env=environment())
             self.whole[command] = out, time.monotonic() - began
         return self.whole[command]
 
@@ -138,8 +157,10 @@ class Bench:
         (place / "tmp").mkdir(parents=True)
         number = chance.choice(SIGNALS)
         process = subprocess.Popen(
-            [*python(), *command, "--out", str(place / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(place / "tmp")}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            [*python(command[0]), *command, "--out", str(place / "out")], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment() | {"TMPDIR": str(place / "tmp")},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         due, aimed = time.monotonic() + chance.random() * seconds, chance.random() < AIMED
         while process.poll() is None and (not staged(place) if aimed else time.monotonic() < due):
@@ -204,9 +225,14 @@ CHECKS: dict[str, Callable[[Bench, Path, Path, bool], None]] = {
 }  # fmt: skip
 
 
-def python() -> list[str]:
-    """Return how a command line begins that runs specstop with this interpreter."""
-    return [sys.executable, "-c", RUN]
+def python(command: str) -> list[str]:
+    """Return how a command line begins that runs a command with this interpreter."""
+    return [sys.executable, "-c", DEMO if command == "demo" else RUN]
+
+
+def environment() -> dict[str, str]:
+    """Return what processes are run with: as many threads as here, since the last bits of a row depend on that."""
+    return os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
 def staged(folder: Path) -> list[Path]:

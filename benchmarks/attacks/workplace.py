@@ -22,7 +22,7 @@ from specstop.policies.baselines import FixedLength
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 
-from .profiles import good_profiles
+from .profiles import chain_profile
 from .random_pair import save_pair
 
 DEPTH, NEW = 3, 8
@@ -42,7 +42,7 @@ def furnish(place: Path) -> Path:
     write_prompts(place / "prompts.jsonl", sides["live"])
     (place / "data").mkdir()
     write_prompts(place / "data" / "train.jsonl", sides["live"])
-    profile = good_profiles()[0]
+    profile = chain_profile()
     profile.save(place / "profile.json")
     traces = {
         name: collect(

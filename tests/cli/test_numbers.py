@@ -19,7 +19,7 @@ from specstop.decode.sampling import Shaping
 from specstop.decode.settings import Settings
 from specstop.policies.baselines import FixedLength
 from specstop.policies.errors import InputError
-from specstop.policies.limits import LIMITS, check_limit
+from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params
 from specstop.train.heads.fitting import FitOptions
 
 HUGE = 10**20
@@ -47,7 +47,15 @@ REFUSED: dict[str, tuple[str, str]] = {
         "--learning-rate: expected more than 0, from 1e-9 to 10, not 1e-320",
     ),
     "a penalty of nothing": ("decode w7 --repetition-penalty 1e-320", "--repetition-penalty: expected above 0, from 0.01"),
-    "a whole number in e": ("collect --out {new} --depth 1e20", "Invalid value for '--depth'"),
+    "a whole number in e": (
+        "collect --out {new} --depth 1e20",
+        "Invalid value for '--depth': expected a whole number, not '1e20'. Try --help.",
+    ),
+    "a number in words": (
+        "collect --out {new} --temperature warm",
+        "Invalid value for '--temperature': expected a number, not 'warm'. Try --help.",
+    ),
+    "digits without end": (f"collect --out {{new}} --depth {'9' * 5000}", "'--depth': expected a whole number, not '999"),
     "a setting": ("collect --out {new} --set depth=100000", "--depth: expected at most 1023, not 100000"),
 }  # fmt: skip
 
@@ -122,6 +130,16 @@ def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
         if not (value == 0 and getattr(limit, "zero", False)):
             with pytest.raises(InputError, match=f"--{name}: expected "):
                 check_limit(name, value)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_both_ends_of_a_hyper_parameter_are_allowed_and_nothing_beyond(name: str) -> None:
+    limit = PARAMS[name]
+    check_params({name: limit.least})
+    check_params({name: limit.most})
+    for value in (limit.least - 1, limit.most * 2, float("nan"), float("inf"), "7", None, True, 10**400):
+        with pytest.raises(InputError, match=f"--param {name}: expected "):
+            check_params({name: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

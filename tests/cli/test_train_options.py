@@ -77,6 +77,28 @@ def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> N
         (["--tune", 2, "--threshold", 0.4], "--tune: leave out --threshold"),
         (["--tune", 0], "--tune: expected 1 trial or more"),
         (["--param", "C"], "--param: expected key=value, not 'C'"),
+        (["--param", "widht=8"], "--param: unknown hyper-parameter 'widht' (did you mean 'width'?)"),
+        (["--param", "C=0"], "--param C: expected from 1e-9 to 1e9, not 0"),
+        (
+            ["--head", "mlp", "--param", "width=1e9"],
+            "--param width: expected a whole number of 1 or more, not 1000000000.0",
+        ),
+        (["--head", "mlp", "--param", "layers=1000000"], "--param layers: expected at most 32, not 1000000"),
+        (
+            ["--head", "mlp", "--param", "learning_rate=1e30"],
+            "--param learning_rate: expected more than 0, from 1e-9 to 10",
+        ),
+        (["--head", "mlp", "--param", "weight_decay=nan"], "--param weight_decay: expected from 0 to 100, not nan"),
+        (
+            ["--head", "xgboost", "--param", "trees=100000000000"],
+            "--param trees: expected at most 2000, not 100000000000",
+        ),
+        (["--head", "xgboost", "--param", "max_depth=64"], "--param max_depth: expected at most 10, not 64"),
+        (["--head", "xgboost", "--param", "eta=warm"], "--param eta: expected above 0, from 1e-6 to 1, not 'warm'"),
+        (
+            ["--head", "mlp", "--epochs", 1, "--learning-rate", 10, "--param", "layers=32"],
+            "--learning-rate: training diverged",
+        ),
         (["--epochs", 0], "--epochs: expected 1 or more"),
         (["--folds", 1], "--folds: expected 2 or more"),
         (["--passes", 0], "--passes: expected 1 or more"),

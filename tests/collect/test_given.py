@@ -132,3 +132,19 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
     assert 0.55 < share < 0.85
     with pytest.raises(TraceError, match="--mix"):
         replay(trace_arrays(trace), FixedLength(1), profile)
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "an older trace"])
+def test_answers_without_a_row_are_refused_and_leave_what_was_there(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, there: str
+) -> None:
+    out = tmp_path / "deep" / "out"
+    if there == "an empty folder":
+        out.mkdir(parents=True)
+    elif there == "an older trace":
+        collect(pair, prompts[:1], out, depth=DEPTH, max_new_tokens=4)
+    before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
+    answers = {p.id: "w5" for p in prompts}  # too short for an anchor
+    with pytest.raises(TraceError, match="--prompts: no row came of them, so nothing is kept"):
+        collect(pair, prompts, out, depth=DEPTH, max_new_tokens=NEW, completions=answers, overwrite=True)
+    assert {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")} == before

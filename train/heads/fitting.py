@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...policies.heads import Head
-from ...policies.limits import check_limits
+from ...policies.limits import check_limits, check_params
 from ...policies.progress import Progress, silent
 from .rows import FitRows
 
@@ -44,6 +44,7 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_limits(epochs=self.epochs, batch_size=self.batch_size, learning_rate=self.learning_rate)
+        check_params(self.params)
 
 
 @dataclass(frozen=True)

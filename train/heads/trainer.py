@@ -125,7 +125,7 @@ def fit_best(
         resume: checkpoint of a run to go on from, if it is there.
 
     Raises:
-        InputError: the checkpoint is not of such a run.
+        InputError: the checkpoint is not of such a run, or no epoch left a loss that is a number.
         KeyboardInterrupt: the run was interrupted, which Lightning would turn into the end of the process.
     """
     again = str(resume) if resume is not None and resume.exists() else None
@@ -146,6 +146,11 @@ def fit_best(
         signal.raise_signal(signal.SIGTERM)  # Lightning has kept it from the process, which it would have ended
     if stopped:
         raise KeyboardInterrupt
+    loss = best.best_model_score
+    if (loss is not None and not loss.isfinite()) or not all(bool(t.isfinite().all()) for t in state.values()):
+        raise InputError(
+            "--learning-rate: training diverged: no epoch left a held-out loss that is a number; give less"
+        )
     return state
 
 

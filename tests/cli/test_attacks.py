@@ -1,0 +1,78 @@
+"""A seeded sample of the command lines and the signals of `benchmarks/fuzz.py`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from attack_families import family
+
+SLOW = ("demo", "profile", "deploy", "transfer")
+
+
+@pytest.fixture(scope="module")
+def commands() -> ModuleType:
+    return family("commands")
+
+
+@pytest.fixture(scope="module")
+def signals() -> ModuleType:
+    return family("signals")
+
+
+def test_command_lines_change_nothing_but_their_result(
+    commands: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = tuple(command for command in commands.COMMANDS if not command.words.startswith(SLOW))
+    monkeypatch.setattr(commands, "COMMANDS", quick)
+    seen, faults = commands.attack(12, 7, tmp_path)
+    assert faults == []
+    assert sum(seen.values()) == 12
+    assert sum(times for name, times in seen.items() if name.endswith("done")) >= 2
+
+
+def test_an_input_that_is_lost_would_be_seen(
+    commands: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text("mine")
+    before = commands.contents(tmp_path)
+    (tmp_path / "prompts.jsonl").unlink()
+    (tmp_path / ".specstop-left").mkdir()
+    command, out = commands.COMMANDS[0], tmp_path / "out"
+    refused = commands.Answer(2, "", "specstop: one line\n")
+    assert list(commands.faults_of(tmp_path, before, command, refused, out, None)) == [
+        "left half-written: ['.specstop-left']",
+        "refused, and yet changed ['.specstop-left', 'prompts.jsonl']",
+    ]
+    done = commands.Answer(0, "", "")
+    assert "changed prompts.jsonl" in list(commands.faults_of(tmp_path, before, command, done, out, None))
+
+
+def test_a_signal_at_a_random_moment_leaves_a_trace_whole(
+    signals: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "COMMANDS", ("collect",))
+    seen, faults = signals.attack(1, 3, tmp_path)
+    assert faults == []
+    assert sum(seen.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "heard", "faults"),
+    [
+        (143, "", "specstop: terminated\n", True, []),
+        (0, "a table\n", "", True, []),
+        (-15, "", "", False, []),
+        (-15, "", "", True, ["exit code -15", "said ''"]),
+        (0, "", "", True, []),
+        (130, "", "specstop: interrupted\n", True, ["exit code 130"]),
+        (143, "half a table\n", "specstop: terminated\n", True, ["wrote 'half a table\\n' to standard output"]),
+        (143, "", "Traceback\nspecstop: terminated\n", True, ["said 'Traceback\\nspecstop: terminated\\n'"]),
+    ],
+)
+def test_an_ending_that_is_wrong_would_be_seen(
+    signals: ModuleType, code: int, out: str, err: str, heard: bool, faults: list[str]
+) -> None:
+    assert signals.Ended(("collect",), signal.SIGTERM, code, out, err, heard).faults() == faults

@@ -1,0 +1,156 @@
+"""A signal at every line of what writes files: the old state or the new one, and nothing of a temporary name."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from commands import cli, files
+from specstop.cli.interrupt import SIGNALS, Interrupted, Signals
+from specstop.collect import staging
+from specstop.collect.store import Trace
+from specstop.policies import deferral, outputs
+from specstop.policies import files as files_module
+from specstop.policies.costs import Profile
+from specstop.policies.files import MANIFEST, write_atomic
+from specstop.policies.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder
+
+TRACED = {module.__file__ for module in (contextlib, deferral, files_module, outputs, staging)}
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[Signals]:
+    """Answer signals as a command does, for a while."""
+    kept = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+    signals = Signals()
+    signals.take()
+    try:
+        yield signals
+    finally:
+        signals.end()
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
+    """Do the work, and have a signal fall before the line of that number; return whether it did, and was raised."""
+    lines, raised = 0, False
+
+    def step(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if lines == at + 1:
+                signal.raise_signal(signal.SIGTERM)
+        return step
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        return step if frame.f_code.co_filename in TRACED else None
+
+    before = sys.gettrace()
+    with handled():
+        sys.settrace(enter)
+        try:
+            work()
+        except Interrupted:
+            raised = True
+        finally:
+            sys.settrace(before)
+    return lines > at, raised
+
+
+def result(folder: Path, text: str) -> None:
+    """Put a result of two files in place, and the options beside them."""
+    with adding(folder / "out", RUN_FILE, f"{text}: yes"), staged_folder(folder / "out") as stage:
+        (stage / "sub").mkdir()
+        (stage / "sub" / "x").write_text(text)
+
+
+def claims(folder: Path) -> None:
+    """See whether results could be written."""
+    claim_folder(folder / "out")
+    claim_file(folder / "file", b"")
+
+
+WORK: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "a file": (lambda f: None, lambda f: write_atomic(f / "a", "new")),
+    "a file that is there": (lambda f: write_atomic(f / "a", "old"), lambda f: write_atomic(f / "a", "new")),
+    "a result": (lambda f: None, lambda f: result(f, "new")),
+    "a result that replaces one": (lambda f: result(f, "old"), lambda f: result(f, "new")),
+    "a look whether it can be written": (lambda f: None, claims),
+    "a file of a trace": (lambda f: None, lambda f: staging.put(f / "a", "new")),
+    "a file of a trace, once": (lambda f: None, lambda f: staging.put(f / "a", "new", once=True)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "exchange"), [*((case, True) for case in WORK), ("a result that replaces one", False)]
+)
+def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
+    case: str, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, work = WORK[case]
+    monkeypatch.setattr("os.fsync", lambda number: None)
+    if not exchange:
+        monkeypatch.setattr(outputs, "_exchange", lambda one, other: False)
+    states = []
+    for at in range(10_000):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        prepare(folder)
+        if not states:
+            states.append(files(folder))
+        fell, raised = interrupted(lambda folder=folder: work(folder), at)  # type: ignore[misc]
+        if not fell:
+            break
+        assert raised, f"line {at}: the signal was lost"
+        left = files(folder)
+        if left not in states:
+            states.append(left)
+        assert len(states) <= 2, f"line {at}: {sorted(left)}"
+        assert {path.name for path in folder.iterdir()} <= {"a", "out"}, f"line {at}"
+    assert not raised and at > 10
+    assert files(folder) in states
+
+
+def test_a_signal_waits_for_the_outermost_block() -> None:
+    with handled() as signals, pytest.raises(Interrupted):
+        with deferral.uninterrupted:
+            with deferral.uninterrupted:
+                signal.raise_signal(signal.SIGINT)
+            done = signals.asked
+        pytest.fail("the signal was lost")
+    assert done == signal.SIGINT
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, full_profile: Profile) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted-files")
+    full_profile.save(folder / "profile.json")
+    return folder
+
+
+def test_a_result_that_is_in_place_has_its_options(
+    place: Path, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, out = outputs.sync, tmp_path / "out"
+
+    def fall(path: Path) -> None:
+        sync(path)
+        if out.exists():  # just now
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(outputs, "sync", fall)
+    answer = cli(
+        "evaluate", "--traces", sides[1].folder, "--profile", place / "profile.json", "--out", out, "--quiet",
+        "--policy", "fixed:2", "--no-sweep",
+    )  # fmt: skip
+    assert (answer.code, answer.out, answer.err) == (143, "", "specstop: terminated\n")
+    assert (out / RUN_FILE).read_text().startswith("command: evaluate\n")
+    assert f'"{RUN_FILE}"' in (out / MANIFEST).read_text()
