@@ -30,12 +30,12 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
-from specstop.policies.costs import Profile
+from specstop.policies.latency.profile import Profile
 from specstop.train.fit.tune_rules import BUDGET, rule_defaults, tuned_rules
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Line
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

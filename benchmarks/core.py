@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 from bars import NO_PAIR, Bars, arguments
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
 from specstop.policies.features import CHAIN_FEATURES, Columns, Drawn, feature
 from specstop.policies.features.summary import summarise
-from specstop.policies.heads import build_head
-from specstop.policies.heads_dynasd import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
+from specstop.policies.heads.build import build_head
+from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
 
 Array = np.ndarray[Any, Any]
 
@@ -187,7 +187,9 @@ def check_decisions(bars: Bars, quick: bool) -> None:
                 near[f"{kind}, {rule}"] = apart
             else:
                 exact += [f"{kind}, {rule}" for other in others if not same_bits(alone, other)]
-    bars.add("decisions, bit for bit", exact, not exact, f"{count * DEPTH} rows a head and rule; differing: {exact or 0}")
+    bars.add(
+        "decisions, bit for bit", exact, not exact, f"{count * DEPTH} rows a head and rule; differing: {exact or 0}"
+    )
     # A decision that rounding turns shows as a difference of 1 in what is kept; survival must stay within rounding.
     bars.figures["within rounding"] = near
     print("listed apart, largest differences:", {name: f"{apart:.1e}" for name, apart in near.items()}, flush=True)
@@ -199,7 +201,9 @@ def seconds_of(code: str, cache: str | None = None, runs: int = 3) -> float:
     environment = {**os.environ, **({"NUMBA_CACHE_DIR": cache} if cache else {})}
     found = []
     for _ in range(runs):
-        done = subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", timed], capture_output=True, text=True, env=environment, check=True
+        )
         found.append(float(done.stdout))
     return statistics.median(found)
 
@@ -207,7 +211,8 @@ def seconds_of(code: str, cache: str | None = None, runs: int = 3) -> float:
 def check_imports(bars: Bars, runs: int) -> None:
     """Time the import of the contract, and the kernels with an empty and with a full cache."""
     bare = "import sys, specstop.policies; assert 'torch' not in sys.modules"
-    every = "import sys, specstop.policies.learned, specstop.policies.folder, specstop.policies.baselines; "
+    rooms = ("learned.policy", "storage.folder", "baselines.fixed", "testing")
+    every = "import sys; " + "".join(f"import specstop.policies.{room}; " for room in rooms)
     seconds_of(every + "assert 'torch' not in sys.modules", runs=1)
     took = seconds_of(bare, runs=runs)
     bars.add("import", took, took <= IMPORT_S, f"specstop.policies in {took:.2f} s (at most {IMPORT_S})")
@@ -227,7 +232,9 @@ def main(given: Sequence[str] | None = None) -> int:
     check_features(bars, options.quick)
     check_decisions(bars, options.quick)
     rows = sum(COUNTS.values()) // (50 if options.quick else 1)
-    return bars.finish(options, f"{rows} rows, {len(heads())} heads, {len(RULES)} rules, {time.monotonic() - began:.0f} s")
+    return bars.finish(
+        options, f"{rows} rows, {len(heads())} heads, {len(RULES)} rules, {time.monotonic() - began:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
 from specstop.decode.decide import Decider, Logits
 from specstop.decode.topology import chain
-from specstop.policies.baselines import Confidence
-from specstop.policies.calibration import Calibrator
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import StopPolicy
 from specstop.policies.features import feature
-from specstop.policies.heads import build_head
-from specstop.policies.history import History
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived
+from specstop.policies.features.history import History
+from specstop.policies.heads.build import build_head
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Derived
 from specstop.train.fit.run import FEATURES
 from specstop.train.heads.boosted import flatten
 

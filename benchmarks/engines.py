@@ -38,7 +38,7 @@ from specstop.collect import collect, read_prompts
 from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.costs import CostTable, Profile
+from specstop.policies.latency.profile import CostTable, Profile
 from specstop.train.serve import deploy_sglang as sglang
 from specstop.train.serve import deploy_vllm as vllm
 from specstop.train.serve.lockstep import Steps

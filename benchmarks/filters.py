@@ -3,9 +3,9 @@
     python benchmarks/filters.py --check
 
 For the pair at temperature 0.7: dense traces of training prompts without any filter, a latency profile, and each head that
-`specstop train` fits; then test prompts decoded under each filter with every policy and with fixed lengths up to 8. The text is
-the same for all of them, so a policy is judged by what its rounds cost by the profile, decisions included: tokens per second
-over those of the best fixed length, picked on these very prompts. The bar: no head more than 2% below it.
+`specstop train` fits; then test prompts decoded under each filter with every policy and with fixed lengths up to 8. The text
+is the same for all of them, so a policy is judged by what its rounds cost by the profile, decisions included: tokens per
+second over those of the best fixed length, picked on these very prompts. The bar: no head more than 2% below it.
 The last line is one JSON object.
 """
 

@@ -33,7 +33,7 @@ from specstop.decode.assisted import PLAIN, SETTINGS, Assisted
 from specstop.decode.cache import CachedModel, token_bytes
 from specstop.decode.captured import open_cache
 from specstop.policies import FixedLength
-from specstop.policies.baselines import Confidence
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES
 from torch.profiler import ProfilerActivity, profile

@@ -36,11 +36,11 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import StopPolicy
-from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import SpecstopError
 from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.continuation import achievable_estimate
@@ -52,11 +52,11 @@ from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.forms import form, usual_features
 from specstop.train.heads.rows import visits
 from specstop.train.heads.scores import policy_survival, survival_scores
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.replay import Replayed, replay
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.trust import survival
-from specstop.train.traces.bounds import oracle_seconds
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import Replayed, replay
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

@@ -32,9 +32,9 @@ import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import TIMES, Header, chain
 from specstop.collect.store import Trace, shard_table
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.costs import CostTable, Profile
+from specstop.policies.latency.profile import CostTable, Profile
 from specstop.train.logged.offpolicy import estimate_offline
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Ratio

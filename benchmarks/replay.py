@@ -26,13 +26,13 @@ from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.alternate import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.policies import FixedLength, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.specs import load_policy
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
-from specstop.train.traces.static_tree import best_static_tree
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
+from specstop.train.replay.static_tree import best_static_tree
 
 TREE, DEPTH = "3,2,1,1", 8
 TIE, NOISY = 1e-4, 20

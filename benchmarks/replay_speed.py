@@ -21,14 +21,14 @@ from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
 from specstop.collect.store import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
-from specstop.policies.calibration import Calibrator
-from specstop.policies.costs import CostTable, Profile
-from specstop.policies.heads import LinearHead, TreesHead
-from specstop.policies.heads_base import Head
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Threshold
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay, replay_many
+from specstop.policies.heads.base import Head
+from specstop.policies.heads.build import LinearHead, TreesHead
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Threshold
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay, replay_many
 
 TREES, TREE_DEPTH = 150, 4
 """Of a boosted policy, as `train` fits them."""
@@ -42,8 +42,8 @@ import torch
 torch.set_num_threads(1)
 from replay_speed import learned, made_profile, peak_kib
 from specstop.collect.store import open_trace
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
 policy = learned(0.4)
 arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
 played = replay(arrays, policy, made_profile())

@@ -32,8 +32,8 @@ from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
 from specstop.train.fit.tune import fixed_grid
-from specstop.train.traces.data import seen_features
-from specstop.train.traces.replay import Replayed, replay
+from specstop.train.replay.arrays import seen_features
+from specstop.train.replay.replay import Replayed, replay
 
 TEMPERATURES = (0.0, 0.7)
 TIE = 1e-4

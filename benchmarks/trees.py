@@ -37,11 +37,11 @@ from specstop.decode.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import SpecstopError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.run import train
@@ -50,12 +50,12 @@ from specstop.train.fit.tree_fit import TreePlan, fit_tree, tree_features
 from specstop.train.fit.tree_solve import solve_tree
 from specstop.train.fit.tune import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import Replayed, replay
+from specstop.train.replay.static_tree import best_static_tree
+from specstop.train.replay.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import Replayed, replay
-from specstop.train.traces.static_tree import best_static_tree
-from specstop.train.traces.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
 DEPTH = 10

@@ -66,7 +66,7 @@ def bench(
     from ..decode.bench import bench as run
     from ..decode.modes import describe
     from ..decode.settings import Settings
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
 
     rules = [load_policy(spec) for spec in policy]
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)

@@ -165,7 +165,7 @@ def collect(
     from ..collect.processes import read_place
     from ..collect.prompts import apply_chat_template
     from ..collect.run import plan_run
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
 
     place = read_place(os.environ)
     if from_vllm is not None:

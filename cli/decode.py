@@ -94,7 +94,7 @@ def decode(
     from ..decode.run import decode as run
     from ..decode.sampling import Shaping
     from ..decode.settings import Settings, stop_strings
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
 
     if text and prompts:
         raise InputError("expected prompts as arguments or --prompts, not both")

@@ -93,13 +93,13 @@ def _deploy(
     progress: Progress,
 ) -> dict[str, Any]:
     """Call the engine's function."""
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
 
     if to == "hf" and (traces is None or profile is None):
         from ..decode.hub import deploy_hf
 
         return deploy_hf(_named(policy, to), out, overwrite=overwrite)
-    from ..policies.costs import Profile
+    from ..policies.latency.profile import Profile
     from ..train.report.evaluate import load_traces
 
     assert traces is not None and profile is not None
@@ -134,10 +134,10 @@ def _named(policy: str | None, to: str) -> str:
 
 def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     """Write the ONNX model and say how it was checked."""
-    from ..policies.learned import LearnedPolicy
-    from ..policies.onnx import PRODUCER, export_onnx
+    from ..policies.learned.policy import LearnedPolicy
     from ..policies.outputs import claim_file
-    from ..policies.specs import load_policy
+    from ..policies.storage.onnx import PRODUCER, export_onnx
+    from ..policies.storage.registry import load_policy
 
     claim_file(out, PRODUCER.encode(), overwrite=overwrite)
     chosen = load_policy(policy)

@@ -34,10 +34,10 @@ def estimate(
     json: Json = False,
 ) -> None:
     """Estimate a policy's rounds from a live trace of another policy that explored."""
-    from ..policies.costs import Profile
+    from ..policies.latency.profile import Profile
 
     costs = Profile.load(profile)
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
     from ..train.logged.offpolicy import estimate_offline
     from ..train.report.evaluate import load_traces
 

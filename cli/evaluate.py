@@ -39,10 +39,10 @@ def evaluate(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Say offline, exactly, what each policy would gain on held-out prompts with this latency."""
-    from ..policies.costs import Profile
+    from ..policies.latency.profile import Profile
 
     costs = Profile.load(profile)
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
     from ..train.report.evaluate import evaluate as run
     from ..train.report.evaluate import load_traces
 

@@ -164,7 +164,7 @@ def states_text(sizes: Mapping[str, int]) -> str:
 
 
 def _policy(path: Path) -> dict[str, Any]:
-    from ..policies.folder import load_policy_folder
+    from ..policies.storage.folder import load_policy_folder
 
     policy = load_policy_folder(path)
     facts = policy.facts
@@ -190,7 +190,7 @@ def _policy(path: Path) -> dict[str, Any]:
 
 
 def _profile(path: Path) -> dict[str, Any]:
-    from ..policies.costs import Profile
+    from ..policies.latency.profile import Profile
 
     profile = Profile.load(path)
     return {

@@ -17,7 +17,7 @@ def policies(
     json: Json = False,
 ) -> None:
     """List built-in and installed policies, their modules, and whether they load."""
-    from ..policies.specs import SWITCH, listed_policies
+    from ..policies.storage.registry import SWITCH, listed_policies
 
     if no_plugins:
         os.environ[SWITCH] = "0"

@@ -69,9 +69,9 @@ def profile(
     from ..collect.run import facts, reading_room
     from ..decode.profile import measure_profile
     from ..decode.profile.measuring import Effort
-    from ..policies.costs import MARK
+    from ..policies.latency.profile import MARK
     from ..policies.outputs import claim_file, refuse_inputs
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
 
     if add_policy:
         pair_options = (target, draft, device, dtype, engine)
@@ -122,9 +122,9 @@ def _add_policies(
     from ..collect.run import reading_room
     from ..decode.profile import loop_decisions
     from ..decode.settings import Settings
-    from ..policies.costs import MARK, Profile
+    from ..policies.latency.profile import MARK, Profile
     from ..policies.outputs import claim_file
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
 
     if known is None:
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")

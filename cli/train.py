@@ -103,7 +103,7 @@ def train(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Fit a stop head on traces and save it as a policy folder."""
-    from ..policies.costs import Profile
+    from ..policies.latency.profile import Profile
 
     costs = Profile.load(profile)
     if resume and checkpoints is None:

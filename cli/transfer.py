@@ -34,10 +34,10 @@ def transfer(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Use policies on traces that they were not trained on: a table that says where not to deploy them."""
-    from ..policies.costs import Profile
+    from ..policies.latency.profile import Profile
 
     costs = [Profile.load(path) for path in profile]
-    from ..policies.specs import load_policy
+    from ..policies.storage.registry import load_policy
     from ..train.report.evaluate import load_traces
     from ..train.report.transfer import transfer as run
     from ..train.report.whatif_records import write_whatif

@@ -17,8 +17,8 @@ from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..decode.summaries import summarise
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ..policies.features.summary import Array
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .abreast import abreast
 from .unroll import Anchors, Unroller
 

@@ -14,7 +14,7 @@ from ..decode.hidden import stored
 from ..decode.noise import gumbel, match_scores
 from ..decode.pair import Pair
 from ..policies.errors import InputError
-from ..policies.vectors import TARGET_HIDDEN
+from ..policies.features.hidden_states import TARGET_HIDDEN
 from .dense import Written, text_columns
 from .unroll import Unroller
 

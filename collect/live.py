@@ -21,10 +21,10 @@ from ..decode.settings import Settings
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..policies.contract import StopPolicy
-from ..policies.costs import Profile
 from ..policies.features import ANCHOR_FEATURES, Columns, Need
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
+from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
 from .dense import anchor_columns
 from .explore import Exploring, exploring
 from .schema import TIMES
@@ -156,7 +156,7 @@ class LiveCollector:
         explore: share of the rounds that are drafted to full depth whatever the policy says.
         profile: supplies the modelled seconds that some policies observe.
         drafter: the pair's draft model by default.
-        vectors: hidden states to record (`policies.vectors`).
+        vectors: hidden states to record (`features.hidden_states`).
     """
 
     def __init__(

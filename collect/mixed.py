@@ -21,7 +21,7 @@ from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..decode.summaries import summarise
 from ..policies.features import CHAIN_FEATURES, Columns, Drawn
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from .dense import Written, text_columns
 from .unroll import Unroller
 

@@ -20,9 +20,9 @@ from ..decode.topology import chain, parse_tree
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, silent
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
 from .prompts import Prompt, encode
 from .schema import Header, parents
 from .shards import Plan, Work, record
@@ -148,8 +148,8 @@ def plan_run(
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
         completions: text behind each prompt, by prompt id, to label in the place of the target's own.
-        vectors: hidden states to record (`policies.vectors`), in float16: 2 bytes x width for the target's, and 2 bytes x
-            width x nodes for the draft's, at each anchor.
+        vectors: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
+            2 bytes x width x nodes for the draft's, at each anchor.
         memory: MiB for the scores of the positions that the dense collector unrolls together.
 
     Raises:

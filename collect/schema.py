@@ -24,8 +24,8 @@ import pyarrow as pa
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import Kind
+from ..policies.features.hidden_states import VECTORS
 from ..policies.text import HALF, is_text
-from ..policies.vectors import VECTORS
 
 SCHEMA_VERSION = 3
 BEFORE_VECTORS = 2
@@ -60,7 +60,7 @@ class Header:
         policy: that a live run was under, "" for dense traces.
         explore: share of its rounds that were drafted to full depth whatever the policy said.
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
-        vectors: width of each hidden state that is recorded (`policies.vectors`).
+        vectors: width of each hidden state that is recorded (`features.hidden_states`).
         facts: device, dtype, threads, versions.
     """
 

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..policies.errors import InputError, TraceError
+from ..policies.features.hidden_states import VECTORS
 from ..policies.files import MANIFEST
 from ..policies.outputs import Input, beside, claim_folder, is_empty, write_manifest
-from ..policies.vectors import VECTORS
 from .card import CARD_FILE, data_card
 from .checksums import (
     INDEX_FILE,

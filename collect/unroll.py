@@ -20,7 +20,7 @@ from ..decode.pair import Pair
 from ..decode.topology import Topology, chain
 from ..policies.errors import InputError
 from ..policies.features import CHAIN_FEATURES, TREE_FEATURES
-from ..policies.vectors import DRAFT_HIDDEN
+from ..policies.features.hidden_states import DRAFT_HIDDEN
 from .places import BYTES_PER_SCORE, Anchors, Job, Places, Unrolled
 
 __all__ = ["Anchors", "Unrolled", "Unroller", "closure", "node_features"]
@@ -40,7 +40,7 @@ class Unroller:
         tree: the candidates of a round; a number = a chain of that depth.
         temperature: of the sampling.
         memory_bytes: budget for the rows of a forward.
-        vectors: hidden states to record (`policies.vectors`).
+        vectors: hidden states to record (`features.hidden_states`).
 
     Attributes:
         tree: the topology.

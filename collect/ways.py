@@ -9,7 +9,7 @@ from typing import Any
 from ..decode.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
-from ..policies.baselines import FixedLength
+from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.limits import check_limits

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..policies.baselines import FixedLength
+from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
-from ..policies.costs import Profile
 from ..policies.errors import InputError
+from ..policies.latency.profile import Profile
 from ..policies.progress import Progress, silent
 from .alternate import Runner, run_alternating
 from .assisted import PLAIN, SETTINGS, Assisted

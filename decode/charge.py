@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..policies.baselines import FixedLength
+from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import RoundOutcome, State, StopPolicy, checked_observe, checked_select, checked_start
 from ..policies.errors import SpecstopWarning
 from ..policies.plugin_code import reason

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, State, StopPolicy, checked_keep
 from ..policies.features import Columns, Drawn, Layout, Summary
-from ..policies.history import History
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from ..policies.features.history import History
 from ..policies.plugin_code import own
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
 from .candidates import Candidates
 from .hidden import seen
 from .summaries import lead_over_truncated, summarise

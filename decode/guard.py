@@ -13,10 +13,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..policies.contract import StopPolicy
-from ..policies.costs import Profile
 from ..policies.errors import InputError
-from ..policies.learned import LearnedPolicy
-from ..policies.tree_gain import TreeGain
+from ..policies.latency.profile import Profile
+from ..policies.learned.policy import LearnedPolicy
+from ..policies.learned.trees import TreeGain
 
 MODES = ("off", "warn", "fallback")
 WINDOW, LEAST = 200, 60

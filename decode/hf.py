@@ -24,12 +24,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..policies.checking import check_policy
 from ..policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
-from ..policies.costs import Profile
 from ..policies.errors import InputError, PolicyError
 from ..policies.features import RUN_FEATURES, Columns, Drawn, Layout
+from ..policies.features.history import History
 from ..policies.features.summary import Array
-from ..policies.history import History
-from ..policies.specs import load_policy
+from ..policies.latency.profile import Profile
+from ..policies.storage.registry import load_policy
 from .decide import draft_step
 from .drafters import find_drafter
 from .loop import Speculator

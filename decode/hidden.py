@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..policies.errors import PolicyError
-from ..policies.vectors import DRAFT_HIDDEN, MOST, TARGET_HIDDEN
+from ..policies.features.hidden_states import DRAFT_HIDDEN, MOST, TARGET_HIDDEN
 from .pair import Pair
 
 

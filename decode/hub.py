@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 from ..policies.contract import StopPolicy
 from ..policies.errors import PolicyError
 from ..policies.files import write_atomic, write_json
-from ..policies.folder import load_policy_folder, save_policy
-from ..policies.learned import LearnedPolicy
+from ..policies.learned.policy import LearnedPolicy
 from ..policies.outputs import claim_folder, staged_folder
-from ..policies.specs import BUILTINS, load_policy
-from ..policies.strict import MOST_DATA
+from ..policies.storage.folder import load_policy_folder, save_policy
+from ..policies.storage.registry import BUILTINS, load_policy
+from ..policies.storage.safe_loading import MOST_DATA
 from .hf import specstop_generate
 
 CODE, DATA, REQUIREMENTS = "generate.py", "carried.py", "requirements.txt"

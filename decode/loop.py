@@ -17,10 +17,10 @@ from torch import Tensor
 from ..policies import kernels
 from ..policies.checking import check_policy
 from ..policies.contract import Array, RoundOutcome, StopPolicy
-from ..policies.costs import Profile
 from ..policies.errors import InputError
-from ..policies.history import History
-from ..policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN, check_sizes, check_vectors
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_sizes, check_vectors
+from ..policies.features.history import History
+from ..policies.latency.profile import Profile
 from .candidates import Candidates
 from .captured import open_cache
 from .charge import Guard
@@ -52,7 +52,7 @@ class Speculator:
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
         drafter: proposes the candidates; the pair's draft model by default.
         observer: looks on, as a collector does.
-        hidden: states that the observer wants beside those that the policy reads (`policies.vectors`).
+        hidden: states that the observer wants beside those that the policy reads (`features.hidden_states`).
 
     Raises:
         PolicyError, InputError: policy, mode, drafter, tree or logits processors do not go together; the message says which.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError, PolicyError, close_match
 from ..policies.features import FEATURES, Kind
-from ..policies.learned import LearnedPolicy
+from ..policies.learned.policy import LearnedPolicy
 from .lossy import TargetInit, Typical
 from .matching import Match
 from .rejection import Block, Rejection, RejectionReplace

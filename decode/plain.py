@@ -27,7 +27,7 @@ class PlainTexts:
     Attributes:
         tokens: generated ids by prompt; a text ends with its EOS or at the limit.
         logits: [B, N, V], the row that each generated token was drawn from; rows after an EOS are void.
-        states: [B, N, H] float16, the last hidden states of these rows (`policies.vectors`), if asked for.
+        states: [B, N, H] float16, the last hidden states of these rows (`features.hidden_states`), if asked for.
         noise: [B, N, V], the noise that each was drawn with, if asked for and there is any.
     """
 

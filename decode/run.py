@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..policies.contract import StopPolicy
-from ..policies.costs import Profile
 from ..policies.errors import InputError
+from ..policies.latency.profile import Profile
 from .drafters import find_drafter
 from .loop import Speculator
 from .noise import stream_key

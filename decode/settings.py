@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StopStringCriteria
 
 from ..policies.contract import State
 from ..policies.errors import InputError
-from ..policies.history import History
+from ..policies.features.history import History
 from ..policies.limits import check_limits
 from .noise import Source
 from .pair import Pair

@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .baselines import Confidence, FixedLength
+    from .baselines.fixed import Confidence, FixedLength
     from .contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
-    from .costs import CostTable, Profile
     from .errors import InputError, PairError, PolicyError, SpecstopError, SpecstopWarning, TraceError
-    from .folder import from_pretrained, load_policy_folder, save_policy, save_pretrained
-    from .learned import LearnedPolicy
-    from .specs import load_policy
+    from .latency.profile import CostTable, Profile
+    from .learned.policy import LearnedPolicy
+    from .storage.folder import from_pretrained, load_policy_folder, save_policy, save_pretrained
+    from .storage.registry import load_policy
 
 __all__ = [
     "Confidence",
@@ -41,26 +41,26 @@ __all__ = [
 ]
 
 _HOME = {
-    "Confidence": "baselines",
-    "CostTable": "costs",
+    "Confidence": "baselines.fixed",
+    "CostTable": "latency.profile",
     "DraftStep": "contract",
     "DraftTree": "contract",
-    "FixedLength": "baselines",
+    "FixedLength": "baselines.fixed",
     "InputError": "errors",
-    "LearnedPolicy": "learned",
+    "LearnedPolicy": "learned.policy",
     "PairError": "errors",
     "PolicyError": "errors",
-    "Profile": "costs",
+    "Profile": "latency.profile",
     "RoundOutcome": "contract",
     "SpecstopError": "errors",
     "SpecstopWarning": "errors",
     "StopPolicy": "contract",
     "TraceError": "errors",
-    "from_pretrained": "folder",
-    "load_policy": "specs",
-    "load_policy_folder": "folder",
-    "save_policy": "folder",
-    "save_pretrained": "folder",
+    "from_pretrained": "storage.folder",
+    "load_policy": "storage.registry",
+    "load_policy_folder": "storage.folder",
+    "save_policy": "storage.folder",
+    "save_pretrained": "storage.folder",
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from .contract import StopPolicy
 from .errors import PolicyError, close_match
 from .features import FEATURES
+from .features.hidden_states import VECTORS
 from .plugin_code import Contained, own
-from .vectors import VECTORS
 
 METHODS = ("start", "keep", "select", "observe", "limited")
 RETIRED = ("keep_one", "keep_few", "select_few", "forget")

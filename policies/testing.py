@@ -22,8 +22,8 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from .features import FEATURES, Kind, feature
+from .features.hidden_states import VECTORS, check_vectors, seen
 from .state import arrays, put, take
-from .vectors import VECTORS, check_vectors, seen
 
 STREAMS = 5
 ROUNDS = 3

@@ -18,7 +18,7 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair, join, load_pair
-from specstop.policies.costs import CostTable, Profile
+from specstop.policies.latency.profile import CostTable, Profile
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from specstop.policies.costs import CostTable, Profile
 from specstop.policies.latency.estimate import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
 from specstop.policies.latency.measurements import Key, collected
+from specstop.policies.latency.profile import CostTable, Profile
 
 PROMPTS = (10, 40)
 ASKED = (1, 2, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.mixing import mix
 from trees import make_tree_policy

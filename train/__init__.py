@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from .heads.fitting import FitOptions
     from .heads.mlp import StopHeadModule, TraceDataModule
     from .logged.offpolicy import estimate_offline
+    from .replay.arrays import TraceArrays, trace_arrays
+    from .replay.bounds import oracle_seconds
+    from .replay.replay import Replayed, replay
     from .report.compare import compare
     from .report.evaluate import evaluate
     from .report.records import Line, Ratio, Report
     from .report.transfer import transfer
     from .report.whatif import sweep
-    from .traces.bounds import oracle_seconds
-    from .traces.data import TraceArrays, trace_arrays
-    from .traces.replay import Replayed, replay
 
 __all__ = [
     "FitOptions",

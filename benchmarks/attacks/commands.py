@@ -22,9 +22,9 @@ from pathlib import Path
 from unittest import mock
 
 from specstop.collect.store import open_trace
-from specstop.policies.costs import Profile
 from specstop.policies.files import STAGE_PREFIX
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 
 from .in_process import Answer, cli
 from .workplace import DEPTH, NEW, contents, furnish, renew

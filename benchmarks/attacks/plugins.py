@@ -30,11 +30,11 @@ from specstop.cli.main import run
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.pair import load_pair
-from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import PolicyError
-from specstop.policies.specs import load_policy
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.storage.registry import load_policy
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 
 from .random_pair import PROMPTS, save_pair
 

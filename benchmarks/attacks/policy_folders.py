@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.heads import build_head, with_ranges
-from specstop.policies.heads_dynasd import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
-from specstop.policies.strict import digest
-from specstop.policies.vectors import check_sizes
+from specstop.policies.features.hidden_states import check_sizes
+from specstop.policies.heads.build import build_head, with_ranges
+from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
+from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage.safe_loading import digest
 
 COUNT, QUICK = 1000, 100
 """Damaged folders in a full run, and in a quick one."""

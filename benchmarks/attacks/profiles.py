@@ -28,9 +28,9 @@ from specstop.collect.store import Trace
 from specstop.decode.pair import Pair, load_pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.baselines import Confidence
-from specstop.policies.costs import CostTable, Price, Profile
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
+from specstop.policies.latency.profile import CostTable, Price, Profile
 from specstop.train.report.evaluate import evaluate
 
 from .random_pair import PROMPTS, prompt_ids, save_pair

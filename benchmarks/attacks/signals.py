@@ -26,10 +26,10 @@ from specstop.collect.prompts import read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store import open_trace
 from specstop.decode.pair import load_pair
-from specstop.policies.costs import Profile
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 
 from .profiles import chain_profile
 from .random_pair import save_pair

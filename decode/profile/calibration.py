@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...policies.baselines import FixedLength
+from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
+from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..loop import Speculator

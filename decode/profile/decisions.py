@@ -11,12 +11,12 @@ import torch
 
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy, checked_start
-from ...policies.costs import Profile
 from ...policies.errors import SpecstopWarning
-from ...policies.history import History
+from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.features.history import History
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
-from ...policies.vectors import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.latency.profile import Profile
 from ..candidates import Candidates
 from ..decide import Decider, Logits
 from ..loop import Speculator

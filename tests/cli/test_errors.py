@@ -14,9 +14,9 @@ from commands import Answer, cli, files
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
 from specstop.collect.store import Trace, open_trace
-from specstop.policies.costs import Profile
-from specstop.policies.folder import load_policy_folder
-from specstop.policies.strict import digest
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage.safe_loading import digest
 from specstop.train.fit.run import train
 from transformers import PreTrainedTokenizerFast
 
@@ -327,7 +327,7 @@ def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specstop.policies.specs.listed_policies", interrupt)
+    monkeypatch.setattr("specstop.policies.storage.registry.listed_policies", interrupt)
     answer = cli("policies")
     assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import cli, files
 from specstop.collect.store import Trace
-from specstop.policies.costs import Profile
 from specstop.policies.latency.estimate import DECISIONS
+from specstop.policies.latency.profile import Profile
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
 

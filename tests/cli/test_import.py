@@ -13,7 +13,7 @@ from commands import cli
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
-from specstop.policies.costs import Profile
+from specstop.policies.latency.profile import Profile
 from torch import nn
 
 

@@ -18,7 +18,7 @@ from commands import cli
 from specstop.cli import interrupt
 from specstop.cli.interrupt import SIGNALS, Interrupted, Signals
 from specstop.collect.store import Trace
-from specstop.policies.costs import Profile
+from specstop.policies.latency.profile import Profile
 
 CODES = {signal.SIGINT: (130, "specstop: interrupted\n"), signal.SIGTERM: (143, "specstop: terminated\n")}
 

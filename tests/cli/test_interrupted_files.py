@@ -17,8 +17,8 @@ from specstop.collect import staging
 from specstop.collect.store import Trace
 from specstop.policies import deferral, outputs
 from specstop.policies import files as files_module
-from specstop.policies.costs import Profile
 from specstop.policies.files import MANIFEST, write_atomic
+from specstop.policies.latency.profile import Profile
 from specstop.policies.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder
 
 TRACED = {module.__file__ for module in (contextlib, deferral, files_module, outputs, staging)}

@@ -17,7 +17,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
 from specstop.decode.sampling import Shaping
 from specstop.decode.settings import Settings
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params
 from specstop.train.heads.fitting import FitOptions

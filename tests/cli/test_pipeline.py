@@ -16,8 +16,8 @@ from specstop.collect.store import open_trace, shard_path
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.costs import Profile
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 
 SCRIPT = Path(sys.executable).with_name("specstop")
 DEPTH = 4

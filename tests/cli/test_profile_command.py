@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import cli
 from specstop.decode.profile.measuring import BUDGET_S, Effort
-from specstop.policies.costs import Profile
+from specstop.policies.latency.profile import Profile
 from timed import timed_profile
 
 

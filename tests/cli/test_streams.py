@@ -16,9 +16,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace, open_trace
 from specstop.decode.pair import Pair
-from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 
 FULL = "specstop: standard output cannot be written to: No space left on device; files are complete\n"
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

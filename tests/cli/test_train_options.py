@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from commands import cli, files
 from specstop.collect.store import Trace
-from specstop.policies.costs import Profile
 from specstop.policies.files import MANIFEST
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.files import MANIFEST
+from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 from zoo import DEPTH

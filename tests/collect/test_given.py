@@ -15,12 +15,12 @@ from specstop.collect.run import collect
 from specstop.decode.noise import gumbel, stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.baselines import FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
 
 FLOAT32 = 2e-6
 DEPTH, NEW = 3, 20

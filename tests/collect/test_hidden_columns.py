@@ -24,10 +24,10 @@ from specstop.collect.store import Trace, open_trace
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
-from specstop.policies.vectors import VECTORS
+from specstop.policies.features.hidden_states import VECTORS
 from zoo import DEPTH, ReadsDraftStates
 
 TREE = "3,2,1,1,1"

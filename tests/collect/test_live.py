@@ -16,12 +16,12 @@ from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
 from zoo import DEPTH, ZOO
 
 FLOAT32 = 2e-6

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from specstop.collect.vllm import import_vllm
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 
 
 def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:

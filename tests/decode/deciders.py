@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from trees import FREE, make_tree_policy
 from zoo import Adaptive, FromAnchor, Randomised, Selecting

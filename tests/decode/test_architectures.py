@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import build_model
 from specstop.decode.pair import join, load_pair, with_engine
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PairError
 from tiny import table

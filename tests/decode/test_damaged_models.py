@@ -18,7 +18,7 @@ from conftest import build_draft, build_model
 from safetensors.torch import load_file, save_file
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.pair import load_pair
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 

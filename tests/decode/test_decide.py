@@ -12,7 +12,7 @@ from specstop.decode.decide import Decider, Level
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.pair import Pair
 from specstop.decode.topology import parse_tree
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 
 

@@ -17,10 +17,10 @@ from specstop.decode.profile import decisions as decisions_module
 from specstop.decode.settings import Stopwatch
 from specstop.decode.wide_head import WideHead, wide_head
 from specstop.policies import FixedLength
-from specstop.policies.baselines import Confidence
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
 from specstop.policies.latency.measurements import Measurements
+from specstop.policies.latency.profile import Profile
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -17,7 +17,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
 from torch import Tensor

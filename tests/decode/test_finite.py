@@ -16,7 +16,7 @@ from specstop.decode.hf import specstop_generate
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
 from transformers import PreTrainedModel
 

@@ -18,14 +18,14 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair, join
 from specstop.decode.plain import plain_texts
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.calibration import Calibrator
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.heads import build_head
-from specstop.policies.learned import Facts, LearnedPolicy
-from specstop.policies.rules import Threshold
+from specstop.policies.heads.build import build_head
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.rules.chains import Threshold
 
 NEW = 20
 

@@ -22,11 +22,11 @@ from specstop.decode import (
     stream_key,
 )
 from specstop.decode.pair import Pair, join
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.specs import load_policy
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer

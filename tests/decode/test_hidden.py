@@ -20,12 +20,12 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies import vectors
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
+from specstop.policies.features import hidden_states as vectors
+from specstop.policies.features.hidden_states import VECTORS
 from specstop.policies.testing import PolicyTests, TreePolicyTests
-from specstop.policies.vectors import VECTORS
 from torch import Tensor
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
 

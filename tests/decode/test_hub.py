@@ -17,9 +17,9 @@ from specstop.decode.hub import carried_policy, deploy_hf, generate_carried
 from specstop.decode.loop import Speculator
 from specstop.decode.pair import Pair
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.folder import load_policy_folder, save_policy
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Threshold
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Threshold
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
 sys.path.append(str(Path(__file__).parents[1] / "policies"))

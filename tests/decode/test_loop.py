@@ -15,10 +15,10 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
+from specstop.policies.latency.profile import Profile
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from zoo import DEPTH, ZOO, SelectingByToken
 

@@ -14,7 +14,7 @@ from specstop.decode.noise import gumbel
 from specstop.decode.pair import Pair
 from specstop.decode.sampling import Sampler, Shaping, check_processors
 from specstop.decode.settings import Settings
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from torch import Tensor
 from transformers import (

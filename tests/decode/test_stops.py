@@ -13,7 +13,7 @@ from specstop.decode.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings, stop_strings
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from specstop.policies.heads import build_head
-from specstop.policies.heads_base import Head
-from specstop.policies.heads_dynasd import HARD_FEATURES
+from specstop.policies.heads.base import Head
+from specstop.policies.heads.build import build_head
+from specstop.policies.heads.dynasd import HARD_FEATURES
 from test_heads import NAMES, TENSORS, WIDTH, Array, draw
 from test_heads_tokens import NAMES as TOKEN_NAMES
 from test_heads_tokens import tensors as token_tensors

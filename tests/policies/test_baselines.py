@@ -13,18 +13,18 @@ import pytest
 import torch
 from asking import ask, tell
 from sklearn.metrics import roc_curve
-from specstop.policies.baselines import Confidence
-from specstop.policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
-from specstop.policies.baselines_bandit import Bandit
-from specstop.policies.baselines_online import Online
-from specstop.policies.baselines_roc import Roc
-from specstop.policies.baselines_scores import EntropyBound, MaxProb, Product
+from specstop.policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
+from specstop.policies.baselines.bandit import Bandit
+from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.baselines.online import Online
+from specstop.policies.baselines.roc import Roc
+from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import StopPolicy
-from specstop.policies.draws import keyed_normal, keyed_uniform
+from specstop.policies.counter_rng import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
 from specstop.policies.mixing import mix, shift
-from specstop.policies.specs import load_policy
 from specstop.policies.state import arrays, take
+from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from specstop.policies.testing import play as play_some
 

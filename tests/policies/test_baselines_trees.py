@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from asking import ask, tell
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.baselines_adaptive import Heuristic
-from specstop.policies.baselines_bandit import Bandit
-from specstop.policies.baselines_gain import Gain, prices
-from specstop.policies.baselines_trees import C2T, DDD, UNSEEN, Eagle, OptTree
-from specstop.policies.baselines_trees import best as best_of
+from specstop.policies.baselines.adaptive import Heuristic
+from specstop.policies.baselines.bandit import Bandit
+from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.baselines.gain import Gain, prices
+from specstop.policies.baselines.trees import C2T, DDD, UNSEEN, Eagle, OptTree
+from specstop.policies.baselines.trees import best as best_of
 from specstop.policies.contract import DraftTree, StopPolicy
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)

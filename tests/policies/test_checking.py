@@ -14,16 +14,16 @@ from specstop.decode.hf import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.pair import Pair
 from specstop.decode.profile import add_decisions
-from specstop.policies.baselines import Confidence
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.checking import check_policy
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
-from specstop.policies.specs import BUILTINS, load_policy
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.registry import BUILTINS, load_policy
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
 from specstop.train.report.evaluate import evaluate
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
 
 
 class Mine(StopPolicy):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from made_heads import MADE, made_head
-from specstop.policies.baselines import Confidence
-from specstop.policies.calibration import Calibrator
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import AnyFork, Derived, Rule, Threshold
-from specstop.policies.specs import BUILTINS, load_policy
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
+from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from test_heads import knots
 from zoo import ZOO

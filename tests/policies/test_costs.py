@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.baselines import Confidence
-from specstop.policies.costs import CLEARLY, Price, Profile
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
+from specstop.policies.latency.profile import CLEARLY, Price, Profile
 
 EXACT = 1e-13  # float64
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xgboost
-from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.heads import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
-from specstop.policies.heads_base import kernels
-from specstop.policies.rules import Derived, Threshold, build_rule, derived_thresholds
+from specstop.policies.heads.base import kernels
+from specstop.policies.heads.build import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.rules.chains import Derived, Threshold, build_rule, derived_thresholds
 
 Array = np.ndarray[Any, Any]
 NAMES = ("entropy", "top1", "anchor_top1", "mean_accepted", "mean_full")  # two PRE, one ANCHOR, two HISTORY

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from made_heads import DRAFT, MADE, TARGET, layers, made_head, resnet, specdec
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.folder import load_policy_folder, save_policy
-from specstop.policies.heads import build_head, with_ranges
-from specstop.policies.heads_dynasd import HARD_FEATURES
-from specstop.policies.heads_specdec import biased, unbiased
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import AnyFork, Derived, Rule, Threshold, build_rule
-from specstop.policies.vectors import check_sizes
+from specstop.policies.features.hidden_states import check_sizes
+from specstop.policies.heads.build import build_head, with_ranges
+from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.heads.specdec import biased, unbiased
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold, build_rule
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from test_heads import NAMES, Array, draw, features, slow_basis, zeros
 from test_heads_tokens import NAMES as TOKEN_NAMES
 from test_heads_tokens import rows as token_rows

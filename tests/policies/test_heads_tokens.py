@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.crosses import Crosses
 from specstop.policies.errors import PolicyError
-from specstop.policies.heads import TokenHead, build_head, with_ranges
+from specstop.policies.heads.build import TokenHead, build_head, with_ranges
+from specstop.policies.heads.feature_hashing import Crosses
 
 Array = np.ndarray[Any, Any]
 NAMES = ("anchor_token", "entropy", "drawn_token", "above_token")

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import STAGE_PREFIX, sha256
-from specstop.policies.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.heads import build_head
-from specstop.policies.learned import Facts, LearnedPolicy
-from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.strict import digest
+from specstop.policies.heads.build import build_head
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.rules.chains import Derived, Rule, Threshold
+from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage.safe_loading import digest
 from test_heads import NAMES, TENSORS, features, knots
 
 FACTS = Facts(

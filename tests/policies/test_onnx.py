@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specstop.policies import onnx
-from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
-from specstop.policies.folder import save_policy
-from specstop.policies.heads import build_head, with_ranges
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
+from specstop.policies.heads.build import build_head, with_ranges
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.storage import onnx
+from specstop.policies.storage.folder import save_policy
+from specstop.policies.storage.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
 from test_heads import HIGH, LOW, NAMES, Array, features
 from test_learned import learned
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.baselines_bandit import Bandit
+from specstop.policies.baselines.bandit import Bandit
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import (
     Array,
     DraftStep,

@@ -15,10 +15,10 @@ import pytest
 import torch
 from attack_families import family
 from specstop.collect.store import Trace, open_trace
-from specstop.policies import specs
-from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
-from specstop.policies.specs import BUILTINS, listed_policies, load_policy, plugins
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage import registry as specs
+from specstop.policies.storage.registry import BUILTINS, listed_policies, load_policy, plugins
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"

@@ -7,12 +7,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from specstop.policies import specs
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
-from specstop.policies.folder import save_policy
-from specstop.policies.specs import listed_policies, load_policy, plugins
+from specstop.policies.storage import registry as specs
+from specstop.policies.storage.folder import save_policy
+from specstop.policies.storage.registry import listed_policies, load_policy, plugins
 from specstop.train.fit.tune_rules import rule_defaults
 from test_learned import learned
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.folder import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.heads import build_head
-from specstop.policies.learned import Facts, LearnedPolicy
-from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.survival import KNOTS, SurvivalMaps, unchanged
+from specstop.policies.heads.build import build_head
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.learned.survival import KNOTS, SurvivalMaps, unchanged
+from specstop.policies.rules.chains import Derived, Rule, Threshold
+from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
 from test_heads import NAMES, TENSORS, features
 
 DEPTH = 4

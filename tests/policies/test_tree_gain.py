@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
-from specstop.policies.folder import load_policy_folder, save_policy
-from specstop.policies.onnx import build_onnx
+from specstop.policies.learned.tree_calibration import PathCalibrator
+from specstop.policies.learned.trees import TreeGain
+from specstop.policies.rules.trees import TreeRule, build_tree_rule, kernels, longer
+from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage.onnx import build_onnx
 from specstop.policies.testing import PolicyTests, TreePolicyTests
-from specstop.policies.tree_calibration import PathCalibrator
-from specstop.policies.tree_gain import TreeGain
-from specstop.policies.tree_rule import TreeRule, build_tree_rule, kernels, longer
 from trees import BELOW, FREE, make_tree_policy
 
 Array = np.ndarray[Any, Any]

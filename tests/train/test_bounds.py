@@ -9,11 +9,11 @@ import pytest
 import torch
 from made import made_trace
 from specstop.collect.store import Trace
-from specstop.policies.baselines import FixedLength
-from specstop.policies.costs import CostTable, Profile
-from specstop.train.traces.bounds import oracle_seconds
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.replay import replay
 from zoo import ZOO
 
 

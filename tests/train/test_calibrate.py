@@ -9,7 +9,7 @@ import pytest
 from scipy.special import expit
 from sklearn.metrics import log_loss as sklearn_loss
 from sklearn.metrics import roc_auc_score
-from specstop.policies.calibration import Calibrator
+from specstop.policies.learned.calibration import Calibrator
 from specstop.train.heads.calibrate import auc, fit_calibrator, log_loss
 
 COUNT = 6000

@@ -11,23 +11,23 @@ import pytest
 import torch
 from made import made_trace
 from specstop.collect.store import Trace
-from specstop.policies.baselines import FixedLength
-from specstop.policies.continuation import ContinuationPolicy, head_names, remembered
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep
-from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.folder import load_policy_folder
-from specstop.policies.heads import LinearHead
-from specstop.policies.rules import Continuation, build_rule
+from specstop.policies.heads.build import LinearHead
+from specstop.policies.latency.profile import CostTable, Price, Profile
+from specstop.policies.learned.continuation import ContinuationPolicy, head_names, remembered
+from specstop.policies.rules.chains import Continuation, build_rule
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.continuation import achievable_estimate, backward
 from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.refit import Turn, distance, refit
 from specstop.train.fit.run import train
 from specstop.train.heads.continuation_heads import VALUE_FITTERS, ValueRows
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.traces.data import TraceArrays, seen_features, trace_arrays
-from specstop.train.traces.replay import replay
-from specstop.train.traces.togo import ToGo
+from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.cost_to_go import ToGo
+from specstop.train.replay.replay import replay
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))

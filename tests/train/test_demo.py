@@ -14,11 +14,11 @@ from specstop.decode.loop import Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.baselines import FixedLength
-from specstop.policies.baselines_adaptive import Heuristic
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.adaptive import Heuristic
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.demo import DEMO_HEADS, Demo, Sizes, demo
 
 SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3, effort=Effort(repetitions=2))

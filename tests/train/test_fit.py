@@ -11,12 +11,12 @@ import pytest
 import torch
 import xgboost as xgb
 from made import NAMES, TRUE_BIAS, TRUE_WEIGHT, made_rows, made_trace, true_logits
-from specstop.policies.baselines import FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.heads import Basis, Head
-from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
+from specstop.policies.features.history import HISTORY_FEATURES, PAST_WEIGHT
+from specstop.policies.heads.build import Basis, Head
+from specstop.policies.latency.profile import Profile
 from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.boosted import fit_boosted
 from specstop.train.heads.calibrate import log_loss
@@ -25,8 +25,8 @@ from specstop.train.heads.exported import ranges
 from specstop.train.heads.linear import fit_linear
 from specstop.train.heads.mlp import StopHeadModule, TraceDataModule, fit_mlp
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
-from specstop.train.traces.data import TraceArrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import TraceArrays
+from specstop.train.replay.replay import replay
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order

@@ -8,10 +8,10 @@ import pytest
 import torch
 from made import made_trace
 from specstop.collect.store import Trace
-from specstop.policies.costs import Profile
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.serve.lengths import Walked, walk_fixed
 from specstop.train.serve.lockstep import Steps, lockstep
-from specstop.train.traces.data import TraceArrays, trace_arrays
 
 EXACT = 1e-12
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from made import NAMES, made_rows, made_trace, true_logits
 from specstop.policies.errors import TraceError
-from specstop.policies.heads import Head
-from specstop.policies.heads_dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
-from specstop.policies.heads_specdec import biased
+from specstop.policies.heads.build import Head
+from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
+from specstop.policies.heads.specdec import biased
 from specstop.train.heads.calibrate import log_loss
 from specstop.train.heads.dynasd import Perceptron, balanced, fit_hard, fit_soft
 from specstop.train.heads.fitting import FitOptions, FitTask

@@ -15,16 +15,16 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
+from specstop.policies.latency.profile import Profile
 from specstop.train.logged.estimators import ESTIMATORS, InverseProbabilityWeighting
 from specstop.train.logged.feedback import logged_feedback
 from specstop.train.logged.logged import COLUMNS, recorded_rounds, shown_rounds
 from specstop.train.logged.offpolicy import Offline, _named, estimate_offline
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from torch import Tensor
 from zoo import DEPTH, ZOO
 
@@ -249,7 +249,7 @@ def test_an_unknown_logging_policy_leaves_the_explored_rounds(live: Any, profile
     ["fixed:4", "confidence:0.6", "", "confidence", "fixed:x", "fixed:-1", "mine", "hub:a/b", "./folder", "bandit"],
 )
 def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specstop.policies.specs.plugins", lambda: pytest.fail("a plugin was looked for"))
+    monkeypatch.setattr("specstop.policies.storage.registry.plugins", lambda: pytest.fail("a plugin was looked for"))
     found = _named(name)
     assert (found.name if found else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
 

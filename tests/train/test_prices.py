@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from specstop.collect.store import Trace
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import Profile
-from specstop.policies.folder import load_policy_folder, save_policy
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.measurements import Measurements
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.run import train
 from specstop.train.report import prices
 from specstop.train.report.evaluate import evaluate

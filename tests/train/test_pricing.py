@@ -12,17 +12,17 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import oracle_plan
+from specstop.train.replay.log import Played, play, scaled
+from specstop.train.replay.regret import planned_rounds
 from specstop.train.report.answer import answer
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.pricing import Draws, Priced, Vary
 from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, Ratio, verdict
-from specstop.train.traces.bounds import oracle_plan
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.metered import Played, play, scaled
-from specstop.train.traces.verdicts import planned_rounds
 from timed import timed_profile
 from zoo import DEPTH, ZOO
 

@@ -15,19 +15,19 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.folder import load_policy_folder
-from specstop.policies.heads_dynasd import HARD_FEATURES
-from specstop.policies.rules import Threshold
+from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.latency.profile import Profile
+from specstop.policies.rules.chains import Threshold
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.crossfit import Outputs, calibrate
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.heads.forms import FORMS, form, read_vectors
 from specstop.train.heads.mixing import OWN, mixed_arrays, mixed_rows
 from specstop.train.heads.rows import SOFT_COLUMNS, Visits, fit_rows
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 from zoo import DEPTH
 
 NEW = 20

@@ -14,17 +14,17 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.records import Generation
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.calibration import Calibrator
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.heads import TokenHead
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived
-from specstop.train.traces.data import TraceArrays, seen_features, trace_arrays
-from specstop.train.traces.replay import Replayed, replay
+from specstop.policies.heads.build import TokenHead
+from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Derived
+from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.replay import Replayed, replay
 from zoo import DEPTH, ZOO, SelectingByToken
 
 Live = Callable[[StopPolicy, float], list[Generation]]

@@ -12,11 +12,11 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.records import Round
-from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError
-from specstop.policies.specs import load_policy
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.registry import load_policy
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 from zoo import DEPTH
 
 SOME = 5  # prompts, in their order

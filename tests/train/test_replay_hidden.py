@@ -18,20 +18,20 @@ from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
-from specstop.policies.baselines import FixedLength
-from specstop.policies.calibration import Calibrator
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyError, TraceError
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Threshold
-from specstop.policies.vectors import VECTORS
+from specstop.policies.features.hidden_states import VECTORS
+from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Threshold
 from specstop.train.heads.rows import fit_rows, visits
-from specstop.train.traces import vectors as vectors_module
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import Replayed, replay, replay_many
-from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.traces.stacking import stacked
+from specstop.train.replay import vectors as vectors_module
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import Replayed, replay, replay_many
+from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.stacking import stacked
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
 
 TREES = {None: None, "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
@@ -180,7 +180,7 @@ def test_a_sweep_goes_side_by_side_in_parts(
     assert expected[0] != expected[1] != expected[2]
     assert stacked(many, arrays.sequences) is not None
     for most in (1 << 26, 16 * 4 * 2 * arrays.sequences, 1):
-        monkeypatch.setattr(sys.modules["specstop.train.traces.replay"], "MOST_HIDDEN_BYTES", most)
+        monkeypatch.setattr(sys.modules["specstop.train.replay.replay"], "MOST_HIDDEN_BYTES", most)
         assert [logged(r) for r in replay_many(arrays, many, profile)] == expected
 
 

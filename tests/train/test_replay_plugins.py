@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from specstop.collect.store import Trace
-from specstop.policies.baselines_bandit import Bandit
+from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import PolicyFailure
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import Replayed, replay
 from specstop.train.report.evaluate import evaluate
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import Replayed, replay
 
 
 class Good(StopPolicy):

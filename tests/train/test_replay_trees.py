@@ -16,11 +16,11 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.records import Generation
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import Profile
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import Replayed, replay, replay_orders
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import Replayed, replay, replay_orders
 from zoo import DEPTH, ZOO, SelectingByToken
 
 TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
@@ -190,8 +190,8 @@ def test_a_sequence_is_replayed_alike_in_any_company(forests: dict[object, Trace
 
 def test_a_chain_is_the_tree_of_width_one(traces: dict[float, Trace], profile: Profile) -> None:
     """The general way gives what the one for chains gives."""
-    from specstop.train.traces.drafting import TreeShape, draft_chains, draft_trees
-    from specstop.train.traces.walk import Walk
+    from specstop.train.replay.drafting import TreeShape, draft_chains, draft_trees
+    from specstop.train.replay.state import Walk
 
     arrays = trace_arrays(traces[0.7])
     for policy in POLICIES.values():

@@ -14,10 +14,15 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import CostTable, Profile
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import oracle_plan, oracle_seconds
+from specstop.train.replay.log import play, scaled
+from specstop.train.replay.regret import judge
+from specstop.train.replay.replay import replay
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.insight import (
     Entry,
@@ -33,11 +38,6 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.trust import _at_depth, reliability, survival
-from specstop.train.traces.bounds import oracle_plan, oracle_seconds
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.metered import play, scaled
-from specstop.train.traces.replay import replay
-from specstop.train.traces.verdicts import judge
 from zoo import DEPTH, ZOO
 
 EXACT = 1e-12  # the same sums, in another order

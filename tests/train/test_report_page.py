@@ -18,11 +18,14 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.latency.profile import Profile
 from specstop.train.fit.continuation import Achievable, achievable_estimate
 from specstop.train.fit.run import train
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
+from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.report.answer import answer, findings, why
 from specstop.train.report.compare import compare
 from specstop.train.report.evaluate import evaluate
@@ -32,9 +35,6 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.page import to_html
 from specstop.train.report.records import NO_VERDICT, TOO_FEW, Line, Ratio, Report
 from specstop.train.report.sections import sections
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
-from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
 from zoo import DEPTH
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}

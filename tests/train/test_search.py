@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from specstop.collect.store import Trace
-from specstop.policies.baselines import Confidence
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Plan
 from specstop.train.fit.search import (
     SearchOptions,
@@ -21,8 +21,8 @@ from specstop.train.fit.search import (
     spec_trials,
     train_best,
 )
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 
 SMALL = SearchOptions(2, ("logistic",), ("survival", "step"), ("confidence?threshold=0.2|0.6",), folds=2)
 

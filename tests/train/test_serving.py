@@ -9,14 +9,14 @@ import pytest
 import torch
 from made import made_trace
 from specstop.collect.store import Trace
-from specstop.policies.baselines import FixedLength
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.costs import CostTable, Profile
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.latency.profile import CostTable, Profile
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 from specstop.train.serve.lengths import walk_fixed, walk_lengths
 from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, split_sides
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
 
 EXACT = 1e-12
 

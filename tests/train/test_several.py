@@ -15,16 +15,16 @@ from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
-from specstop.policies.baselines import FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import SpecstopWarning, TraceError
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import FEATURES, Trained, train
 from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.concatenate import join_arrays, joined_arrays, temperatures
+from specstop.train.replay.replay import replay
 from specstop.train.report.evaluate import check_fit
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
-from specstop.train.traces.several import join_arrays, joined_arrays, temperatures
 from zoo import DEPTH
 
 HEATS = (0.0, 0.7)

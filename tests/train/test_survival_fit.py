@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.calibration import Calibrator
+from specstop.policies.learned.calibration import Calibrator
 from specstop.train.heads.calibrate import log_loss
 from specstop.train.heads.scores import Scored, calibration_error, perfect_error, survival_scores
 from specstop.train.heads.survival import KNOTS, Products, fit_survival, fit_tables, survival

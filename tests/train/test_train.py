@@ -16,14 +16,14 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair, join
 from specstop.decode.plain import plain_texts
-from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files import MANIFEST
-from specstop.policies.folder import load_policy_folder
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import FEATURES, train
 from specstop.train.heads.fitting import FitOptions
-from specstop.train.traces.data import trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.replay import replay
 from zoo import DEPTH
 
 PLAIN = ("logistic", "mlp", "xgboost")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from made import NAMES, made_rows
 from specstop.policies.errors import InputError
-from specstop.policies.heads import MLPHead
+from specstop.policies.heads.build import MLPHead
 from specstop.train import StopHeadModule, TraceDataModule
 from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.fitting import FitOptions

@@ -14,15 +14,15 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
 from specstop.decode.topology import Topology, parse_tree
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.baselines_online import Online
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.baselines.online import Online
 from specstop.policies.errors import TraceError
-from specstop.train.traces.bounds import optimal_acceptance, oracle_seconds
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay, replay_many
-from specstop.train.traces.rounds import ROUND_COLUMNS, evaluate_rounds
-from specstop.train.traces.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds import optimal_acceptance, oracle_seconds
+from specstop.train.replay.replay import replay, replay_many
+from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
 from zoo import DEPTH, ZOO
 
 TREE = "3,2,1,1,1"

@@ -15,22 +15,22 @@ from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
-from specstop.policies.costs import Price, Profile
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import TREE_FEATURES
-from specstop.policies.folder import load_policy_folder
-from specstop.policies.heads import LinearHead
-from specstop.policies.tree_gain import TreeGain
+from specstop.policies.heads.build import LinearHead
+from specstop.policies.latency.profile import Price, Profile
+from specstop.policies.learned.trees import TreeGain
+from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, settle, train
 from specstop.train.fit.tree_calibrate import fit_paths, fit_shares
 from specstop.train.fit.tree_rows import accepted_nodes, tree_rows
 from specstop.train.fit.tree_solve import tree_seconds
 from specstop.train.heads.rows import Visits
+from specstop.train.replay.arrays import trace_arrays, typical_context
+from specstop.train.replay.replay import replay
+from specstop.train.replay.static_tree import StaticTree, best_static_tree
+from specstop.train.replay.subtrees import on_subtree, subtree
 from specstop.train.report.evaluate import evaluate
-from specstop.train.traces.data import trace_arrays, typical_context
-from specstop.train.traces.replay import replay
-from specstop.train.traces.static_tree import StaticTree, best_static_tree
-from specstop.train.traces.subtrees import on_subtree, subtree
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -246,7 +246,7 @@ def test_what_it_cannot_be_asked_for(
 def test_traces_that_cannot_be_replayed_are_refused(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
-    from specstop.policies.baselines import FixedLength
+    from specstop.policies.baselines.fixed import FixedLength
 
     live = collect(pair, prompts, tmp_path, tree=TREE, max_new_tokens=NEW, collector="live", policy=FixedLength(2))
     with pytest.raises(TraceError, match="--rule gain"):

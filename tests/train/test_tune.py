@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from specstop.collect.store import Trace
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.calibration import Calibrator
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import PolicyError
-from specstop.policies.folder import load_policy_folder, save_policy
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived, Threshold, derived_thresholds
+from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Derived, Threshold, derived_thresholds
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_rates, replayed_rates
 from specstop.train.fit.run import settle, train
 from specstop.train.fit.tune import (
@@ -30,8 +30,8 @@ from specstop.train.fit.tune import (
     typical_context,
 )
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 from zoo import DEPTH
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from specstop.collect.store import Trace
 from specstop.policies.contract import StopPolicy
-from specstop.policies.costs import Profile
 from specstop.policies.errors import InputError
-from specstop.policies.specs import BUILTINS
+from specstop.policies.latency.profile import Profile
+from specstop.policies.storage.registry import BUILTINS
 from specstop.train.fit.tune import fixed_grid
 from specstop.train.fit.tune_rules import BUDGET, GRIDS, fastest, place, rule_defaults, tune_rule, tuned_rules
-from specstop.train.traces.data import TraceArrays, trace_arrays
-from specstop.train.traces.replay import replay
+from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.replay import replay
 from zoo import DEPTH
 
 CHEAP = ("entropy", "heuristic-transient", "gain")

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 from specstop.collect.store import Trace
-from specstop.policies.baselines import Confidence, FixedLength
-from specstop.policies.costs import Profile
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.fit.tune import fixed_grid
+from specstop.train.replay.arrays import trace_arrays, typical_context
+from specstop.train.replay.replay import replay
 from specstop.train.report.records import FEWEST, Ratio, verdict
 from specstop.train.report.transfer import transfer
 from specstop.train.report.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
-from specstop.train.traces.data import trace_arrays, typical_context
-from specstop.train.traces.replay import replay
 from zoo import DEPTH, ZOO
 
 EXACT = 1e-12

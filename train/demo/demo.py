@@ -14,17 +14,17 @@ from ...decode.pair import Pair, load_pair
 from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
 from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
-from ...policies.baselines import Confidence, FixedLength
+from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
-from ...policies.folder import load_policy_folder
+from ...policies.latency.profile import Profile
 from ...policies.outputs import claim_folder, refuse_inputs, staged_folder
 from ...policies.progress import Progress, silent
+from ...policies.storage.folder import load_policy_folder
 from ..fit.run import settle, train
 from ..fit.tune import best_of, fixed_grid
+from ..replay.arrays import TraceArrays, trace_arrays
 from ..report.evaluate import evaluate
 from ..report.records import Report
-from ..traces.data import TraceArrays, trace_arrays
 from .live import LiveLine, compare_live
 from .pair import demo_pair
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from ...decode.records import Generation, Tally
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
-from ..traces.data import TraceArrays
-from ..traces.replay import replay
+from ...policies.latency.profile import Profile
+from ..replay.arrays import TraceArrays
+from ..replay.replay import replay
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...policies.costs import Price, Profile
 from ...policies.features import CHAIN_FEATURES, TOKEN_FEATURES
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features.history import HISTORY_FEATURES
+from ...policies.latency.profile import Price, Profile
 from ..heads.continuation_heads import ValueRows, boost
 from ..heads.crossfit import Folds, prompt_folds
-from ..traces.data import TraceArrays, seen_features
-from ..traces.togo import ToGo
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.cost_to_go import ToGo
 
 STAGE_TREES = 60
 FOLDS = 4

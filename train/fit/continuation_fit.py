@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.continuation import ContinuationPolicy, head_names, remembered
-from ...policies.costs import Price, Profile
 from ...policies.errors import InputError
-from ...policies.heads import Head
+from ...policies.heads.build import Head
+from ...policies.latency.profile import Price, Profile
+from ...policies.learned.continuation import ContinuationPolicy, head_names, remembered
 from ...policies.progress import Progress, silent
-from ...policies.rules import Continuation
+from ...policies.rules.chains import Continuation
 from ..heads.continuation_heads import VALUE_FITTERS, ValueRows
 from ..heads.crossfit import prompt_folds
-from ..traces.data import TraceArrays, seen_features
-from ..traces.replay import replay
-from ..traces.togo import Played, ToGo
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.cost_to_go import Played, ToGo
+from ..replay.replay import replay
 from .continuation import FOLDS, LATEST, UNVISITED, backward, value_rows
 from .refit import MOST_ROUNDS, Settled, Turn, refit
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...policies.costs import Profile
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ..heads.crossfit import Folds
-from ..traces.data import TraceArrays
-from ..traces.replay import replay_many
+from ..replay.arrays import TraceArrays
+from ..replay.replay import replay_many
 
 Rates = Callable[[Sequence[LearnedPolicy]], list[float]]
 """Gives the tokens per second of policies that differ in their rule only."""

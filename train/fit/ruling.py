@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...policies.costs import Profile
 from ...policies.errors import InputError, close_match
-from ...policies.learned import LearnedPolicy
-from ...policies.rules import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
-from ..traces.data import TraceArrays, typical_context
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.rules.chains import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
+from ..replay.arrays import TraceArrays, typical_context
 from .rates import Rates, replayed_rates
 from .tune import THRESHOLDS, solve_rate
 

@@ -15,15 +15,15 @@ from ...collect.schema import Header
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
-from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
-from ...policies.folder import load_policy_folder, save_policy
-from ...policies.heads import Head
-from ...policies.history import HISTORY_FEATURES
-from ...policies.learned import Facts, LearnedPolicy
+from ...policies.features.history import HISTORY_FEATURES
+from ...policies.heads.build import Head
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
+from ...policies.storage.folder import load_policy_folder, save_policy
 from ..heads.crossfit import (
     FOLDS,
     Calibrated,
@@ -40,9 +40,9 @@ from ..heads.forms import Form, form, read_vectors, usual_features
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
 from ..heads.scores import survival_scores
-from ..traces.data import TraceArrays, trace_arrays
-from ..traces.replay import Replayed, replay
-from ..traces.several import joined_arrays, temperatures
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.concatenate import joined_arrays, temperatures
+from ..replay.replay import Replayed, replay
 from .continuation_fit import MARGINS, fit_continuation
 from .rates import left_out_rates
 from .refit import MOST_ROUNDS

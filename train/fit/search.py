@@ -21,18 +21,18 @@ from sklearn.model_selection import GroupKFold, ParameterSampler
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError, SpecstopError
+from ...policies.latency.profile import Profile
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ...policies.specs import load_policy
+from ...policies.storage.registry import load_policy
 from ..heads.fitting import HEAD_KINDS, FitOptions
 from ..heads.forms import form, read_vectors, usual_features
 from ..heads.rows import SOFT_COLUMNS
 from ..heads.tokens import BUCKETS
-from ..traces.data import TraceArrays
-from ..traces.replay import replay
-from ..traces.several import joined_arrays, temperatures
+from ..replay.arrays import TraceArrays
+from ..replay.concatenate import joined_arrays, temperatures
+from ..replay.replay import replay
 from .ruling import check_rule
 from .run import FEATURES, Plan, check_plan, default_features, train_arrays
 from .trained import Trained, claimed

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.costs import Price, Profile
-from ...policies.heads_base import Array
-from ...policies.learned import LearnedPolicy
-from ...policies.rules import Derived
+from ...policies.heads.base import Array
+from ...policies.latency.profile import Price, Profile
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.rules.chains import Derived
 from ..heads.scores import survivals
-from ..traces.data import TraceArrays, seen_features
-from ..traces.replay import replay
-from ..traces.togo import Played, ToGo
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.cost_to_go import Played, ToGo
+from ..replay.replay import replay
 from .continuation import LATEST, UNVISITED
 
 ROUNDS = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.store import Trace
-from ...policies.costs import Profile
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.outputs import claim_folder
 from ..heads.fitting import FitOptions
 

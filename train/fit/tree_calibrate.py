@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.heads import Head
-from ...policies.tree_calibration import PathCalibrator
+from ...policies.heads.build import Head
+from ...policies.learned.tree_calibration import PathCalibrator
 from ..heads.rows import Visits
-from ..traces.data import TraceArrays, seen_features
+from ..replay.arrays import TraceArrays, seen_features
 from .tree_rows import accepted_nodes, askable_nodes, level_scores, node_ranks
 
 STEPS = 60

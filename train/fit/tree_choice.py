@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...policies.costs import Profile
+from ...policies.latency.profile import Profile
+from ...policies.learned.trees import TreeGain
 from ...policies.progress import Progress, silent
-from ...policies.tree_gain import TreeGain
 from ..heads.crossfit import Folds
-from ..traces.data import TraceArrays
-from ..traces.subtrees import likeliest_nodes, on_subtree
+from ..replay.arrays import TraceArrays
+from ..replay.subtrees import likeliest_nodes, on_subtree
 from .tree_fit import TreePlan, fit_tree
 
 

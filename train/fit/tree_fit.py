@@ -15,23 +15,23 @@ from torch import Tensor
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import TOKEN_FEATURES, feature
-from ...policies.folder import save_policy
-from ...policies.heads import Head
-from ...policies.learned import Facts
+from ...policies.heads.build import Head
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import Facts
+from ...policies.learned.trees import TreeGain
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ...policies.tree_gain import TreeGain
-from ...policies.tree_rule import TreeRule
+from ...policies.rules.trees import TreeRule
+from ...policies.storage.folder import save_policy
 from ..heads.crossfit import FOLDS, Folds, own_visits, prompt_folds
 from ..heads.fitting import HEAD_KINDS, FitOptions, FitTask, fitter
 from ..heads.forms import form, usual_features
 from ..heads.rows import Visits, visits
-from ..traces.data import TraceArrays, trace_arrays
-from ..traces.replay import replay
-from ..traces.static_tree import best_static_tree
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.replay import replay
+from ..replay.static_tree import best_static_tree
 from .trained import Trained, claimed
 from .tree_calibrate import fit_paths, fit_shares
 from .tree_rows import TreeRows, rank_acceptance, tree_rows

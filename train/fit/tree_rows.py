@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...decode.topology import Topology
 from ...policies.errors import TraceError
-from ...policies.heads import Head
-from ...policies.heads_base import Array
+from ...policies.heads.base import Array
+from ...policies.heads.build import Head
 from ..heads.rows import FitRows, Visits
-from ..traces.data import TraceArrays, seen_features
+from ..replay.arrays import TraceArrays, seen_features
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.heads_base import Array
-from ...policies.tree_gain import TreeGain
+from ...policies.heads.base import Array
+from ...policies.learned.trees import TreeGain
 from ..heads.rows import Visits
 from ..heads.scores import calibration_error
-from ..traces.data import TraceArrays, seen_features
+from ..replay.arrays import TraceArrays, seen_features
 from .tree_rows import accepted_nodes, askable_nodes, level_scores, node_ranks
 
 BINS = 10

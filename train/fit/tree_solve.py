@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...policies.costs import Price, Profile
-from ...policies.tree_gain import TreeGain
-from ...policies.tree_rule import MOST_NODES
-from ..traces.data import TraceArrays, typical_context
-from ..traces.replay import replay
+from ...policies.latency.profile import Price, Profile
+from ...policies.learned.trees import TreeGain
+from ...policies.rules.trees import MOST_NODES
+from ..replay.arrays import TraceArrays, typical_context
+from ..replay.replay import replay
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 FIRST = (1, 0, 2, 3)

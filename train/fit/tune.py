@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...policies.baselines import Confidence, FixedLength
-from ...policies.costs import Profile
+from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.errors import PolicyError
-from ...policies.heads_base import Array
-from ...policies.learned import LearnedPolicy
-from ...policies.rules import Derived, derived_thresholds
-from ...policies.tree_gain import TreeGain
-from ..traces.data import TraceArrays, typical_context
-from ..traces.replay import Replayed, replay
+from ...policies.heads.base import Array
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned.trees import TreeGain
+from ...policies.rules.chains import Derived, derived_thresholds
+from ..replay.arrays import TraceArrays, typical_context
+from ..replay.replay import Replayed, replay
 from .rates import Rates, replayed_rates
 from .tree_solve import FIRST, solve_tree
 

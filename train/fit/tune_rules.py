@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...policies.baselines import Confidence, FixedLength
-from ...policies.baselines_adaptive import AdaEDL, Heuristic, HeuristicTransient
-from ...policies.baselines_bandit import Bandit
-from ...policies.baselines_gain import Gain
-from ...policies.baselines_online import Online
-from ...policies.baselines_roc import Roc
-from ...policies.baselines_scores import EntropyBound, MaxProb, Product
-from ...policies.baselines_trees import C2T, DDD, Eagle, OptTree
+from ...policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
+from ...policies.baselines.bandit import Bandit
+from ...policies.baselines.fixed import Confidence, FixedLength
+from ...policies.baselines.gain import Gain
+from ...policies.baselines.online import Online
+from ...policies.baselines.roc import Roc
+from ...policies.baselines.scores import EntropyBound, MaxProb, Product
+from ...policies.baselines.trees import C2T, DDD, Eagle, OptTree
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError, close_match
-from ..traces.data import TraceArrays, typical_context
-from ..traces.replay import Replayed, replay_many
+from ...policies.latency.profile import Profile
+from ..replay.arrays import TraceArrays, typical_context
+from ..replay.replay import Replayed, replay_many
 from .tune import fixed_grid
 
 BUDGET = 24
@@ -111,7 +111,7 @@ GRIDS: dict[str, Grid] = {
 
 def rule_defaults(depth: int) -> dict[str, StopPolicy]:
     """Return each rule as published, none drafting deeper than `depth`."""
-    from ...policies.specs import load_policy
+    from ...policies.storage.registry import load_policy
 
     return {name: load_policy(name, plain=True).limited(depth) for name in GRIDS}
 

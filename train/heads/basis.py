@@ -8,8 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.features import feature
-from ...policies.heads import Basis
-from ...policies.heads_base import Array
+from ...policies.heads.base import Array
+from ...policies.heads.build import Basis
 from .rows import FitRows
 
 

@@ -13,8 +13,8 @@ from scipy.special import logit
 from torch import Tensor
 
 from ...policies.errors import InputError
-from ...policies.heads import TreesHead
-from ...policies.heads_base import Array
+from ...policies.heads.base import Array
+from ...policies.heads.build import TreesHead
 from .exported import exported
 from .fitting import FitOptions, FitTask
 from .matrices import OUT_OF_CORE, matrices

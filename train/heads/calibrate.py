@@ -8,7 +8,7 @@ import numpy as np
 from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 
-from ...policies.calibration import Calibrator
+from ...policies.learned.calibration import Calibrator
 
 Array = np.ndarray[Any, Any]
 

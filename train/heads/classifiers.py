@@ -19,12 +19,12 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ...policies.calibration import Calibrator
 from ...policies.errors import InputError, PolicyError
 from ...policies.features import FEATURES
-from ...policies.heads import Head, build_head
-from ...policies.learned import LearnedPolicy
-from ...policies.rules import Rule
+from ...policies.heads.build import Head, build_head
+from ...policies.learned.calibration import Calibrator
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.rules.chains import Rule
 from .fitting import FitOptions, FitTask, fitter
 from .forms import SCALAR_KINDS
 from .rows import FitRows

@@ -16,8 +16,8 @@ import torch
 import xgboost as xgb
 from torch import Tensor, nn
 
-from ...policies.heads import Basis, Head, LinearHead, MLPHead, TreesHead
-from ...policies.heads_base import Array
+from ...policies.heads.base import Array
+from ...policies.heads.build import Basis, Head, LinearHead, MLPHead, TreesHead
 from .basis import basis_columns, fit_basis
 from .boosted import flatten
 from .exported import exported

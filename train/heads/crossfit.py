@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.calibration import Calibrator
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import TraceError
-from ...policies.heads import Head
+from ...policies.heads.build import Head
+from ...policies.latency.profile import Profile
+from ...policies.learned.calibration import Calibrator
 from ...policies.progress import Progress, silent
-from ..traces.data import TraceArrays, seen_features
-from ..traces.replay import replay
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.replay import replay
 from .calibrate import Array, auc, fit_calibrator, fit_kind, log_loss
 from .fitting import FitOptions, FitTask, fitter
 from .forms import form

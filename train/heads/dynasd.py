@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...policies.errors import TraceError
-from ...policies.heads import HardHead, SoftHead
-from ...policies.heads_dynasd import HARD_LAYERS, SOFT_LAYERS, SOFT_LAYERS_WIDE
-from ...policies.vectors import DRAFT_HIDDEN
+from ...policies.features.hidden_states import DRAFT_HIDDEN
+from ...policies.heads.build import HardHead, SoftHead
+from ...policies.heads.dynasd import HARD_LAYERS, SOFT_LAYERS, SOFT_LAYERS_WIDE
 from .exported import exported
 from .fitting import FitTask
 from .networks import Recipe, opening, seeded, states, train_network

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ...collect.store import Trace
 from ...policies.errors import InputError
 from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.heads_dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
-from ...policies.heads_specdec import MOST, STOP_THRESHOLD, STOP_THRESHOLDS
-from ...policies.vectors import DRAFT_HIDDEN, VECTORS, check_vectors
+from ...policies.features.hidden_states import DRAFT_HIDDEN, VECTORS, check_vectors
+from ...policies.heads.dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
+from ...policies.heads.specdec import MOST, STOP_THRESHOLD, STOP_THRESHOLDS
 from .fitting import HEAD_KINDS
 
 

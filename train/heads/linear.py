@@ -8,8 +8,8 @@ import numpy as np
 from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 
-from ...policies.heads import LinearHead
-from ...policies.heads_base import Array
+from ...policies.heads.base import Array
+from ...policies.heads.build import LinearHead
 from .basis import fit_basis
 from .exported import exported
 from .fitting import FitTask

@@ -8,9 +8,9 @@ import torch
 
 from ...collect.store import Trace
 from ...policies.errors import TraceError
-from ...policies.history import HISTORY_FEATURES
-from ..traces.data import TraceArrays, trace_arrays
-from ..traces.several import check_alike
+from ...policies.features.history import HISTORY_FEATURES
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.concatenate import check_alike
 from .rows import SOFT_COLUMNS, FitRows, Visits, fit_rows, soft_labels
 
 OWN = "mixed"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ...policies.errors import InputError
-from ...policies.heads import Basis, MLPHead
+from ...policies.heads.build import Basis, MLPHead
 from ...policies.progress import Progress, silent
 from .basis import basis_columns, fit_basis
 from .exported import exported

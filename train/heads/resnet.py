@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...policies.features import Kind
-from ...policies.heads import Basis, ResNetHead
-from ...policies.vectors import VECTORS
+from ...policies.features.hidden_states import VECTORS
+from ...policies.heads.build import Basis, ResNetHead
 from .basis import basis_columns, fit_basis
 from .exported import exported
 from .fitting import FitTask

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...policies.errors import TraceError
-from ..traces.data import TraceArrays, seen_features
-from ..traces.replay import Replayed
-from ..traces.vectors import StoredVectors
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.hidden_states import StoredVectors
+from ..replay.replay import Replayed
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """What soft labels want of `trace_arrays` as `extra`."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...policies.contract import DraftStep
-from ...policies.learned import LearnedPolicy
-from ...policies.rules import Threshold
-from ..traces.data import TraceArrays, seen_features
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.rules.chains import Threshold
+from ..replay.arrays import TraceArrays, seen_features
 from .calibrate import Array, auc, log_loss
 from .rows import Visits
 

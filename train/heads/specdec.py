@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...policies.heads import SpecDecHead
-from ...policies.heads_specdec import BLOCKS, REJECTION_WEIGHT, unbiased
-from ...policies.vectors import DRAFT_HIDDEN
+from ...policies.features.hidden_states import DRAFT_HIDDEN
+from ...policies.heads.build import SpecDecHead
+from ...policies.heads.specdec import BLOCKS, REJECTION_WEIGHT, unbiased
 from .exported import exported
 from .fitting import FitTask
 from .networks import Recipe, opening, seeded, states, train_network

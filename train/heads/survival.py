@@ -16,8 +16,8 @@ import numpy as np
 from scipy.special import expit, logit
 from sklearn.isotonic import IsotonicRegression
 
-from ...policies.calibration import Calibrator
-from ...policies.survival import KNOTS, STARTS, SurvivalMaps, unchanged
+from ...policies.learned.calibration import Calibrator
+from ...policies.learned.survival import KNOTS, STARTS, SurvivalMaps, unchanged
 from .calibrate import Array, log_loss
 
 MAPS = ("identity", "temperature", "platt", "isotonic")

@@ -9,10 +9,10 @@ from scipy import sparse
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 
-from ...policies.crosses import DEPTH, Crosses
 from ...policies.errors import InputError
 from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.heads import TokenHead
+from ...policies.heads.build import TokenHead
+from ...policies.heads.feature_hashing import DEPTH, Crosses
 from .basis import basis_columns, fit_basis
 from .calibrate import Array, log_loss
 from .exported import exported

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.costs import Profile
-from ..traces.data import TraceArrays
+from ...policies.latency.profile import Profile
+from ..replay.arrays import TraceArrays
 from .logged import Shown, recorded_rounds
 from .rewards import predicted
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...policies.contract import RoundOutcome, StopPolicy, checked_keep
-from ...policies.costs import Profile
 from ...policies.errors import TraceError
-from ..traces.data import TraceArrays
-from ..traces.rounds import recorded_anchors
-from ..traces.walk import Array, Walk
+from ...policies.latency.profile import Profile
+from ..replay.arrays import TraceArrays
+from ..replay.rounds import recorded_anchors
+from ..replay.state import Array, Walk
 
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")
 """What `shown_rounds` wants of `trace_arrays` as `extra`."""

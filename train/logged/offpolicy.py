@@ -16,14 +16,14 @@ import numpy as np
 
 from ...collect.store import Trace
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import PolicyError, TraceError
-from ...policies.specs import BUILTINS
+from ...policies.latency.profile import Profile
+from ...policies.storage.registry import BUILTINS
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.rounds import CAVEATS
 from ..report.intervals import LEVEL, REPLICATES, Resamples, Values
 from ..report.prices import with_prices
 from ..report.records import Ratio
-from ..traces.data import TraceArrays, trace_arrays
-from ..traces.rounds import CAVEATS
 from .estimators import ESTIMATORS, OffPolicyEstimator, importance
 from .feedback import Feedback, logged_feedback
 from .logged import COLUMNS, Shown, shown_rounds

@@ -10,7 +10,7 @@ from sklearn.linear_model import RidgeCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from ..traces.data import TraceArrays
+from ..replay.arrays import TraceArrays
 from .logged import Shown
 
 FOLDS = 5

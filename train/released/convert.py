@@ -22,18 +22,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ...policies.calibration import Calibrator
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
-from ...policies.folder import DEEPEST, save_policy
-from ...policies.heads import build_head
-from ...policies.heads_base import width_of
-from ...policies.heads_dynasd import HARD_FEATURES, THRESHOLD
-from ...policies.heads_specdec import MOST, STOP_THRESHOLD, unbiased
-from ...policies.learned import Facts, LearnedPolicy
+from ...policies.heads.base import width_of
+from ...policies.heads.build import build_head
+from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
+from ...policies.heads.specdec import MOST, STOP_THRESHOLD, unbiased
+from ...policies.learned.calibration import Calibrator
+from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.outputs import claim_folder
-from ...policies.rules import AnyFork, Rule, Threshold
+from ...policies.rules.chains import AnyFork, Rule, Threshold
+from ...policies.storage.folder import DEEPEST, save_policy
 from .state_dicts import find_weights, read_state
 
 LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...policies.costs import Profile
+from ...policies.latency.profile import Profile
 from .insight import StopCost
 from .intervals import LEVEL, Resamples, Values
 from .records import DEPLOY, FEWEST, NO_VERDICT, REFUSE, Answer, Line, Ratio

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...policies.costs import Profile
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress
-from ..traces.bounds import Ideal
-from ..traces.data import TraceArrays
-from ..traces.metered import Played
-from ..traces.verdicts import Verdicts, judge
+from ..replay.arrays import TraceArrays
+from ..replay.bounds import Ideal
+from ..replay.log import Played
+from ..replay.regret import Verdicts, judge
 from .compare_read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .intervals import Resamples

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from ...collect.store import Trace, open_trace
 from ...decode.modes import MODES, describe
-from ...policies.baselines import Confidence, FixedLength
 from ...policies import kernels
+from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError, SpecstopWarning, TraceError
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.outputs import claim_folder
 from ...policies.progress import Progress, silent
 from ..fit.tune import PRICED, solve_rate, tune_confidence
-from ..traces.bounds import oracle_plan
-from ..traces.data import TraceArrays, trace_arrays
-from ..traces.metered import play
-from ..traces.rounds import ROUND_COLUMNS
-from ..traces.static_tree import best_static_tree
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.bounds import oracle_plan
+from ..replay.log import play
+from ..replay.rounds import ROUND_COLUMNS
+from ..replay.static_tree import best_static_tree
 from .answer import answer, findings, noise_findings
 from .details import Material, details, stop_costs
 from .files import write_report

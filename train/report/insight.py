@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from ...policies.costs import Profile
-from ..traces.data import TraceArrays
-from ..traces.metered import Played, scaled
-from ..traces.seconds import prompt_seconds
-from ..traces.verdicts import Verdicts
+from ...policies.latency.profile import Profile
+from ..replay.arrays import TraceArrays
+from ..replay.log import Played, scaled
+from ..replay.regret import Verdicts
+from ..replay.seconds import prompt_seconds
 from .intervals import Resamples
 from .pricing import Change, Draws, Priced
 from .records import Ratio

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...collect.schema import Header
-from ...policies.learned import LearnedPolicy
-from ..traces.data import TraceArrays
-from ..traces.metered import Played
-from ..traces.verdicts import Verdicts
+from ...policies.learned.policy import LearnedPolicy
+from ..replay.arrays import TraceArrays
+from ..replay.log import Played
+from ..replay.regret import Verdicts
 from .trust import survival
 
 PROMPTS = 6

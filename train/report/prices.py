@@ -24,14 +24,14 @@ import torch
 from ...collect.schema import Header
 from ...decode.profile import device_of, measure_decision
 from ...policies.contract import StopPolicy
-from ...policies.costs import Price, Profile
 from ...policies.errors import InputError
 from ...policies.files import cache_folder, read_json, write_json
-from ...policies.folder import content
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Measurements
-from ...policies.learned import LearnedPolicy
-from ...policies.strict import digest
+from ...policies.latency.profile import Price, Profile
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.storage.folder import content
+from ...policies.storage.safe_loading import digest
 
 SCHEMA = 1
 FILE = "decisions.json"

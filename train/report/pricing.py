@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.costs import Profile
-from ..traces.counted import joined
-from ..traces.metered import Rounds
+from ...policies.latency.profile import Profile
+from ..replay.counted import joined
+from ..replay.log import Rounds
 from .intervals import LEVEL, REPLICATES, Resamples, Values
 from .records import Ratio
 

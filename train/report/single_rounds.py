@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ...policies.baselines import FixedLength
+from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.progress import Progress
-from ..traces.data import TraceArrays
-from ..traces.rounds import RoundValues, evaluate_rounds
+from ..replay.arrays import TraceArrays
+from ..replay.rounds import RoundValues, evaluate_rounds
 from .answer import answer, noise_findings
 from .insight import acceptance_bands
 from .intervals import Resamples

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..traces.bounds import Ideal
-from ..traces.data import TraceArrays
-from ..traces.metered import Played
-from ..traces.replay import Replayed
-from ..traces.verdicts import planned_rounds
+from ..replay.arrays import TraceArrays
+from ..replay.bounds import Ideal
+from ..replay.log import Played
+from ..replay.regret import planned_rounds
+from ..replay.replay import Replayed
 from .insight import Entry
 from .intervals import Resamples, Values
 from .pricing import Draws, Priced, Vary

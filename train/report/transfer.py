@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from ...collect.store import Trace
-from ...policies.baselines import FixedLength
+from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, silent
-from ..traces.data import TraceArrays, trace_arrays
-from ..traces.metered import play
+from ..replay.arrays import TraceArrays, trace_arrays
+from ..replay.log import play
 from .intervals import Resamples
 from .prices import with_prices
 from .pricing import Draws, Priced, Vary

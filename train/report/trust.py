@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import DraftStep
-from ...policies.learned import LearnedPolicy
+from ...policies.learned.policy import LearnedPolicy
 from ..heads.scores import BINS, calibration_error, perfect_error
-from ..traces.data import TraceArrays, seen_features
-from ..traces.drafting import TreeShape
-from ..traces.metered import Rounds
-from ..traces.replay import Replayed
-from ..traces.walk import Array
+from ..replay.arrays import TraceArrays, seen_features
+from ..replay.drafting import TreeShape
+from ..replay.log import Rounds
+from ..replay.replay import Replayed
+from ..replay.state import Array
 
 MOST_ROUNDS = 20_000
 _DRAWS = 20

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ...collect.store import Trace
-from ...policies.baselines import FixedLength
+from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import InputError, TraceError
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, silent
 from ..fit.tune import solve_rate
-from ..traces.data import TraceArrays, trace_arrays, typical_context
-from ..traces.metered import Played, play, scaled
+from ..replay.arrays import TraceArrays, trace_arrays, typical_context
+from ..replay.log import Played, play, scaled
 from .intervals import Resamples, Values
 from .prices import with_prices
 from .pricing import Change, Draws, Priced

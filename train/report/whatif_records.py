@@ -11,7 +11,7 @@ from typing import Any
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import write_atomic, write_json
-from ...policies.learned import LearnedPolicy
+from ...policies.learned.policy import LearnedPolicy
 from .records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Ratio
 
 VERDICTS = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...collect.store import Trace
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.errors import TraceError
+from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
-from ..traces.data import TraceArrays
+from ..replay.arrays import TraceArrays
 from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, write_export
 from .lengths import Walked, draft_bound, walk_lengths

@@ -15,11 +15,11 @@ from typing import Any
 
 from ...collect.store import Trace
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
+from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
+from ..replay.arrays import TraceArrays
 from ..report.intervals import Resamples, Values
 from ..report.records import Ratio
-from ..traces.data import TraceArrays
 from .by_batch import WORTH, choose_lengths
 from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, find_sizes, write_export

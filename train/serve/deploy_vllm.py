@@ -18,7 +18,7 @@ import torch
 
 from ...collect.store import Trace
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
+from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
 from .by_batch import choose_lengths
 from .export_page import alone_table, grid_text, page_text, policy_loss

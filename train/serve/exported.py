@@ -13,23 +13,23 @@ import torch
 from ...collect.store import Trace
 from ...decode.hub import deploy_hf
 from ...policies.contract import StopPolicy
-from ...policies.costs import Profile
 from ...policies.files import write_atomic, write_json
-from ...policies.learned import LearnedPolicy
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
-from ...policies.specs import load_policy
+from ...policies.storage.registry import load_policy
 from ..fit.tune import solve_rate
+from ..replay.arrays import trace_arrays
+from ..replay.bounds import oracle_plan
+from ..replay.log import Rounds, play
+from ..replay.regret import planned_rounds
 from ..report.evaluate import check_fit
 from ..report.intervals import Resamples, Values
 from ..report.prices import with_prices
 from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
-from ..traces.bounds import oracle_plan
-from ..traces.data import trace_arrays
-from ..traces.metered import Rounds, play
-from ..traces.verdicts import planned_rounds
 from .export_page import FIGURES
 from .lengths import Walked, walk_fixed
 from .serving import Sides, split_sides

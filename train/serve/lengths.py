@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...policies.costs import Profile
-from ..traces.data import TraceArrays
-from ..traces.metered import Rounds
-from ..traces.seconds import prompt_seconds, round_seconds
+from ...policies.latency.profile import Profile
+from ..replay.arrays import TraceArrays
+from ..replay.log import Rounds
+from ..replay.seconds import prompt_seconds, round_seconds
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..traces.data import TraceArrays
+from ..replay.arrays import TraceArrays
 from .lengths import Walked, draft_bound
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ...policies.costs import CostTable, Profile
 from ...policies.errors import InputError, TraceError
+from ...policies.latency.profile import CostTable, Profile
 from ..heads.rows import split_prompts
-from ..traces.data import TraceArrays
+from ..replay.arrays import TraceArrays
 from .lengths import Walked
 
 HELD_OUT = 0.25

@@ -23,12 +23,12 @@ from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.profile.trees import TreeRun
 from specstop.decode.sampling import Sampler
-from specstop.policies.baselines import Confidence, FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import CostTable, Price, Profile
 from specstop.policies.errors import InputError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
+from specstop.policies.latency.profile import CostTable, Price, Profile
 from zoo import ZOO
 
 DEPTH = 4

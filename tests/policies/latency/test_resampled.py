@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.costs import Price, Profile
 from specstop.policies.errors import InputError
 from specstop.policies.latency.estimate import (
     CONTEXTS,
@@ -23,6 +22,7 @@ from specstop.policies.latency.estimate import (
     VERIFY,
 )
 from specstop.policies.latency.measurements import Key, Measurements, collected
+from specstop.policies.latency.profile import Price, Profile
 
 DEPTH, REPETITIONS = 3, 12
 EXACT = 1e-6

@@ -1,0 +1,1 @@
+"""Published rules without training, one file a family."""

@@ -1,0 +1,1 @@
+"""Heads: one file for each kind, and what they share."""

@@ -1,0 +1,59 @@
+"""Heads at inference: from scalar features and hidden states to the two logits `accept` and `next`.
+
+`accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted; `next` scores x_{j+1} accepted, given
+the same features and x_1..x_j accepted. At depth 0 only `next` means anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import PolicyError
+from .base import NO_HIDDEN, Array, Basis, Head, Hidden, TensorHead, expect, take, with_ranges
+from .boosted import DEEPEST_TREE, TreesHead
+from .dynasd import HardHead, SoftHead
+from .layers import LinearHead, MLPHead
+from .resnet import ResNetHead
+from .specdec import SpecDecHead
+from .tokens import TokenHead
+
+__all__ = [
+    "DEEPEST_TREE",
+    "HEADS",
+    "NO_HIDDEN",
+    "Basis",
+    "HardHead",
+    "Head",
+    "Hidden",
+    "LinearHead",
+    "MLPHead",
+    "ResNetHead",
+    "SoftHead",
+    "SpecDecHead",
+    "TensorHead",
+    "TokenHead",
+    "TreesHead",
+    "build_head",
+    "expect",
+    "take",
+    "with_ranges",
+]
+
+HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Array]], Head]] = {
+    "logistic": LinearHead,
+    "mlp": MLPHead,
+    "xgboost": TreesHead,
+    "resnet": ResNetHead,
+    "dynasd-soft": SoftHead,
+    "dynasd-hard": HardHead,
+    "specdec": SpecDecHead,
+    "tokens": TokenHead,
+}
+"""Every kind of head by name."""
+
+
+def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Array]) -> Head:
+    """Return the head of this kind; an unknown kind or wrong tensors are a `PolicyError`."""
+    if kind not in HEADS:
+        raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(HEADS)}")
+    return HEADS[kind](names, tensors)

@@ -1,0 +1,1 @@
+"""Learned policies: head, calibration, survival, rule."""

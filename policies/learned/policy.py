@@ -1,0 +1,154 @@
+"""A learned policy: head + calibrator + stop rule, each replaceable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..contract import DraftStep, State, StopPolicy
+from ..heads.base import NO_HIDDEN, Hidden
+from ..heads.build import Head
+from ..rules.chains import Rule
+from .calibration import NO_PIECES, Array, Calibrator, kernels
+from .survival import SurvivalMaps
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a policy was trained for and how it did; nothing here changes a decision.
+
+    Attributes:
+        temperature, verification, label: of the traces; several temperatures where the head reads the temperature.
+        pair: hashes of target, draft and tokenizer.
+        rho: tokens per second that the derived rule assumes.
+        acceptance: a_1..a_K that it looks ahead with.
+        profile: the latency profile as JSON, or empty.
+        provenance: command, versions, seed, traces.
+        metrics: of the held-out prompts.
+    """
+
+    temperature: float | tuple[float, ...] = 0.0
+    verification: str = "match"
+    label: str = "match"
+    pair: dict[str, str] = field(default_factory=dict)
+    rho: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    profile: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def covers(self, temperature: float) -> bool:
+        """Whether the policy was trained for this temperature: for it, or for some below and some above."""
+        known = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        return min(known) <= temperature <= max(known)
+
+
+class LearnedPolicy(StopPolicy):
+    """Multiplies calibrated `accept` along each branch to S_j, recalibrates it by depth, and lets a rule decide.
+
+    The state is S_j [S, B] float64.
+
+    Args:
+        name: shown in reports.
+        features: the head's, in its order. Its hidden states are the head's as well.
+        head, accept, following, rule: its parts; `accept` and `following` calibrate the outputs `accept` and `next`.
+        max_depth: K of the traces it was trained on.
+        facts: see `Facts`.
+        survival: corrects the product by depth; None = the bare product.
+
+    Attributes:
+        sizes: H of each hidden state that the head reads, by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        head: Head,
+        accept: Calibrator,
+        following: Calibrator,
+        rule: Rule,
+        max_depth: int,
+        facts: Facts | None = None,
+        survival: SurvivalMaps | None = None,
+    ) -> None:
+        self.name, self.features = name, tuple(features)
+        self.head, self.accept, self.following, self.rule = head, accept, following, rule
+        self.first, self.max_depth = rule.first, max_depth
+        self.facts = facts or Facts()
+        self.survival = survival
+        self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
+        self.sizes: Mapping[str, int] = head.sizes
+        self.hidden = tuple(head.sizes)
+
+    def with_rule(self, rule: Rule) -> LearnedPolicy:
+        """Return this policy under another rule."""
+        return LearnedPolicy(
+            self.name,
+            self.features,
+            self.head,
+            self.accept,
+            self.following,
+            rule,
+            self.max_depth,
+            self.facts,
+            self.survival,
+        )
+
+    def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
+        """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
+        shape = features.shape[:-1]
+        rows = np.ascontiguousarray(features, dtype=np.float32).reshape(math.prod(shape), features.shape[-1])
+        states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
+        scores = self.head.scores(rows, depth, states)
+        accept, following = self.accept(scores[:, 0]), self.following(scores[:, 1])
+        # A head that lags has scored nothing of what was drawn so far.
+        accept = np.ones_like(accept) if 0 < depth <= self.head.lag else accept
+        return accept.reshape(shape), following.reshape(shape)
+
+    def survive(self, step: DraftStep, before: Array | None) -> Array:
+        """Return [3, S, B] float64: S_j, accept and next of a depth; 0 where a branch is not alive.
+
+        Args:
+            step: of the depth.
+            before: [S, B'] S of the depth before; None = the product begins here.
+        """
+        alive, depth, features = step.alive, step.depth, step.features
+        rows, hidden = features.reshape(alive.size, features.shape[-1]), step.hidden
+        if hidden:
+            hidden = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
+        if alive.size > 1 and not alive.all():  # only these are scored
+            at = np.flatnonzero(alive)
+            rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
+        out = np.empty((3, *alive.shape))
+        accept, following = self.accept, self.following
+        kernels().survive(
+            self.head.scores(rows, depth, hidden),
+            alive,
+            step.parent,
+            _NONE if before is None else before,
+            depth <= self.head.lag,
+            accept.scale,
+            accept.pieces,
+            following.scale,
+            following.pieces,
+            self._tables[depth],
+            out,
+        )
+        if depth == 0:  # nothing was drawn that could be refused
+            out[:2] = alive
+        return out
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that the rule keeps."""
+        depth = step.depth
+        found = self.survive(step, state if depth > 1 and depth > self.first else None)
+        return self.rule.keep(depth, found, step.alive), found[0]
+
+
+_NONE = np.zeros((1, 0))
+"""No survival of a depth before."""

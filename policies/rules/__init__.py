@@ -1,0 +1,1 @@
+"""Stop rules: of chains, and of trees."""

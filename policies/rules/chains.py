@@ -1,0 +1,179 @@
+"""Stop rules over the two probabilities of a head: per step, survival, and the rule derived from costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import PolicyError
+from ..learned.calibration import Array, kernels
+from .trees import TreeRule, build_tree_rule
+
+SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
+"""What a rule compares with its threshold; see `kernels.decisions.compare`."""
+
+
+class Rule:
+    """Says which branches to draft further: those that pass a threshold.
+
+    Attributes:
+        kind: its name.
+        first: depth of the first decision.
+        by: what is compared.
+        strict: only what is above the threshold passes, not what equals it.
+        together: all branches of a stream pass if one of them does.
+        levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds.
+    """
+
+    kind: str
+    first: int = 1
+    by: int = SURVIVAL
+    strict: bool = False
+    together: bool = False
+    levels: tuple[Array, ...]
+
+    def keep(self, depth: int, found: Array, alive: Array) -> Array:
+        """Return [S, B] bool, the branches to extend.
+
+        Args:
+            depth: j.
+            found: [3, S, B] float64: S_j, accept and next.
+            alive: [S, B] bool.
+        """
+        out = np.empty(alive.shape, dtype=bool)
+        levels = self.levels
+        level = levels[depth] if depth < len(levels) else levels[-1]
+        kernels().compare(self.by, self.strict, self.together, level, alive, found, out)
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        raise NotImplementedError
+
+
+class Threshold(Rule):
+    """Draft on while `accept` (per step) or S_j (survival; SpecDec++, arXiv 2405.19715) is at least a threshold."""
+
+    def __init__(self, kind: str, threshold: float) -> None:
+        if not 0.0 <= threshold <= 1.0:
+            raise PolicyError(f"rule {kind}: expected a threshold between 0 and 1, not {threshold}")
+        self.kind, self.threshold = kind, threshold
+        self.by = SURVIVAL if kind == "survival" else ACCEPT
+        self.levels = (np.array([threshold], dtype=np.float64),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "threshold": self.threshold}
+
+
+class AnyFork(Threshold):
+    """Draft every branch on while `accept` of any of them is above a threshold.
+
+    DynaSD (arXiv 2409.10644; `continue_decision_check`: any output above the threshold, 0.4 in the scripts, 0.5 by
+    default): no memory of the depths above, and a fork that is sure draws the others along. In a chain it is the rule per
+    step.
+    """
+
+    strict = together = True
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__("any", threshold)
+
+
+class Derived(Rule):
+    """Draft on while some further length is worth its time, at the policy's own rate rho.
+
+    With S = S_j and n = `next`, going on to j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...) more
+    tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. Since S n stands before the sum, the best m does not depend
+    on it: draft on iff S n > tau_j, the least ratio of that cost to that sum. (The one-step rule of optimal stopping under a
+    ratio objective, with look-ahead; see `derived_thresholds`.)
+
+    Args:
+        thresholds: tau_0 .. tau_{K-1}.
+        first: depth of the first decision: 0 to decide before drafting too; a decision saved is time saved where the first
+            tokens are nearly always worth drafting. S_j then counts from x_first on, and the thresholds with it.
+    """
+
+    kind, by, strict = "derived", GAIN, True
+
+    def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
+        if not thresholds or not all(t == t for t in thresholds):
+            raise PolicyError("rule derived: expected one number for each depth")
+        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
+            raise PolicyError(f"rule derived: expected first to be a depth up to {len(thresholds)}, not {first!r}")
+        self.thresholds = tuple(float(t) for t in thresholds)
+        self.first = first
+        self.levels = tuple(np.array([t]) for t in self.thresholds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
+
+
+class Continuation(Rule):
+    """Draft on where the head's second output says that going on saves time.
+
+    That output is no chance of acceptance here but the fitted value of continuing, in tokens: what drafting on and deciding
+    as well as may be from there saves against stopping now, decisions paid for. (Optimal stopping by backward regression, as
+    in Longstaff and Schwartz 2001; `train.continuation`.)
+
+    Args:
+        margin: tokens that must be expected to be saved.
+        first: depth of the first decision.
+        remembers: the head reads the features of the depth above too (`continuation.ContinuationPolicy`).
+    """
+
+    kind, by, strict = "continuation", NEXT, True
+
+    def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise PolicyError(f"rule continuation: expected first to be a depth, not {first!r}")
+        if not -math.inf < margin < math.inf:
+            raise PolicyError(f"rule continuation: expected a number as margin, not {margin}")
+        if not isinstance(remembers, bool):
+            raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
+        self.margin, self.first, self.remembers = float(margin), first, remembers
+        # Outputs come through a sigmoid.
+        self.levels = (np.array([1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))]),)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "margin": self.margin, "first": self.first, "remembers": self.remembers}
+
+
+def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
+    """Return tau_0 .. tau_{K-1} of the derived rule.
+
+    Args:
+        rho: tokens per second of the policy itself.
+        costs: [K + 1] float64, seconds of a round that drafts k = 0..K tokens.
+        acceptance: a_1 .. a_K, mean conditional acceptance by depth.
+    """
+    depth = len(costs) - 1
+    a = np.array(acceptance[:depth], dtype=np.float64)
+    thresholds = []
+    for j in range(depth):
+        tokens = np.cumsum(np.append(1.0, np.cumprod(a[j + 1 :])))  # [K - j]
+        thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / tokens).min()))
+    return thresholds
+
+
+def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
+    """Return the rule saved as `raw`; an unknown or mangled one is a `PolicyError`."""
+    try:
+        if raw["kind"] in ("step", "survival"):
+            return Threshold(raw["kind"], float(raw["threshold"]))
+        if raw["kind"] == "any":
+            return AnyFork(float(raw["threshold"]))
+        if raw["kind"] == "derived":
+            return Derived([float(t) for t in raw["thresholds"]], raw["first"])
+        if raw["kind"] == "continuation":
+            return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
+        if raw["kind"] == "gain":
+            return build_tree_rule(raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
+    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation or gain")

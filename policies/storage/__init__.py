@@ -1,0 +1,1 @@
+"""Policies on disk: the folder, safe loading, the registry of names, ONNX."""

@@ -1,0 +1,240 @@
+"""Policies by name: `fixed:4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from ..baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
+from ..baselines.bandit import Bandit
+from ..baselines.fixed import Confidence, FixedLength
+from ..baselines.gain import Gain
+from ..baselines.online import Online
+from ..baselines.roc import Roc
+from ..baselines.scores import EntropyBound, MaxProb, Product
+from ..baselines.trees import C2T, DDD, Eagle, OptTree
+from ..checking import check_policy
+from ..contract import StopPolicy
+from ..errors import PolicyError, SpecstopWarning, close_match
+from ..plugin_code import loading, reason
+from .folder import POLICY_FILE, from_pretrained, load_policy_folder
+
+GROUP = "specstop.policies"
+SWITCH = "SPECSTOP_PLUGINS"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A built-in policy: its class, the parameter that a bare value after the colon sets, and its use."""
+
+    build: Callable[..., StopPolicy]
+    value: str
+    usage: str
+
+
+ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
+
+
+def build_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
+    """Return the bandit over the policies that `arms` names, with commas between them."""
+    return Bandit([load_policy(arm, plain=arms == ARMS) for arm in str(arms).split(",") if arm], kind, explore)
+
+
+BUILTINS = {
+    "fixed": Builtin(FixedLength, "length", "fixed:4 drafts 4 tokens a round; fixed:0 is plain decoding"),
+    "confidence": Builtin(Confidence, "threshold", "confidence:0.4 stops below that draft probability"),
+    "heuristic": Builtin(Heuristic, "start", "heuristic:20 drafts 2 more after full acceptance, else 1 less"),
+    "heuristic-transient": Builtin(HeuristicTransient, "start", "heuristic-transient:20 starts anew with each text"),
+    "roc": Builtin(Roc, "threshold", "roc:0.4 is confidence with a threshold fitted to the text so far"),
+    "entropy": Builtin(EntropyBound, "level", "entropy:0.6 stops above that entropy of the draft (SVIP)"),
+    "adaedl": Builtin(AdaEDL, "start", "adaedl:0.6 stops by an entropy bound that adapts from there"),
+    "maxprob": Builtin(MaxProb, "threshold", "maxprob:0.6 stops below that largest probability (Kangaroo, p_min)"),
+    "product": Builtin(Product, "threshold", "product:0.3 stops below that probability of the whole draft"),
+    "online": Builtin(Online, "threshold", "online:0.4 stops below that survival, learned while decoding"),
+    "bandit": Builtin(build_bandit, "explore", "bandit?kind=thompson&arms=fixed:2,fixed:6 picks a policy each round"),
+    "ddd": Builtin(DDD, "threshold", "ddd:-0.5 stops below that log-probability of the beam"),
+    "eagle": Builtin(Eagle, "nodes", "eagle:59 verifies the likeliest nodes of a tree (EAGLE-2)"),
+    "opt": Builtin(OptTree, "delta", "opt:0.5 goes deeper while that much is expected of it (OPT-Tree)"),
+    "c2t": Builtin(C2T, "bias", "c2t:2 prunes nodes by path probability, entropy and depth"),
+    "gain": Builtin(Gain, "step", "gain:0.1 expands and verifies nodes worth their price in tokens"),
+}
+"""The policies that come with specstop."""
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Return the installed plugins that can be named, without importing them.
+
+    The environment variable `SPECSTOP_PLUGINS=0` turns discovery off: there are none then.
+    """
+    points, refused = _installed()
+    return {point.name: point for point in points if point.name not in refused}
+
+
+def _installed() -> tuple[list[EntryPoint], dict[str, str]]:
+    """Return all installed plugins, and by name why it cannot be used: no other name is affected."""
+    if os.environ.get(SWITCH) == "0":
+        return [], {}
+    try:
+        points = list(entry_points(group=GROUP))
+    except Exception as error:  # the metadata of any package may be damaged
+        warnings.warn(f"installed policies cannot be looked for: {reason(error)}", SpecstopWarning, stacklevel=2)
+        return [], {}
+    refused = {}
+    for name in sorted({point.name for point in points}):
+        claims = [_origin(point) for point in points if point.name == name]
+        if not _NAME.fullmatch(name):
+            refused[name] = f"the policy {name!r} of {claims[0]} needs a name of letters, digits, - and _"
+        elif name in BUILTINS:
+            refused[name] = f"two policies are called {name!r}: {claims[0]} and a built-in; rename that entry point"
+        elif len(claims) > 1:
+            refused[name] = f"two policies are called {name!r}: {claims[-1]} and {claims[0]}; uninstall one"
+    return points, refused
+
+
+def _package(point: EntryPoint) -> str:
+    """Return the distribution and its version, or "?"."""
+    try:
+        return f"{point.dist.name} {point.dist.version}" if point.dist else "?"
+    except Exception:  # its metadata may be damaged, or gone
+        return "?"
+
+
+def _origin(point: EntryPoint) -> str:
+    """Return `module:name`, and the distribution where it is known."""
+    package = _package(point)
+    return point.value if package == "?" else f"{point.value} of {package}"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A policy in a list: its name, where it comes from, its module, its use, and why it does not load ("" if it does)."""
+
+    name: str
+    where: str
+    module: str
+    what: str
+    problem: str = ""
+
+
+def listed_policies() -> list[Listed]:
+    """Return the built-in policies, and the plugins with whether they load: this imports them, and makes them if it can."""
+    points, refused = _installed()
+    found = [Listed(n, "built in", b.build.__module__, b.usage, refused.get(n, "")) for n, b in BUILTINS.items()]
+    for point in points:
+        usage, problem = f"{point.name}?key=value", refused.get(point.name, "")
+        try:
+            usage = usage if problem else _usage(point)
+        except PolicyError as error:
+            problem = " ".join(str(error).removeprefix("--policy: ").split())
+        found.append(Listed(point.name, _package(point), point.value.partition(":")[0], usage, problem))
+    return found
+
+
+def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
+    """Return the policy that `spec` names.
+
+    Args:
+        spec: see the top of this module.
+        plain: a built-in is meant, whatever plugins are installed.
+
+    Raises:
+        PolicyError: no such policy (the message has the close match), a wrong value, or a broken folder.
+    """
+    text = str(spec)
+    path = Path(text).expanduser()
+    if (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith("."))):
+        return load_policy_folder(path)
+    name, _, query = text.partition("?")
+    name, colon, value = name.partition(":")
+    points, refused = ([], {}) if plain else _installed()
+    if name in refused:
+        raise PolicyError(f"--policy: {refused[name]}")
+    installed = {point.name: point for point in points if point.name not in refused}
+    if name not in BUILTINS and name not in installed:
+        if text.startswith("hub:"):
+            return from_pretrained(text.removeprefix("hub:"))
+        if "/" in text or text.startswith("."):
+            raise PolicyError(f"--policy: the folder {text} does not exist; one on the hub is written hub:owner/name")
+        known = sorted([*BUILTINS, *installed])
+        raise PolicyError(
+            f"--policy: unknown policy {text!r}{close_match(name, known)}; expected a policy folder or one of "
+            f"{', '.join(known)}"
+        )
+    arguments = _arguments(query, text)
+    if colon:
+        if name not in BUILTINS:
+            raise PolicyError(f"--policy: {text!r}: write the plugin's options as {name}?key=value")
+        arguments[BUILTINS[name].value] = number = _number(value)
+        if isinstance(number, str):
+            raise PolicyError(f"--policy: {text!r}: expected a number after the colon, not {value!r}")
+    return _build(BUILTINS[name].build if name in BUILTINS else _load(installed[name]), arguments, text)
+
+
+def _usage(point: EntryPoint) -> str:
+    """Return how a plugin is written in a spec, once it was made with what it takes by default."""
+    build, usage = _load(point), f"{point.name}?key=value"
+    takes = _takes(build, f"{point.name!r}")
+    if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values()):
+        _build(build, {}, point.name)
+    return f"{usage}; takes {', '.join(takes)}" if takes else usage
+
+
+def _load(point: EntryPoint) -> Callable[..., Any]:
+    with loading("--policy", f"loading the plugin {point.name!r} ({point.value})"):
+        build: Callable[..., Any] = point.load()
+    if not callable(build):
+        raise PolicyError(
+            f"--policy: {point.value} is a {type(build).__name__}, no class or function that makes a policy"
+        )
+    return build
+
+
+def _takes(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of what makes a policy."""
+    with loading(where, "reading what it takes"):
+        return inspect.signature(build).parameters
+
+
+def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> StopPolicy:
+    """Make a policy, and check what it says of itself."""
+    where = f"--policy: {text!r}"
+    takes = _takes(build, where)
+    with loading(where, "making it"):
+        try:
+            inspect.Signature([*takes.values()]).bind(**arguments)
+        except TypeError as error:
+            raise PolicyError(f"{where}: {error}; it takes {', '.join(takes) or 'nothing'}") from None
+        policy = build(**arguments)
+    if not isinstance(policy, StopPolicy):
+        raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
+    try:
+        return check_policy(policy)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from None
+
+
+def _arguments(query: str, text: str) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise PolicyError(f"--policy: {text!r}: expected key=value after the question mark, not {part!r}")
+        arguments[key] = _number(value)
+    return arguments
+
+
+def _number(value: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

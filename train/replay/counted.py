@@ -1,0 +1,123 @@
+"""Rounds counted by what they consisted of: what they take under another profile is a sum over few kinds, not over rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...policies.latency.profile import Profile
+
+Array = np.ndarray[Any, Any]
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+LONG = 2
+"""Backlogs beyond which each token of a first draft step costs as much as the one before."""
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What rounds consisted of; all [C].
+
+    Attributes:
+        drafted, verified, backlog: tokens.
+        fed: [C, K] of trees, tokens read at each draft step; None for chains.
+    """
+
+    drafted: Array
+    verified: Array
+    backlog: Array
+    fed: Array | None
+
+    def seconds(self, profile: Profile, counts: Values) -> Values:
+        """Return [R, C] seconds of model calls and of what is outside of them, decisions left out.
+
+        They are those of so many rounds at the mean context of their kind. `Profile.round_seconds` is linear in it, so that
+        sums are exact; but where a context is so far from those measured that costs are held at a quarter, they may be a
+        little low.
+
+        Args:
+            profile: any.
+            counts: [R, 2, C] rounds of each kind, and the sums of their contexts.
+        """
+        rows, kinds = len(counts), len(self.drafted)
+        rounds, context = counts[:, 0], counts[:, 1]
+        each = profile.round_seconds(
+            np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0).ravel(),
+            np.tile(self.drafted, rows),
+            np.tile(self.verified, rows),
+            np.tile(self.backlog, rows),
+            np.zeros(rows * kinds, dtype=np.int64),
+            0.0,
+            None if self.fed is None else np.tile(self.fed, (rows, 1)),
+        )
+        spent: Values = each.reshape(rows, kinds) * rounds
+        return spent
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rounds of S sequences.
+
+    Attributes:
+        kinds: C of them.
+        counts: [S, 2, C], see `Kinds.seconds`.
+        decisions: [S, 2], times the policy was asked, and rounds in which it was.
+    """
+
+    kinds: Kinds
+    counts: Values
+    decisions: Values
+
+
+def count_rounds(
+    sequences: int,
+    sequence: Array,
+    context: Array,
+    drafted: Array,
+    verified: Array,
+    backlog: Array,
+    decisions: Array,
+    fed: Array | None = None,
+) -> Counted:
+    """Count rounds by kind.
+
+    A backlog of more than `LONG` tokens is counted as one of `LONG`, and each token beyond as the difference between a round
+    with one token more and one without: a kind of its own, and another one counted less than not at all.
+
+    Args:
+        sequences: S.
+        sequence: [R] whose round it was.
+        context, drafted, verified, backlog, decisions, fed: [R], as of `Profile.round_seconds`.
+    """
+    beyond = np.maximum(backlog - LONG, 0) * (drafted > 0)  # nothing is read where nothing is drafted
+    short = np.where(drafted > 0, np.minimum(backlog, LONG), 1)
+    columns = np.column_stack([drafted, verified, short, *([] if fed is None else [fed])])
+    found, kind = np.unique(columns, axis=0, return_inverse=True)
+    one_more = np.zeros((2, found.shape[1]), dtype=np.int64)
+    one_more[:, 0], one_more[:, 2], one_more[:, 3:4] = 1, [LONG + 1, LONG], 1
+    found = np.concatenate([found, one_more])
+    sums = np.zeros((2, sequences, len(found)))
+    for at, value in enumerate((np.ones_like(context), context)):
+        np.add.at(sums[at], (sequence, kind.ravel()), value)
+        extra = np.bincount(sequence, value * beyond, sequences)
+        sums[at, :, -2], sums[at, :, -1] = extra, -extra
+    asked = np.stack([np.bincount(sequence, times, sequences) for times in (decisions, decisions > 0)], 1)
+    kinds = Kinds(found[:, 0], found[:, 1], found[:, 2], None if fed is None else found[:, 3:])
+    return Counted(kinds, sums.transpose(1, 0, 2), asked)
+
+
+def joined(kinds: Sequence[Kinds]) -> tuple[Kinds, list[int]]:
+    """Return the kinds of several replays, all of chains or all of trees, after each other, and where those of each begin."""
+    feeds = [one.fed for one in kinds if one.fed is not None]
+    deepest = max((fed.shape[1] for fed in feeds), default=0)
+    wide = [np.pad(fed, ((0, 0), (0, deepest - fed.shape[1]))) for fed in feeds]
+    begins = np.cumsum([0, *(len(one.drafted) for one in kinds[:-1])]).tolist()
+    return Kinds(
+        np.concatenate([one.drafted for one in kinds]),
+        np.concatenate([one.verified for one in kinds]),
+        np.concatenate([one.backlog for one in kinds]),
+        np.concatenate(wide) if wide else None,
+    ), begins
