@@ -33,7 +33,7 @@ from specstop.policies import StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.tune_rules import BUDGET, rule_defaults, tuned_rules
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Line
 

@@ -54,7 +54,7 @@ from specstop.train.heads.rows import visits
 from specstop.train.heads.scores import policy_survival, survival_scores
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
-from specstop.train.replay.replay import Replayed, replay
+from specstop.train.replay.run import Replayed, replay
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.trust import survival
 

@@ -31,7 +31,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.replay.static_tree import best_static_tree
 
 TREE, DEPTH = "3,2,1,1", 8

@@ -28,7 +28,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay, replay_many
+from specstop.train.replay.run import replay, replay_many
 
 TREES, TREE_DEPTH = 150, 4
 """Of a boosted policy, as `train` fits them."""
@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 from replay_speed import learned, made_profile, peak_kib
 from specstop.collect.store import open_trace
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 policy = learned(0.4)
 arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
 played = replay(arrays, policy, made_profile())

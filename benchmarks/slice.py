@@ -33,7 +33,7 @@ from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
 from specstop.train.fit.tune import fixed_grid
 from specstop.train.replay.arrays import seen_features
-from specstop.train.replay.replay import Replayed, replay
+from specstop.train.replay.run import Replayed, replay
 
 TEMPERATURES = (0.0, 0.7)
 TIE = 1e-4

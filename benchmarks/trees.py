@@ -51,7 +51,7 @@ from specstop.train.fit.tree_solve import solve_tree
 from specstop.train.fit.tune import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import Replayed, replay
+from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.static_tree import best_static_tree
 from specstop.train.replay.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
 from specstop.train.report.intervals import Resamples

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .logged.offpolicy import estimate_offline
     from .replay.arrays import TraceArrays, trace_arrays
     from .replay.bounds import oracle_seconds
-    from .replay.replay import Replayed, replay
+    from .replay.run import Replayed
     from .report.compare import compare
     from .report.evaluate import evaluate
     from .report.records import Line, Ratio, Report
@@ -39,7 +39,6 @@ __all__ = [
     "estimate_offline",
     "evaluate",
     "oracle_seconds",
-    "replay",
     "sweep",
     "trace_arrays",
     "train",
@@ -50,20 +49,19 @@ _HOME = {
     "FitOptions": "heads.fitting",
     "Line": "report.records",
     "Ratio": "report.records",
-    "Replayed": "traces.replay",
+    "Replayed": "replay.run",
     "Report": "report.records",
     "StopClassifier": "heads.classifiers",
     "StopHeadModule": "heads.mlp",
-    "TraceArrays": "traces.data",
+    "TraceArrays": "replay.arrays",
     "TraceDataModule": "heads.mlp",
     "Trained": "fit.trained",
     "compare": "report.compare",
     "estimate_offline": "logged.offpolicy",
     "evaluate": "report.evaluate",
-    "oracle_seconds": "traces.bounds",
-    "replay": "traces.replay",
+    "oracle_seconds": "replay.bounds",
     "sweep": "report.whatif",
-    "trace_arrays": "traces.data",
+    "trace_arrays": "replay.arrays",
     "train": "fit.run",
     "transfer": "report.transfer",
 }

@@ -34,7 +34,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import CostTable, Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 
 from .random_pair import PROMPTS, save_pair
 

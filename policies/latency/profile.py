@@ -322,7 +322,8 @@ class Profile:
         if fed is not None:
             per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
             outside = per_round + per_step * (fed > 0).sum(1) + per_token * drafted
-            return self._at(context, self._tree_calls(verified, backlog, fed)) + outside + decided
+            out: Array = self._at(context, self._tree_calls(verified, backlog, fed)) + outside + decided
+            return out
         calls = self._calls(drafted, self._padded[verified], backlog)
         return self._at(context, calls) + self.round_s + self.step_s * drafted + decided
 
@@ -331,12 +332,14 @@ class Profile:
         low, high = calls
         span = self.high.context - self.low.context
         weight = (context - self.low.context) / span if span else 0.0
-        return np.maximum(low + (high - low) * weight, 0.25 * np.minimum(low, high))
+        out: Array = np.maximum(low + (high - low) * weight, 0.25 * np.minimum(low, high))
+        return out
 
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""
         costs = self._costs
-        return costs.first + costs.more * (backlog > 1) + np.maximum(backlog - 2, 0) * costs.token
+        out: Array = costs.first + costs.more * (backlog > 1) + np.maximum(backlog - 2, 0) * costs.token
+        return out
 
     def _tree_calls(self, verified: Array, backlog: Array, fed: Array) -> Array:
         """Return [2, S] seconds of the model calls of trees, at the two contexts."""
@@ -344,13 +347,15 @@ class Profile:
         draft = np.array([side.tree_draft(rows) for side in (self.low, self.high)])
         verify = np.array([side.tree_verify(sent) for side in (self.low, self.high)])
         first = self._first_step(backlog) * (fed[:, 0] > 0)
-        return first + draft[:, fed[:, 1:]].sum(-1) + verify[:, verified]
+        out: Array = first + draft[:, fed[:, 1:]].sum(-1) + verify[:, verified]
+        return out
 
     def _calls(self, drafted: Array, verified: Array, backlog: Array) -> Array:
         """Return [2, S] seconds of the model calls of chains, at the two contexts."""
         costs = self._costs
         drafts = self._first_step(backlog) + costs.second * (drafted > 1) + costs.later * np.maximum(drafted - 2, 0)
-        return drafts * (drafted > 0) + costs.verify[:, verified]
+        out: Array = drafts * (drafted > 0) + costs.verify[:, verified]
+        return out
 
     @cached_property
     def _padded(self) -> Array:

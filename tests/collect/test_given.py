@@ -20,7 +20,7 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 
 FLOAT32 = 2e-6
 DEPTH, NEW = 3, 20

@@ -21,7 +21,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import DEPTH, ZOO
 
 FLOAT32 = 2e-6

@@ -22,7 +22,7 @@ from specstop.policies.features import FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.report.evaluate import evaluate
 
 

@@ -13,7 +13,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.latency.profile import CostTable, Profile
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import ZOO
 
 

@@ -27,7 +27,7 @@ from specstop.train.heads.continuation_heads import VALUE_FITTERS, ValueRows
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
 from specstop.train.replay.cost_to_go import ToGo
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))

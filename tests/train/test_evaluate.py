@@ -25,7 +25,7 @@ from specstop.train.demo.live import compare_live
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.report.evaluate import evaluate, load_traces
 from specstop.train.report.files import FILES, to_markdown, write_report
 from specstop.train.report.records import Line, Ratio, Report

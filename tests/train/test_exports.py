@@ -24,7 +24,7 @@ from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.latency.profile import CostTable, Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.serve.deploy_llama import Share, deploy_llama, shares, walk_shares
 from specstop.train.serve.deploy_sglang import deploy_sglang, rules_around
 from specstop.train.serve.deploy_vllm import deploy_vllm, length_at

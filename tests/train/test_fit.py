@@ -26,7 +26,7 @@ from specstop.train.heads.linear import fit_linear
 from specstop.train.heads.mlp import StopHeadModule, TraceDataModule, fit_mlp
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.arrays import TraceArrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order

@@ -27,7 +27,7 @@ from specstop.train.heads.forms import FORMS, form, read_vectors
 from specstop.train.heads.mixing import OWN, mixed_arrays, mixed_rows
 from specstop.train.heads.rows import SOFT_COLUMNS, Visits, fit_rows
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import DEPTH
 
 NEW = 20

@@ -24,7 +24,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived
 from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
-from specstop.train.replay.replay import Replayed, replay
+from specstop.train.replay.run import Replayed, replay
 from zoo import DEPTH, ZOO, SelectingByToken
 
 Live = Callable[[StopPolicy, float], list[Generation]]

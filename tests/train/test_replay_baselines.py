@@ -16,7 +16,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import DEPTH
 
 SOME = 5  # prompts, in their order

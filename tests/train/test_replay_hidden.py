@@ -29,8 +29,8 @@ from specstop.policies.rules.chains import Threshold
 from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay import vectors as vectors_module
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import Replayed, replay, replay_many
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.run import Replayed, replay, replay_many
 from specstop.train.replay.stacking import stacked
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
 
@@ -180,7 +180,7 @@ def test_a_sweep_goes_side_by_side_in_parts(
     assert expected[0] != expected[1] != expected[2]
     assert stacked(many, arrays.sequences) is not None
     for most in (1 << 26, 16 * 4 * 2 * arrays.sequences, 1):
-        monkeypatch.setattr(sys.modules["specstop.train.replay.replay"], "MOST_HIDDEN_BYTES", most)
+        monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", most)
         assert [logged(r) for r in replay_many(arrays, many, profile)] == expected
 
 

@@ -13,7 +13,7 @@ from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, St
 from specstop.policies.errors import PolicyFailure
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import Replayed, replay
+from specstop.train.replay.run import Replayed, replay
 from specstop.train.report.evaluate import evaluate
 
 

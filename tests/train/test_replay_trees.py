@@ -20,7 +20,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import Replayed, replay, replay_orders
+from specstop.train.replay.run import Replayed, replay, replay_orders
 from zoo import DEPTH, ZOO, SelectingByToken
 
 TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}

@@ -22,7 +22,7 @@ from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.bounds import oracle_plan, oracle_seconds
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.regret import judge
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.insight import (
     Entry,

@@ -24,8 +24,8 @@ from specstop.policies.latency.profile import Profile
 from specstop.train.fit.continuation import Achievable, achievable_estimate
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.run import replay
 from specstop.train.report.answer import answer, findings, why
 from specstop.train.report.compare import compare
 from specstop.train.report.evaluate import evaluate

@@ -22,7 +22,7 @@ from specstop.train.fit.search import (
     train_best,
 )
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 
 SMALL = SearchOptions(2, ("logistic",), ("survival", "step"), ("confidence?threshold=0.2|0.6",), folds=2)
 

@@ -14,7 +14,7 @@ from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import CostTable, Profile
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.serve.lengths import walk_fixed, walk_lengths
 from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, split_sides
 

@@ -23,7 +23,7 @@ from specstop.train.fit.run import FEATURES, Trained, train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.concatenate import join_arrays, joined_arrays, temperatures
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.report.evaluate import check_fit
 from zoo import DEPTH
 

@@ -21,7 +21,7 @@ from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.tokens import fit_tokens
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 
 
 def made_rows(count: int, seed: int) -> FitRows:

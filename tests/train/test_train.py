@@ -23,7 +23,7 @@ from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import FEATURES, train
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import DEPTH
 
 PLAIN = ("logistic", "mlp", "xgboost")

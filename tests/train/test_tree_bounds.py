@@ -20,8 +20,8 @@ from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.bounds import optimal_acceptance, oracle_seconds
-from specstop.train.replay.replay import replay, replay_many
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.run import replay, replay_many
 from specstop.train.replay.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
 from zoo import DEPTH, ZOO
 

@@ -27,7 +27,7 @@ from specstop.train.fit.tree_rows import accepted_nodes, tree_rows
 from specstop.train.fit.tree_solve import tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.arrays import trace_arrays, typical_context
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.replay.static_tree import StaticTree, best_static_tree
 from specstop.train.replay.subtrees import on_subtree, subtree
 from specstop.train.report.evaluate import evaluate

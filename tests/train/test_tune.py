@@ -31,7 +31,7 @@ from specstop.train.fit.tune import (
 )
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import DEPTH
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say

@@ -13,7 +13,7 @@ from specstop.policies.storage.registry import BUILTINS
 from specstop.train.fit.tune import fixed_grid
 from specstop.train.fit.tune_rules import BUDGET, GRIDS, fastest, place, rule_defaults, tune_rule, tuned_rules
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from zoo import DEPTH
 
 CHEAP = ("entropy", "heuristic-transient", "gain")

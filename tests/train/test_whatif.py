@@ -16,7 +16,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.fit.tune import fixed_grid
 from specstop.train.replay.arrays import trace_arrays, typical_context
-from specstop.train.replay.replay import replay
+from specstop.train.replay.run import replay
 from specstop.train.report.records import FEWEST, Ratio, verdict
 from specstop.train.report.transfer import transfer
 from specstop.train.report.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio

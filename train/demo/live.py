@@ -11,7 +11,7 @@ from ...decode.records import Generation, Tally
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ..replay.arrays import TraceArrays
-from ..replay.replay import replay
+from ..replay.run import replay
 
 
 @dataclass(frozen=True)

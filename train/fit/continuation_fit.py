@@ -20,7 +20,7 @@ from ..heads.continuation_heads import VALUE_FITTERS, ValueRows
 from ..heads.crossfit import prompt_folds
 from ..replay.arrays import TraceArrays, seen_features
 from ..replay.cost_to_go import Played, ToGo
-from ..replay.replay import replay
+from ..replay.run import replay
 from .continuation import FOLDS, LATEST, UNVISITED, backward, value_rows
 from .refit import MOST_ROUNDS, Settled, Turn, refit
 

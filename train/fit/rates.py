@@ -10,7 +10,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ..heads.crossfit import Folds
 from ..replay.arrays import TraceArrays
-from ..replay.replay import replay_many
+from ..replay.run import replay_many
 
 Rates = Callable[[Sequence[LearnedPolicy]], list[float]]
 """Gives the tokens per second of policies that differ in their rule only."""

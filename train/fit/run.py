@@ -42,7 +42,7 @@ from ..heads.rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
 from ..heads.scores import survival_scores
 from ..replay.arrays import TraceArrays, trace_arrays
 from ..replay.concatenate import joined_arrays, temperatures
-from ..replay.replay import Replayed, replay
+from ..replay.run import Replayed, replay
 from .continuation_fit import MARGINS, fit_continuation
 from .rates import left_out_rates
 from .refit import MOST_ROUNDS

@@ -32,7 +32,7 @@ from ..heads.rows import SOFT_COLUMNS
 from ..heads.tokens import BUCKETS
 from ..replay.arrays import TraceArrays
 from ..replay.concatenate import joined_arrays, temperatures
-from ..replay.replay import replay
+from ..replay.run import replay
 from .ruling import check_rule
 from .run import FEATURES, Plan, check_plan, default_features, train_arrays
 from .trained import Trained, claimed

@@ -22,7 +22,7 @@ from ...policies.rules.chains import Derived
 from ..heads.scores import survivals
 from ..replay.arrays import TraceArrays, seen_features
 from ..replay.cost_to_go import Played, ToGo
-from ..replay.replay import replay
+from ..replay.run import replay
 from .continuation import LATEST, UNVISITED
 
 ROUNDS = 3

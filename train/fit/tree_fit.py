@@ -30,7 +30,7 @@ from ..heads.fitting import HEAD_KINDS, FitOptions, FitTask, fitter
 from ..heads.forms import form, usual_features
 from ..heads.rows import Visits, visits
 from ..replay.arrays import TraceArrays, trace_arrays
-from ..replay.replay import replay
+from ..replay.run import replay
 from ..replay.static_tree import best_static_tree
 from .trained import Trained, claimed
 from .tree_calibrate import fit_paths, fit_shares

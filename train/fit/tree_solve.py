@@ -10,7 +10,7 @@ from ...policies.latency.profile import Price, Profile
 from ...policies.learned.trees import TreeGain
 from ...policies.rules.trees import MOST_NODES
 from ..replay.arrays import TraceArrays, typical_context
-from ..replay.replay import replay
+from ..replay.run import replay
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 FIRST = (1, 0, 2, 3)

@@ -13,7 +13,7 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.learned.trees import TreeGain
 from ...policies.rules.chains import Derived, derived_thresholds
 from ..replay.arrays import TraceArrays, typical_context
-from ..replay.replay import Replayed, replay
+from ..replay.run import Replayed, replay
 from .rates import Rates, replayed_rates
 from .tree_solve import FIRST, solve_tree
 

@@ -23,7 +23,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, close_match
 from ...policies.latency.profile import Profile
 from ..replay.arrays import TraceArrays, typical_context
-from ..replay.replay import Replayed, replay_many
+from ..replay.run import Replayed, replay_many
 from .tune import fixed_grid
 
 BUDGET = 24

@@ -19,7 +19,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.calibration import Calibrator
 from ...policies.progress import Progress, silent
 from ..replay.arrays import TraceArrays, seen_features
-from ..replay.replay import replay
+from ..replay.run import replay
 from .calibrate import Array, auc, fit_calibrator, fit_kind, log_loss
 from .fitting import FitOptions, FitTask, fitter
 from .forms import form

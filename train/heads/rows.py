@@ -12,7 +12,7 @@ from torch import Tensor
 from ...policies.errors import TraceError
 from ..replay.arrays import TraceArrays, seen_features
 from ..replay.hidden_states import StoredVectors
-from ..replay.replay import Replayed
+from ..replay.run import Replayed
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """What soft labels want of `trace_arrays` as `extra`."""

@@ -140,9 +140,11 @@ class _Recorded:
         if self._soft:
             survival = self._survival[row]
             last = np.take_along_axis(survival, np.maximum(verified - 1, 0)[:, None], 1)[:, 0]
-            return (survival * (self._node < verified[:, None])).sum(1) + 1.0 - last * ends
+            expected: Array = (survival * (self._node < verified[:, None])).sum(1) + 1.0 - last * ends
+            return expected
         accepted = np.minimum(self._accepted[row], verified)
-        return accepted + 1.0 - (ends & (accepted == verified))
+        out: Array = accepted + 1.0 - (ends & (accepted == verified))
+        return out
 
 
 def _survival(arrays: TraceArrays) -> Array:

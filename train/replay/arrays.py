@@ -132,7 +132,8 @@ class TraceArrays:
     @cached_property
     def _known(self) -> Array:
         assert self.anchors is not None
-        return np.repeat(np.arange(self.sequences), self.rows.numpy()) * _FAR + self.anchors.numpy()
+        out: Array = np.repeat(np.arange(self.sequences), self.rows.numpy()) * _FAR + self.anchors.numpy()
+        return out
 
     def subset(self, keep: Sequence[int]) -> TraceArrays:
         """Return only the sequences `keep`, in that order."""
@@ -274,9 +275,9 @@ def _read(trace: Trace, name: str, kind: Any, place: Array | None = None, out: A
     """
     of = arrow_schema(trace.header).field(name).type
     if pa.types.is_fixed_size_list(of):
-        shape, each = (trace.row_count, of.list_size), of.value_type
+        shape, each = [trace.row_count, of.list_size], of.value_type
     else:
-        shape, each = (trace.row_count,), of
+        shape, each = [trace.row_count], of
     made = np.empty(shape, each.to_pandas_dtype() if kind is None else kind) if out is None else out
     start = 0
     for part in trace.blocks(name, _BLOCK_ROWS):

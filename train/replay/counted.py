@@ -104,7 +104,7 @@ def count_rounds(
         np.add.at(sums[at], (sequence, kind.ravel()), value)
         extra = np.bincount(sequence, value * beyond, sequences)
         sums[at, :, -2], sums[at, :, -1] = extra, -extra
-    asked = np.stack([np.bincount(sequence, times, sequences) for times in (decisions, decisions > 0)], 1)
+    asked: Array = np.stack([np.bincount(sequence, times, sequences) for times in (decisions, decisions > 0)], 1)
     kinds = Kinds(found[:, 0], found[:, 1], found[:, 2], None if fed is None else found[:, 3:])
     return Counted(kinds, sums.transpose(1, 0, 2), asked)
 

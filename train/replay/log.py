@@ -13,7 +13,7 @@ from ...policies.contract import StopPolicy
 from ...policies.latency.profile import CostTable, Price, Profile
 from .arrays import TraceArrays
 from .counted import Counted, count_rounds
-from .replay import Replayed, replay
+from .run import Replayed, replay
 from .seconds import prompt_seconds, round_seconds
 from .state import Array
 
@@ -91,11 +91,16 @@ class Rounds:
 
     def counted(self, sequences: int) -> Counted:
         """Return these rounds by what they consisted of, for each of the sequences."""
-        columns = [
-            values.numpy()
-            for values in (self.sequence, self.context, self.drafted, self.verified, self.backlog, self.decisions)
-        ]
-        return count_rounds(sequences, *columns, None if self.fed is None else self.fed.numpy())
+        return count_rounds(
+            sequences,
+            self.sequence.numpy(),
+            self.context.numpy(),
+            self.drafted.numpy(),
+            self.verified.numpy(),
+            self.backlog.numpy(),
+            self.decisions.numpy(),
+            None if self.fed is None else self.fed.numpy(),
+        )
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""

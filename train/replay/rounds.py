@@ -102,11 +102,11 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     if not len(table):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
-    sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps = torch.from_numpy(
+    sequence, anchor, whole, drafted, verified, accepted, backlog, decided, depths = torch.from_numpy(
         np.concatenate(counts)
     ).unbind(1)
     taken = Rounds(
-        sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps,
+        sequence, anchor, whole, drafted, verified, accepted, backlog, decided, depths,
         torch.from_numpy(np.concatenate(feeds)) if feeds else None, policy.cost_name,
     )  # fmt: skip
     return RoundValues(policy.name, len(table), table[:, 0], table[:, 1], table[:, 2], table[:, 3], caveats, taken)
@@ -116,7 +116,8 @@ def _expected(arrays: TraceArrays, row: Array, made: Drafted) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
     q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
     survival = np.where(q > 0, np.minimum(p / np.maximum(q, 1e-300), 1.0), 0.0).cumprod(1)
-    return (survival * (np.arange(arrays.depth) < made.verified[:, None])).sum(1)
+    out: Array = (survival * (np.arange(arrays.depth) < made.verified[:, None])).sum(1)
+    return out
 
 
 def recorded_anchors(arrays: TraceArrays) -> Array:

@@ -20,8 +20,17 @@ def round_seconds(
 ) -> Tensor:
     """Return [S] float64 seconds of rounds; arguments as of `Profile.round_seconds`, no `decisions` = none are counted."""
     asked = torch.zeros_like(drafted) if decisions is None else decisions
-    columns = [values.numpy() for values in (context, drafted, verified, backlog, asked)]
-    return torch.from_numpy(profile.round_seconds(*columns, decision, None if fed is None else fed.numpy()))
+    return torch.from_numpy(
+        profile.round_seconds(
+            context.numpy(),
+            drafted.numpy(),
+            verified.numpy(),
+            backlog.numpy(),
+            asked.numpy(),
+            decision,
+            None if fed is None else fed.numpy(),
+        )
+    )
 
 
 def prompt_seconds(profile: Profile, prompt_tokens: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ class Walk:
 
     def context(self) -> Array:
         """Return [R], the tokens committed, the prompts' included."""
-        return self._prompt[self.sequence] + self.anchor
+        out: Array = self._prompt[self.sequence] + self.anchor
+        return out
 
     def _skip_finished(self) -> None:
         """Go on to the next text where one has ended."""
@@ -105,7 +106,8 @@ class Walk:
         rows, nodes = self.ends.shape
         if not self.arrays.header.eos or not nodes:
             return np.full(rows, nodes + 1)
-        return np.where(self.ends.any(1), self.ends.argmax(1) + 1, nodes + 1)
+        out: Array = np.where(self.ends.any(1), self.ends.argmax(1) + 1, nodes + 1)
+        return out
 
     def base(self, row: Array) -> Array:
         """Return [R, F] float32, the ANCHOR and HISTORY columns of the rounds at these rows, the rest 0."""

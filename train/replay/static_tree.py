@@ -17,7 +17,7 @@ from ...decode.topology import Topology
 from ...policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ...policies.latency.profile import Profile
 from .arrays import TraceArrays, typical_context
-from .replay import Replayed, replay
+from .run import Replayed, replay
 from .state import Array
 
 SHORTLIST = 12
@@ -54,7 +54,8 @@ class StaticTree(StopPolicy):
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Verify the chosen nodes."""
-        return tree.drawn & self._chosen[: tree.drawn.shape[1]]
+        out: Array = tree.drawn & self._chosen[: tree.drawn.shape[1]]
+        return out
 
 
 def node_acceptance(arrays: TraceArrays) -> Tensor:

@@ -13,7 +13,7 @@ from ..replay.arrays import TraceArrays
 from ..replay.bounds import Ideal
 from ..replay.log import Played
 from ..replay.regret import planned_rounds
-from ..replay.replay import Replayed
+from ..replay.run import Replayed
 from .insight import Entry
 from .intervals import Resamples, Values
 from .pricing import Draws, Priced, Vary

@@ -18,7 +18,7 @@ from ..heads.scores import BINS, calibration_error, perfect_error
 from ..replay.arrays import TraceArrays, seen_features
 from ..replay.drafting import TreeShape
 from ..replay.log import Rounds
-from ..replay.replay import Replayed
+from ..replay.run import Replayed
 from ..replay.state import Array
 
 MOST_ROUNDS = 20_000
