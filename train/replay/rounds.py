@@ -78,13 +78,13 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     shape = TreeShape(arrays.tree.limited(policy.max_depth))
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
     full = (arrays.extra["explored"] | (header.explore == 0.0)).numpy() & ~arrays.cut.numpy()
-    anchors, backlog = recorded_anchors(arrays), arrays.extra["backlog"].numpy().astype(np.int64)
+    anchors, unread = recorded_anchors(arrays), arrays.extra["backlog"].numpy().astype(np.int64)
     offset, rows = arrays.offset.numpy(), arrays.rows.numpy()
     lines, counts, feeds = [], [], []
     for turn in range(int(rows.max())):
         row = offset + np.minimum(turn, rows - 1)
         walk.active = (turn < rows) & full[row]
-        walk.anchor, walk.backlog = anchors[row], backlog[row]
+        walk.anchor, walk.backlog = anchors[row], unread[row]
         made = draft_trees(walk, shape, row)
         context, on = walk.context(), walk.active
         seconds = profile.round_seconds(
