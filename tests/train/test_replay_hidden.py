@@ -27,7 +27,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.train.heads.rows import fit_rows, visits
-from specstop.train.replay import vectors as vectors_module
+from specstop.train.replay import hidden_states as vectors_module
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import Replayed, replay, replay_many

@@ -102,11 +102,11 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     if not len(table):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
-    sequence, anchor, whole, drafted, verified, accepted, backlog, decided, depths = torch.from_numpy(
+    sequence, anchor, whole, drafted, verified, accepted, owed, decided, passes = torch.from_numpy(
         np.concatenate(counts)
     ).unbind(1)
     taken = Rounds(
-        sequence, anchor, whole, drafted, verified, accepted, backlog, decided, depths,
+        sequence, anchor, whole, drafted, verified, accepted, owed, decided, passes,
         torch.from_numpy(np.concatenate(feeds)) if feeds else None, policy.cost_name,
     )  # fmt: skip
     return RoundValues(policy.name, len(table), table[:, 0], table[:, 1], table[:, 2], table[:, 3], caveats, taken)
