@@ -28,10 +28,10 @@ from specstop.collect.unroll import Unroller
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode import cache as cache_module
 from specstop.decode import captured as captured_module
-from specstop.decode.alternate import run_alternating
-from specstop.decode.assisted import PLAIN, SETTINGS, Assisted
 from specstop.decode.cache import CachedModel, token_bytes
 from specstop.decode.captured import open_cache
+from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, State, StopPolicy

@@ -24,8 +24,8 @@ from pairs import effort, pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
-from specstop.decode.alternate import run_alternating
 from specstop.decode.cache import CachedModel
+from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy

@@ -33,7 +33,7 @@ from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
 from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
-from specstop.decode.alternate import run_alternating
+from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort

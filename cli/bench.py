@@ -27,7 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..decode.bench import BenchLine
+    from ..decode.compare.bench import BenchLine
 
 
 def bench(
@@ -63,7 +63,7 @@ def bench(
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
     from ..collect.prompts import encode
     from ..collect.run import reading_room
-    from ..decode.bench import bench as run
+    from ..decode.compare.bench import bench as run
     from ..decode.modes import describe
     from ..decode.settings import Settings
     from ..policies.storage.registry import load_policy

@@ -51,7 +51,7 @@ from .prompt_options import (
 from .streams import say
 
 if TYPE_CHECKING:
-    from ..collect.estimate import Estimate
+    from ..collect.estimates import Estimate
     from ..collect.processes import Place
     from ..collect.shards import Plan
     from ..collect.store import Trace
@@ -161,7 +161,7 @@ def collect(
 
     Under torchrun, srun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it.
     """
-    from ..collect.estimate import estimate
+    from ..collect.estimates import estimate
     from ..collect.processes import read_place
     from ..collect.prompts import apply_chat_template
     from ..collect.run import plan_run

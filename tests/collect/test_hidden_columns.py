@@ -16,7 +16,7 @@ import torch
 from conftest import NEW
 from shelves import HEADER, write
 from specstop.collect.card import data_card
-from specstop.collect.estimate import estimate
+from specstop.collect.estimates import estimate
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, arrow_schema

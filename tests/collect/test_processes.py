@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import make_prompts
-from specstop.collect.estimate import estimate
+from specstop.collect.estimates import estimate
 from specstop.collect.processes import ALONE, Place, read_place
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run

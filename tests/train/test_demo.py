@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import make_prompts
 from specstop.collect.store import open_trace
-from specstop.decode.alternate import run_alternating
+from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...collect.prompts import encode, read_prompts
 from ...collect.run import collect, facts, reading_room
 from ...collect.store import Trace
-from ...decode.alternate import run_alternating
+from ...decode.compare.alternate import run_alternating
 from ...decode.loop import Speculator
 from ...decode.pair import Pair, load_pair
 from ...decode.profile import CalibrationRun, loop_decisions, measure_profile

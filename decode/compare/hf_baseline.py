@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import candidate_generator
 
-from ..policies.errors import PairError
-from .pair import Pair
-from .records import Generation
+from ...policies.errors import PairError
+from ..pair import Pair
+from ..records import Generation
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..policies.progress import Progress, silent
-from .loop import Speculator
-from .noise import stream_key
-from .profile import CalibrationRun
-from .records import Generation
+from ...policies.progress import Progress, silent
+from ..loop import Speculator
+from ..noise import stream_key
+from ..profile import CalibrationRun
+from ..records import Generation
 
 CALIBRATE_EVERY = 3
 """Prompts between two calibration runs, where there are dozens of prompts."""

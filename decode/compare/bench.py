@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ..policies.baselines.fixed import FixedLength
-from ..policies.contract import StopPolicy
-from ..policies.errors import InputError
-from ..policies.latency.profile import Profile
-from ..policies.progress import Progress, silent
+from ...policies.baselines.fixed import FixedLength
+from ...policies.contract import StopPolicy
+from ...policies.errors import InputError
+from ...policies.latency.profile import Profile
+from ...policies.progress import Progress, silent
+from ..loop import Speculator
+from ..pair import Pair
+from ..records import Generation, Tally
+from ..settings import Settings
 from .alternate import Runner, run_alternating
-from .assisted import PLAIN, SETTINGS, Assisted
-from .loop import Speculator
-from .pair import Pair
-from .records import Generation, Tally
-from .settings import Settings
+from .hf_baseline import PLAIN, SETTINGS, Assisted
 
 _REPLICATES = 2000
 

@@ -1,0 +1,1 @@
+"""The loop beside others: policies in alternation, and transformers' own assisted generation."""
