@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -114,7 +114,8 @@ class Bench:
             lines = [json.dumps({"id": f"{side} {i}", "prompt": text}) for i, text in enumerate(texts)]
             (pair / f"prompts-{side}.jsonl").write_text("\n".join(lines))
         self.pair = load_pair(pair / "target", pair / "draft")
-        chain_profile().save(self.inputs / "profile.json")
+        # With every head's decisions priced: `train` would time them otherwise, and no two policies would be alike.
+        replace(chain_profile(), decision_s=dict.fromkeys(HEADS, 5e-5)).save(self.inputs / "profile.json")
         for side in ("train", "test"):
             self.collect(side, self.inputs / side)
         self.whole: dict[tuple[str, ...], tuple[Path, float]] = {}
