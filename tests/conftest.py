@@ -6,6 +6,7 @@ import atexit
 import copy
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from zoo import DEPTH
 
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that puts pytest in the background has that ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")
 os.environ["SPECSTOP_CACHE"] = CACHE
