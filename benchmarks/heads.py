@@ -348,7 +348,7 @@ def _settled(place: Place, policy: LearnedPolicy, fitting: TraceArrays, profile:
 
 def _derived(learned: dict[str, LearnedPolicy], validated: dict[str, float]) -> LearnedPolicy:
     """Return the policy of scalars under the derived rule that is best by validation."""
-    fit = (name for name, policy in learned.items() if policy.rule.kind == "derived" and not policy.vectors)
+    fit = (name for name, policy in learned.items() if policy.rule.kind == "derived" and not policy.hidden)
     return learned[max(fit, key=validated.__getitem__)]
 
 
