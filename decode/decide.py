@@ -12,7 +12,6 @@ from ..policies.contract import Array, DraftStep, State, StopPolicy, checked_kee
 from ..policies.features import Columns, Drawn, Layout, Summary
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ..policies.features.history import History
-from ..policies.plugin_code import own
 from .candidates import Candidates
 from .hidden import seen
 from .summaries import lead_over_truncated, summarise
@@ -77,7 +76,6 @@ class Decider:
         self._anchor = Columns(self.layout.anchor, self.layout.anchor_at)
         self._follows_path = self._columns.plan.path
         self._widths = dict(widths or {})
-        self._trusted = own(policy)
 
     def wants(self, depth: int, deepest: int) -> bool:
         """Whether the tokens of a depth matter: the policy is asked there, or follows paths through it."""
@@ -168,13 +166,13 @@ class Decider:
             found: drafted so far.
             alive: places of depth j that could be extended.
         """
-        features = base.features if self._trusted else base.features.copy()
+        features = base.features
         if level is not None:
             features = features.copy() if len(level.places) == 1 else features.repeat(len(level.places), 0)
             self._columns.write(level.summary, level.drawn, level.temperature, features)
         hidden = self._hidden(base, level) if self.policy.hidden else _NOTHING
         if level is None or found.topology.is_chain:
-            keep, state = checked_keep(self.policy, draft_step(depth, features, hidden, self._trusted), state)
+            keep, state = checked_keep(self.policy, draft_step(depth, features, hidden), state)
             return list(alive) if keep[0, 0] else [], state
         first, width = found.topology.levels[depth][0], len(found.topology.levels[depth])
         at, going = ([found.rows[place] - first for place in places] for places in (level.places, alive))
@@ -184,14 +182,13 @@ class Decider:
         if len(going) < width or at != sorted(at):
             features = _spread(features, at, mask)
             hidden = {name: _spread(states, at, mask) for name, states in hidden.items()}
-        parent = found.topology.above_in_level[depth]
         step = DraftStep(
             depth,
             np.array([mask]),
-            parent[None] if self._trusted else parent[None].copy(),
+            found.topology.above_in_level[depth][None],
             features[None],
             {name: states[None] for name, states in hidden.items()} if hidden else hidden,
-            _BATCH if self._trusted else _BATCH.copy(),
+            _BATCH,
         )
         keep, state = checked_keep(self.policy, step, state)
         kept: list[bool] = keep[0].tolist()
@@ -227,17 +224,16 @@ def _spread(values: Array, at: Sequence[int], mask: Sequence[bool]) -> Array:
 
 _NOTHING: Mapping[str, Array] = {}
 _ALIVE, _PARENT, _BATCH = np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64)
+"""Of every step with one branch. A plugin, which may write into what it is shown, is shown copies (`checked_keep`)."""
 
 
-def draft_step(depth: int, features: Array, hidden: Mapping[str, Array] = _NOTHING, shared: bool = False) -> DraftStep:
+def draft_step(depth: int, features: Array, hidden: Mapping[str, Array] = _NOTHING) -> DraftStep:
     """Return the step of one stream with one branch.
 
     Args:
         depth: j.
         features: [1, F].
         hidden: states by name, each [1, H].
-        shared: the other arrays may be those of other steps; not for a plugin, which may write into what it is shown.
     """
-    alive, parent, batch = (_ALIVE, _PARENT, _BATCH) if shared else (_ALIVE.copy(), _PARENT.copy(), _BATCH.copy())
     states = {name: values[:, None] for name, values in hidden.items()} if hidden else hidden
-    return DraftStep(depth, alive, parent, features[:, None], states, batch)
+    return DraftStep(depth, _ALIVE, _PARENT, features[:, None], states, _BATCH)

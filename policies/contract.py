@@ -155,7 +155,7 @@ def checked_observe(policy: StopPolicy, outcome: RoundOutcome, state: State) -> 
     if own(policy):
         return policy.observe(outcome, state)
     with contained(policy, "observe()"):
-        return policy.observe(outcome, state)
+        return policy.observe(RoundOutcome(**_copied(vars(outcome))), state)
 
 
 def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -166,14 +166,14 @@ def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Arr
     """
     if own(policy):
         return policy.keep(step, state)
-    alive = step.alive.copy()  # a plugin may write into what it is shown
     with contained(policy, "keep()"):
-        answer = policy.keep(step, state)
+        alive, parent, features, batch = (a.copy() for a in (step.alive, step.parent, step.features, step.batch))
+        answer = policy.keep(DraftStep(step.depth, alive, parent, features, _copied(step.hidden), batch), state)
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise PolicyFailure(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
         mask, state = answer
-        _check_mask(mask, alive, f"{policy.name}: keep()")
-        return mask & alive, state
+        _check_mask(mask, step.alive, f"{policy.name}: keep()")
+        return mask & step.alive, state
 
 
 def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:
@@ -184,12 +184,16 @@ def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Array |
     """
     if own(policy):
         return policy.select(tree, state)
-    shape = tree.drawn.copy()
     with contained(policy, "select()"):
-        mask = policy.select(tree, state)
+        mask = policy.select(DraftTree(**_copied(vars(tree))), state)
         if mask is not None:
-            _check_mask(mask, shape, f"{policy.name}: select()")
+            _check_mask(mask, tree.drawn, f"{policy.name}: select()")
         return mask
+
+
+def _copied(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return copies by name: a plugin may write into what it is shown, and the arrays may be those of others too."""
+    return {name: values.copy() for name, values in arrays.items()}
 
 
 def _check_mask(mask: Any, like: Array, who: str) -> None:

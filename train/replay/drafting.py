@@ -52,7 +52,7 @@ def _chosen(walk: Walk, row: Array, kept: Array) -> Array:
     nodes = np.tile(np.arange(walk.policy.max_depth), (len(row), 1))
     drawn = nodes < kept[:, None]
     tokens = np.where(drawn, walk.tokens[row, : nodes.shape[1]].astype(np.int64), -1)
-    mask = checked_select(walk.policy, DraftTree(tokens, nodes - 1, nodes + 1, drawn.copy()), walk.state)
+    mask = checked_select(walk.policy, DraftTree(tokens, nodes - 1, nodes + 1, drawn), walk.state)
     return kept if mask is None else np.logical_and.accumulate(mask & drawn, 1).sum(1)
 
 
@@ -162,5 +162,5 @@ def _selected(walk: Walk, shape: TreeShape, row: Array, sent: Array) -> Array:
     """Return [R, N], the nodes that the policy sends to the target."""
     tokens = np.where(sent, walk.tokens[row, : shape.tree.nodes].astype(np.int64), -1)
     parent, depth = np.tile(shape.parent, (len(row), 1)), np.tile(shape.depth, (len(row), 1))
-    mask = checked_select(walk.policy, DraftTree(tokens, parent, depth, sent.copy()), walk.state)
+    mask = checked_select(walk.policy, DraftTree(tokens, parent, depth, sent), walk.state)
     return sent if mask is None else _sent(shape, sent & mask)

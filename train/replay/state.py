@@ -116,7 +116,7 @@ class Walk:
     def step(
         self, row: Array, base: Array, depth: int, alive: Array, nodes: Array | None, parent: Array | None = None
     ) -> DraftStep:
-        """Return what the policy is shown. All of it is its own: a plugin may write into what it is shown.
+        """Return what the policy is shown.
 
         Args:
             row: [R] of the anchors.
@@ -202,8 +202,7 @@ class Walk:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Tell the policy of a round."""
-        copies = {name: values.copy() for name, values in vars(outcome).items()}  # a plugin may write into them
-        self.state = checked_observe(self.policy, RoundOutcome(**copies), self.state)
+        self.state = checked_observe(self.policy, outcome, self.state)
 
 
 def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
