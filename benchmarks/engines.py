@@ -38,9 +38,9 @@ from specstop.collect import collect, read_prompts
 from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.latency.profile import CostTable, Profile
-from specstop.train.serve import deploy_sglang as sglang
-from specstop.train.serve import deploy_vllm as vllm
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
+from specstop.train.serve import deploy_sglang as sglang, deploy_vllm as vllm
 from specstop.train.serve.lockstep import Steps
 
 GROWTH = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)

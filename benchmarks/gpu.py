@@ -25,9 +25,15 @@ from bars import Bars, arguments
 from shapes import SHAPES, random_model, right_text, scripted_pair
 from specstop.collect.dense import dense_rows
 from specstop.collect.unroll import Unroller
-from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
-from specstop.decode import cache as cache_module
-from specstop.decode import captured as captured_module
+from specstop.decode import (
+    Generation,
+    Pair,
+    Settings,
+    Speculator,
+    cache as cache_module,
+    captured as captured_module,
+    load_pair,
+)
 from specstop.decode.cache import CachedModel, token_bytes
 from specstop.decode.captured import open_cache
 from specstop.decode.compare.alternate import run_alternating

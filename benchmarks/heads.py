@@ -39,7 +39,8 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import SpecstopError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents

@@ -23,7 +23,8 @@ from specstop.collect.store import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.build import LinearHead, TreesHead
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold

@@ -40,7 +40,8 @@ from specstop.decode.profile.measuring import Effort
 from specstop.policies.errors import SpecstopError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    Progress as Bars,
     ProgressColumn,
     Task,
     TaskID,
@@ -21,7 +22,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 

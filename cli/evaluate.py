@@ -43,8 +43,7 @@ def evaluate(
 
     costs = Profile.load(profile)
     from ..policies.storage.registry import load_policy
-    from ..train.report.evaluate import evaluate as run
-    from ..train.report.evaluate import load_traces
+    from ..train.report.evaluate import evaluate as run, load_traces
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         report = run(

@@ -175,7 +175,7 @@ def _policy(path: Path) -> dict[str, Any]:
         "rule": policy.rule.kind,
         "features": ", ".join(policy.features),
         **({"hidden states": hidden} if (hidden := states_text(policy.sizes)) else {}),
-        "calibration": f"accept {policy.accept.kind}, next {policy.following.kind}",
+        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
         "first decision at depth": policy.first,
         "max depth": policy.max_depth,
         "weights": sum(array.size for array in policy.head.tensors().values()),

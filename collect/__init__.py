@@ -5,62 +5,34 @@ Names are imported when they are first used: reading a trace must not cost the i
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..policies.lazy import attach
 
 if TYPE_CHECKING:
-    from .estimates import Estimate, estimate
-    from .processes import Place, read_place
-    from .prompts import Choice, Columns, Prompt, apply_chat_template, read_prompts
-    from .run import collect, plan_run
-    from .schema import SCHEMA_VERSION, Header
-    from .shards import Plan, record
-    from .store import Trace, merge, open_trace
+    from .estimates import Estimate as Estimate, estimate as estimate
+    from .processes import Place as Place, read_place as read_place
+    from .prompts import (
+        Choice as Choice,
+        Columns as Columns,
+        Prompt as Prompt,
+        apply_chat_template as apply_chat_template,
+        read_prompts as read_prompts,
+    )
+    from .run import collect as collect, plan_run as plan_run
+    from .schema import SCHEMA_VERSION as SCHEMA_VERSION, Header as Header
+    from .shards import Plan as Plan, record as record
+    from .store import Trace as Trace, merge as merge, open_trace as open_trace
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Choice",
-    "Columns",
-    "Estimate",
-    "Header",
-    "Place",
-    "Plan",
-    "Prompt",
-    "Trace",
-    "apply_chat_template",
-    "collect",
-    "estimate",
-    "merge",
-    "open_trace",
-    "plan_run",
-    "read_place",
-    "read_prompts",
-    "record",
-]
-
-_HOME = {
-    "Choice": "prompts",
-    "Columns": "prompts",
-    "Estimate": "estimates",
-    "Header": "schema",
-    "Place": "processes",
-    "Plan": "shards",
-    "Prompt": "prompts",
-    "SCHEMA_VERSION": "schema",
-    "Trace": "store",
-    "apply_chat_template": "prompts",
-    "collect": "run",
-    "estimate": "estimates",
-    "merge": "store",
-    "open_trace": "store",
-    "plan_run": "run",
-    "read_place": "processes",
-    "read_prompts": "prompts",
-    "record": "shards",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+__getattr__, __all__ = attach(
+    __name__,
+    {
+        "estimates": "Estimate estimate",
+        "processes": "Place read_place",
+        "prompts": "Choice Columns Prompt apply_chat_template read_prompts",
+        "run": "collect plan_run",
+        "schema": "Header SCHEMA_VERSION",
+        "shards": "Plan record",
+        "store": "Trace merge open_trace",
+    },
+)

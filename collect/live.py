@@ -22,7 +22,7 @@ from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..policies.contract import StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Need
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .dense import anchor_columns
@@ -177,7 +177,7 @@ class LiveCollector:
         names = node_features(self.tree)
         self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
         self.label, self.verification = mode.label, name
-        widths = vector_widths(pair, check_vectors(vectors))
+        widths = vector_widths(pair, check_hidden(vectors))
         match = mode.name == "match"
         self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)

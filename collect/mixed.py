@@ -15,8 +15,7 @@ import torch
 from ..decode.cache import CachedModel
 from ..decode.finite import check_rows
 from ..decode.hidden import stored
-from ..decode.noise import gumbel, match_scores
-from ..decode.noise import mix as scramble
+from ..decode.noise import gumbel, match_scores, mix as scramble
 from ..decode.pair import Pair
 from ..decode.plain import plain_texts
 from ..decode.summaries import summarise

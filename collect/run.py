@@ -20,7 +20,7 @@ from ..decode.topology import chain, parse_tree
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_vectors
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, silent
 from .prompts import Prompt, encode
@@ -169,7 +169,7 @@ def plan_run(
     if shards is not None and shards > len(prompts):
         raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
     settings = Settings(temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree)
-    widths = vector_widths(pair, check_vectors(vectors, "--hidden"))
+    widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
     way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory)
     carries = policy is not None and policy.carries
     count = shards or (1 if carries else _shard_count(len(prompts), max_new_tokens, widths, topology.nodes))

@@ -24,7 +24,7 @@ import pyarrow as pa
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import Kind
-from ..policies.features.hidden_states import VECTORS
+from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.text import HALF, is_text
 
 SCHEMA_VERSION = 3
@@ -107,7 +107,7 @@ class Header:
     def vector_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a recorded vector in a row: [N, H], or [H] for one of the anchor."""
         width = self.vectors[name]
-        return (width,) if VECTORS[name].kind is Kind.ANCHOR else (len(self.topology), width)
+        return (width,) if HIDDEN_STATES[name].kind is Kind.ANCHOR else (len(self.topology), width)
 
     def to_json(self) -> str:
         """Return the header as JSON."""
@@ -147,9 +147,9 @@ class Header:
             if not _fits(value, kinds[name]):
                 raise TraceError(f"{where}: the header has {value!r} as {name}")
         for name, width in raw["vectors"].items():
-            if name not in VECTORS or not 0 < width <= _WIDEST:
+            if name not in HIDDEN_STATES or not 0 < width <= _WIDEST:
                 raise TraceError(
-                    f"{where}: the header has a vector {name!r} of width {width}; known: {', '.join(VECTORS)}"
+                    f"{where}: the header has a vector {name!r} of width {width}; known: {', '.join(HIDDEN_STATES)}"
                 )
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()

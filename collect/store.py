@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..policies.errors import InputError, TraceError
-from ..policies.features.hidden_states import VECTORS
+from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.files import MANIFEST
 from ..policies.outputs import Input, beside, claim_folder, is_empty, write_manifest
 from .card import CARD_FILE, data_card
@@ -125,7 +125,7 @@ def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 def write_table(table: pa.Table, where: Any) -> None:
     """Write a shard's table to a path or a buffer: the one place that chooses how a shard is encoded."""
     leaf = {f.name: f"{f.name}.list.element" if pa.types.is_fixed_size_list(f.type) else f.name for f in table.schema}
-    hidden = [leaf[name] for name in leaf if name in VECTORS]
+    hidden = [leaf[name] for name in leaf if name in HIDDEN_STATES]
     if not hidden:
         pq.write_table(table, where, compression="zstd")
         return

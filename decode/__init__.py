@@ -5,74 +5,40 @@ Names are imported when they are first used: a topology must not cost the import
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..policies.lazy import attach
 
 if TYPE_CHECKING:
-    from .compare.bench import bench
-    from .drafters import LookupDrafter, ModelDrafter
-    from .hf import PolicyStoppingCriteria, specstop_generate
-    from .loop import Speculator
-    from .noise import stream_key
-    from .pair import Pair, join, load_pair, with_engine
-    from .plain import plain_texts
-    from .profile import measure_profile
-    from .records import Generation, Round, Tally
-    from .run import decode
-    from .sampling import Shaping
-    from .settings import Settings
-    from .topology import Topology, parse_tree
+    from .compare.bench import bench as bench
+    from .drafters import LookupDrafter as LookupDrafter, ModelDrafter as ModelDrafter
+    from .hf import PolicyStoppingCriteria as PolicyStoppingCriteria, specstop_generate as specstop_generate
+    from .loop import Speculator as Speculator
+    from .noise import stream_key as stream_key
+    from .pair import Pair as Pair, join as join, load_pair as load_pair, with_engine as with_engine
+    from .plain import plain_texts as plain_texts
+    from .profile import measure_profile as measure_profile
+    from .records import Generation as Generation, Round as Round, Tally as Tally
+    from .run import decode as decode
+    from .sampling import Shaping as Shaping
+    from .settings import Settings as Settings
+    from .topology import Topology as Topology, parse_tree as parse_tree
 
-__all__ = [
-    "Generation",
-    "LookupDrafter",
-    "ModelDrafter",
-    "Pair",
-    "PolicyStoppingCriteria",
-    "Round",
-    "Settings",
-    "Shaping",
-    "Speculator",
-    "Tally",
-    "Topology",
-    "bench",
-    "decode",
-    "join",
-    "load_pair",
-    "measure_profile",
-    "parse_tree",
-    "plain_texts",
-    "specstop_generate",
-    "stream_key",
-    "with_engine",
-]
-
-_HOME = {
-    "Generation": "records",
-    "LookupDrafter": "drafters",
-    "ModelDrafter": "drafters",
-    "Pair": "pair",
-    "PolicyStoppingCriteria": "hf",
-    "Round": "records",
-    "Settings": "settings",
-    "Shaping": "sampling",
-    "Speculator": "loop",
-    "Tally": "records",
-    "Topology": "topology",
-    "bench": "compare.bench",
-    "decode": "run",
-    "join": "pair",
-    "load_pair": "pair",
-    "measure_profile": "profile",
-    "parse_tree": "topology",
-    "plain_texts": "plain",
-    "specstop_generate": "hf",
-    "stream_key": "noise",
-    "with_engine": "pair",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+__getattr__, __all__ = attach(
+    __name__,
+    {
+        "compare.bench": "bench",
+        "drafters": "LookupDrafter ModelDrafter",
+        "hf": "PolicyStoppingCriteria specstop_generate",
+        "loop": "Speculator",
+        "noise": "stream_key",
+        "pair": "Pair join load_pair with_engine",
+        "plain": "plain_texts",
+        "profile": "measure_profile",
+        "records": "Generation Round Tally",
+        "run": "decode",
+        "sampling": "Shaping",
+        "settings": "Settings",
+        "topology": "Topology parse_tree",
+    },
+)

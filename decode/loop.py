@@ -18,7 +18,7 @@ from ..policies import kernels
 from ..policies.checking import check_policy
 from ..policies.contract import Array, RoundOutcome, StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_sizes, check_vectors
+from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.features.history import History
 from ..policies.latency.profile import Profile
 from .candidates import Candidates
@@ -79,7 +79,7 @@ class Speculator:
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
         self._drafter = drafter or ModelDrafter(pair)
-        widths = self._widths(check_vectors((*policy.hidden, *hidden), policy.name), policy.name)
+        widths = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
         check_sizes(policy, widths)
         states = self._drafter if DRAFT_HIDDEN in widths and isinstance(self._drafter, KeepsStates) else None
         self._keeps_target = TARGET_HIDDEN in widths or self._drafter.reads_hidden

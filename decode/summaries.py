@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policies.errors import PolicyError
-from ..policies.features import TOP, Drawn, Plan, Summary
-from ..policies.features import summarise as summarise_arrays
+from ..policies.features import TOP, Drawn, Plan, Summary, summarise as summarise_arrays
 from ..policies.features.summary import NO_SCORES, Array
 
 LEAST = -87.0

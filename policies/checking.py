@@ -9,7 +9,7 @@ from typing import Any
 from .contract import StopPolicy
 from .errors import PolicyError, close_match
 from .features import FEATURES
-from .features.hidden_states import VECTORS
+from .features.hidden_states import HIDDEN_STATES
 from .plugin_code import Contained, own
 
 METHODS = ("start", "keep", "select", "observe", "limited")
@@ -62,9 +62,11 @@ def check_policy(policy: Any) -> StopPolicy:
                 raise PolicyError(f"{who}.{name}: expected {expected}, not {_shown(value)}")
         _check_retired(who, type(policy))
         _check_names(f"{who}.features", "feature", policy.features, FEATURES)
-        _check_names(f"{who}.hidden", "hidden state", policy.hidden, VECTORS)
+        _check_names(f"{who}.hidden", "hidden state", policy.hidden, HIDDEN_STATES)
         sizes = getattr(policy, "sizes", {})  # only of policies whose hidden states are of one size
-        if not isinstance(sizes, Mapping) or not all(name in VECTORS and _is_count(sizes[name]) for name in sizes):
+        if not isinstance(sizes, Mapping) or not all(
+            name in HIDDEN_STATES and _is_count(sizes[name]) for name in sizes
+        ):
             raise PolicyError(f"{who}.sizes: expected whole numbers by name of a hidden state, not {_shown(sizes)}")
         _check_limited(who, policy)
     return policy

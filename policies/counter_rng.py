@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
 
+from .kernels import on_first_use
+
 Array = np.ndarray[Any, Any]
 
-
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; importing it takes half a second."""
-    from .kernels import draws
-
-    return draws
+kernels = on_first_use("draws")
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
 from .features import FEATURES, Kind, feature
-from .features.hidden_states import VECTORS, check_vectors, seen
+from .features.hidden_states import HIDDEN_STATES, check_hidden, seen
 from .state import arrays, put, take
 
 STREAMS = 5
@@ -52,7 +52,7 @@ class PolicyTests:
         assert isinstance(policy.features, tuple) and len(set(policy.features)) == len(policy.features)
         for name in policy.features:
             feature(name)
-        assert check_vectors(policy.hidden) == policy.hidden, "hidden: each once, in the order of VECTORS"
+        assert check_hidden(policy.hidden) == policy.hidden, "hidden: each once, in the order of HIDDEN_STATES"
 
     def test_its_answers_have_the_shape_asked_for(self) -> None:
         """Each answer is a bool array of the shape of `alive`, True nowhere else."""
@@ -91,7 +91,7 @@ class PolicyTests:
         for depth in depths(policy):
             step = make_step(policy, depth, range(STREAMS), 0, self.branches)
             before = copy.deepcopy(step)
-            state = checked_keep(policy, step, state)[1]
+            _, state = policy.keep(step, state)
             assert same(before, step), "keep() wrote into the step that it was shown"
         outcome = make_outcome(range(STREAMS), 0)
         heard = copy.deepcopy(outcome)
@@ -217,7 +217,7 @@ def make_step(policy: StopPolicy, depth: int, streams: Sequence[int], round: int
 def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, width: int) -> Array:
     """Return hidden states [B, H] of one stream, as the loop would hand them over."""
     size = getattr(policy, "sizes", {}).get(name, HIDDEN)
-    if VECTORS[name].kind is Kind.ANCHOR:
+    if HIDDEN_STATES[name].kind is Kind.ANCHOR:
         anchor = np.random.default_rng((stream, round)).standard_normal((1, size))
         return seen(anchor).repeat(width, 0)
     drawn = np.random.default_rng((stream, round, depth, 1)).standard_normal((width, size))

@@ -19,7 +19,8 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair, join, load_pair
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -30,6 +31,16 @@ torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that puts pytest in the background has that ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A command ends with signals ignored, which the next test in this process must not inherit."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
 
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")
 os.environ["SPECSTOP_CACHE"] = CACHE

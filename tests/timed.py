@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from specstop.policies.latency.estimate import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
 from specstop.policies.latency.measurements import Key, collected
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 
 PROMPTS = (10, 40)
 ASKED = (1, 2, 4)

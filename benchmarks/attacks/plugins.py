@@ -31,7 +31,8 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.pair import load_pair
 from specstop.policies.errors import PolicyError
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.policies.storage.registry import load_policy
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay

@@ -30,7 +30,8 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
-from specstop.policies.latency.profile import CostTable, Price, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable, Price
 from specstop.train.report.evaluate import evaluate
 
 from .random_pair import PROMPTS, prompt_ids, save_pair

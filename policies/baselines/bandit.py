@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -22,6 +20,7 @@ from ..contract import (
 )
 from ..counter_rng import keyed_normal
 from ..errors import PolicyError
+from ..kernels import on_first_use
 from .scores import check_number
 
 KINDS = ("ucb", "thompson")
@@ -29,12 +28,7 @@ NOMINAL = 0.1
 """Without a profile rounds have no seconds: a drafted token then counts this share of a round."""
 
 
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; importing it takes half a second."""
-    from ..kernels import bandit
-
-    return bandit
+kernels = on_first_use("bandit")
 
 
 @dataclass(frozen=True, slots=True)

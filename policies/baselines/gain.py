@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..latency.robust_fits import extended
 from .scores import check_number, check_whole
 from .trees import kernels, node_values, with_level
 
@@ -72,24 +72,17 @@ class Gain(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and remember the paths' probabilities."""
         levels, kept = with_level(state, step, self.power * step.features[:, :, 0]), np.empty_like(step.alive)
-        table = prices(self.draft_prices, kept.shape[1])
+        table = extended(self.draft_prices, kept.shape[1])
         kernels().keep_worth(levels[-1], step.alive, self.follow, self.verify, table, kept)
         return kept, levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
         values, kept = node_values(state, tree), np.empty_like(tree.drawn)
-        table = prices(self.target_prices, kept.shape[1] + 1)
+        table = extended(self.target_prices, kept.shape[1] + 1)
         kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)
         return kept
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round's levels."""
         return ()
-
-
-@functools.lru_cache(1024)
-def prices(table: tuple[float, ...], count: int) -> Array:
-    """Return [count] prices; beyond the table they go on with its last rise."""
-    rise = table[-1] - table[-2] if len(table) > 1 else 0.0
-    return np.array([*table[:count], *(table[-1] + rise * (i + 1) for i in range(count - len(table)))])

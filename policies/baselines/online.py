@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..kernels import on_first_use
 from .scores import check_number, check_whole
 
-
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; importing it takes half a second."""
-    from ..kernels import online
-
-    return online
+kernels = on_first_use("online")
 
 
 @dataclass(frozen=True, slots=True)

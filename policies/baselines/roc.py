@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..kernels import on_first_use
 from .scores import check_number, check_whole
 
-
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; importing it takes half a second."""
-    from ..kernels import roc
-
-    return roc
+kernels = on_first_use("roc")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..kernels import on_first_use
 from .scores import check_number, check_whole, float32
 
 UNSEEN = 0.5
@@ -20,12 +19,7 @@ each better sibling."""
 NEVER = np.float32(-np.inf)
 
 
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; importing it takes half a second."""
-    from ..kernels import paths
-
-    return paths
+kernels = on_first_use("paths")
 
 
 def with_level(levels: Sequence[Array], step: DraftStep, values: Array) -> tuple[Array, ...]:

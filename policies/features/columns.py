@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 
+from ..kernels import on_first_use
 from .definitions import FEATURES, Kind, feature
 from .summary import Array, Drawn, Need, Plan, Summary
 
-
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled formulas; imported on first use, as those of `summary`."""
-    from ..kernels import columns
-
-    return columns
+kernels = on_first_use("columns")
 
 
 class Columns:

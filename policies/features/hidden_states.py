@@ -36,7 +36,7 @@ class Vector:
 
 DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
 
-VECTORS: dict[str, Vector] = {
+HIDDEN_STATES: dict[str, Vector] = {
     vector.name: vector
     for vector in (
         Vector(DRAFT_HIDDEN, Kind.PRE, "the draft's last hidden state, from which q_j is computed"),
@@ -46,15 +46,16 @@ VECTORS: dict[str, Vector] = {
 """Every vector by name."""
 
 
-def check_vectors(names: Iterable[str], who: str = "") -> tuple[str, ...]:
-    """Return the names, each once and in the order of `VECTORS`; an unknown one is a `PolicyError` with the close match."""
+def check_hidden(names: Iterable[str], who: str = "") -> tuple[str, ...]:
+    """Return the names, each once and in the order of `HIDDEN_STATES`; an unknown one is a `PolicyError`."""
     named = list(names)
     for name in named:
-        if name not in VECTORS:
+        if name not in HIDDEN_STATES:
             raise PolicyError(
-                f"{who and who + ': '}unknown vector {name!r}{close_match(name, VECTORS)}; known: {', '.join(VECTORS)}"
+                f"{who and who + ': '}unknown hidden state {name!r}{close_match(name, HIDDEN_STATES)}; "
+                f"known: {', '.join(HIDDEN_STATES)}"
             )
-    return tuple(name for name in VECTORS if name in named)
+    return tuple(name for name in HIDDEN_STATES if name in named)
 
 
 def check_sizes(policy: StopPolicy, widths: Mapping[str, int]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from ..kernels import on_first_use
 
 Array = np.ndarray[Any, Any]
 
@@ -17,13 +18,7 @@ PAST_WEIGHT = 0.8
 
 HISTORY_FEATURES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
 
-
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; importing it takes half a second."""
-    from ..kernels import history
-
-    return history
+kernels = on_first_use("history")
 
 
 @dataclass(frozen=True, slots=True)

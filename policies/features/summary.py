@@ -7,15 +7,14 @@ same record with the device's operations.
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ..errors import PolicyError
+from ..kernels import on_first_use
 
 Array = np.ndarray[Any, Any]
 
@@ -110,13 +109,7 @@ class Plan:
         return Plan(self.need | need)
 
 
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code. Importing it takes half a second, an import statement in a decision several microseconds."""
-    from ..kernels import rows
-
-    return rows
-
+kernels = on_first_use("rows")
 
 _NOTHING = np.zeros((1, TOP), dtype=np.float32)
 

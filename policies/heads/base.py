@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import PolicyError
 from ..features import TOKEN_FEATURES, Kind, feature
+from ..kernels import on_first_use
 
 Array = np.ndarray[Any, Any]
 
@@ -30,12 +30,7 @@ _KINDS = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "str
 _MOST = float(np.finfo(np.float32).max)
 
 
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; imported on first use, as that of features."""
-    from ..kernels import heads
-
-    return heads
+kernels = on_first_use("heads")
 
 
 class Head(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import PolicyError
 from ..features import Kind
-from ..features.hidden_states import VECTORS
+from ..features.hidden_states import HIDDEN_STATES
 from .base import NO_HIDDEN, Array, Basis, Hidden, TensorHead, expect, kernels, state_of, width_of
 
 _ENTER = "enter."
@@ -39,7 +39,7 @@ class ResNetHead(TensorHead):
     kind = "resnet"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        read = [name for name in VECTORS if _ENTER + name in tensors]
+        read = [name for name in HIDDEN_STATES if _ENTER + name in tensors]
         of_states = [f"{part}.{name}" for name in read for part in ("enter", "mean", "scale")]
         plain = (
             "mean",
@@ -86,7 +86,7 @@ class ResNetHead(TensorHead):
         for name in self.sizes:
             part = t[_ENTER + name].astype(np.float64) / t[f"scale.{name}"]
             # What has not been read yet counts as its mean.
-            part = np.zeros_like(part) if first and VECTORS[name].kind is not Kind.ANCHOR else part
+            part = np.zeros_like(part) if first and HIDDEN_STATES[name].kind is not Kind.ANCHOR else part
             bias = bias - part @ t[f"mean.{name}"]
             scaled.append(part.astype(np.float32))
         bounds = self.first_bounds if first else self.bounds

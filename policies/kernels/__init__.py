@@ -1,4 +1,7 @@
-"""Compiled scalar code: what a decision computes, once, for one stream as for thousands. Imported on first use only."""
+"""Compiled scalar code: what a decision computes, once, for one stream as for thousands. Imported on first use only.
+
+Importing numba takes half a second, and an import statement inside a decision several microseconds.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,18 @@ import functools
 import importlib
 import pkgutil
 import time
+from collections.abc import Callable
+from types import ModuleType
 
 from ..progress import Progress, silent
 
 PATIENCE_S = 2.0
 """Reading compiled kernels back takes less; what takes longer is compiling them, which is worth a word."""
+
+
+def on_first_use(name: str) -> Callable[[], ModuleType]:
+    """Return a function that gives a module of kernels, imported when it is first called."""
+    return functools.cache(lambda: importlib.import_module(f".{name}", __name__))
 
 
 def load(progress: Progress = silent) -> None:

@@ -45,7 +45,7 @@ def calibrate(scores: Any, scale: float, pieces: Any, out: Any) -> None:
 )
 def survive(
     scores: Any, alive: Any, parent: Any, before: Any, lags: bool, accept_scale: float, accept: Any, next_scale: float,
-    following: Any, table: Any, out: Any,
+    next_: Any, table: Any, out: Any,
 ) -> None:  # fmt: skip
     """Write survival, accept and next of the branches of a depth; 0 where a branch is not alive.
 
@@ -55,7 +55,7 @@ def survive(
         before: [S, B'] survival of the depth before; none = the product begins here.
         lags: the head has scored nothing of what was drawn so far: accept counts as 1.
         accept_scale, accept: of the first score; see `calibrate`.
-        next_scale, following: of the second.
+        next_scale, next_: of the second.
         table: pieces that the product is mapped by; none = it is left as it is.
         out: [3, S, B].
     """
@@ -73,7 +73,7 @@ def survive(
                 product = _calibrated(product, 1.0, table)
             out[0, s, b] = product
             out[1, s, b] = chance
-            out[2, s, b] = _calibrated(scores[r, 1], next_scale, following)
+            out[2, s, b] = _calibrated(scores[r, 1], next_scale, next_)
             r += 1
 
 

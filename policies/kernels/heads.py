@@ -255,21 +255,21 @@ def score_tokens(
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)
     for r in range(features.shape[0]):
         _read(features[r], bounds, odds, x)
-        accept, following = begin[0], begin[1]
+        accept, next_ = begin[0], begin[1]
         for i in range(weights.shape[0]):
             accept += weights[i, 0] * x[i]
-            following += weights[i, 1] * x[i]
+            next_ += weights[i, 1] * x[i]
         for i in range(ids.shape[0]):
             token = x[ids[i]]
             if 0.0 <= token < tables.shape[1]:
                 found = tables[i, np.int64(token)]
                 accept += found[0]
-                following += found[1]
+                next_ += found[1]
         if strides.shape[0] > 0:
             _ranges(x, depth, columns, edges, values)
             for c in range(strides.shape[0]):
                 found = crosses[c, _place(values, strides, c, size)]
                 accept += found[0]
-                following += found[1]
+                next_ += found[1]
         out[r, 0] = accept
-        out[r, 1] = following
+        out[r, 1] = next_

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from .compiled import exact, kernel
-from .trees import _falling as falling
-from .trees import sibling_ranks as sibling_ranks
+from .trees import falling, sibling_ranks as sibling_ranks
 
 
 @exact

@@ -36,7 +36,7 @@ def _share(chance: Any, rank: Any, shares: Any) -> Any:
 
 
 @exact
-def _falling(values: Any, order: Any) -> None:
+def falling(values: Any, order: Any) -> None:
     """Write the places of the values in falling order, equal ones in theirs. Nodes come nearly sorted: by depth."""
     for i in range(values.shape[0]):
         at = i
@@ -177,14 +177,14 @@ def price(known: Any, tokens: Any, rises: Any, out: Any) -> None:
 
 @exact
 def _extend(
-    survival: Any, following: Any, limit: Any, counts: Any, costs: Any, decay: Any, shares: Any, width: Any, best: Any,
+    survival: Any, next_: Any, limit: Any, counts: Any, costs: Any, decay: Any, shares: Any, width: Any, best: Any,
     order: Any, gains: Any, out: Any,
 ) -> None:  # fmt: skip
     """Write which branches of one stream are extended; `best`, `order` and `gains` are scratch."""
     for b in range(out.shape[0]):
-        best[b] = max(survival[b], 0.0) * following[b] if counts[b] > 0 else 0.0
+        best[b] = max(survival[b], 0.0) * next_[b] if counts[b] > 0 else 0.0
         out[b] = False
-    _falling(best, order)
+    falling(best, order)
     for t in range(gains.shape[0]):
         gains[t] = 0.0
     top, rows = 0.0, 0
@@ -196,7 +196,7 @@ def _extend(
             if t == 0 and best[b] > 0.0:
                 others = 0.0
                 for rank in range(1, counts[b]):
-                    others += max(survival[b] * _share(following[b], rank, shares) - limit, 0.0)
+                    others += max(survival[b] * _share(next_[b], rank, shares) - limit, 0.0)
                 more += others
             worth += more
             gains[t] += worth
@@ -262,7 +262,7 @@ def node_survival(
         out: [S, N].
     """
     count = parent.shape[1]
-    following, ranks = np.empty(count), np.empty(count, dtype=np.int64)
+    next_, ranks = np.empty(count), np.empty(count, dtype=np.int64)
     for s in range(out.shape[0]):
         sibling_ranks(parent[s], ranks)
         begin, end = _known_nodes(depth[s], known.shape[2], first)
@@ -274,11 +274,11 @@ def node_survival(
             inherited = out[s, above] if above >= 0 else 1.0
             if begin <= node < end and known[s, 0, node - begin] >= 0.0:
                 out[s, node] = min(known[s, 0, node - begin], inherited)
-                following[node] = known[s, 1, node - begin]
+                next_[node] = known[s, 1, node - begin]
             else:
-                chance = following[above] if above >= 0 else typical[0]
+                chance = next_[above] if above >= 0 else typical[0]
                 out[s, node] = inherited * _share(chance, ranks[node], shares)
-                following[node] = typical[min(depth[s, node], typical.shape[0] - 1)]
+                next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]
 
 
 @kernel("void(float64[:,::1], float64[::1], boolean[:,::1])")
@@ -292,7 +292,7 @@ def select(values: Any, tokens: Any, out: Any) -> None:
     """
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(out.shape[0]):
-        _falling(values[s], order)
+        falling(values[s], order)
         total, top, count = 0.0, 0.0, 0
         for i in range(order.shape[0]):
             total += values[s, order[i]]

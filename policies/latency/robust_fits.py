@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 Groups = Mapping[tuple[int, ...], ArrayLike]
 """Timings by the counts of what was timed, such as the tokens that each call of a round read."""
@@ -75,6 +76,21 @@ def rising(sides: Sequence[Groups]) -> list[Points]:
         scale = typical(np.concatenate(shares)) if shares else 0.0
         curves.append(tuple((n, (scale or 1.0) * seconds) for n, seconds in zip(knots, known, strict=True)))
     return curves
+
+
+def between(points: Sequence[tuple[int, float]], at: Sequence[int]) -> tuple[float, ...]:
+    """Return what lies on the line through the points; beyond them it goes on as it rises over all, and never falls."""
+    x, y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    rise = max((y[-1] - y[0]) / (x[-1] - x[0]), 0.0) if len(x) > 1 else 0.0
+    places = np.asarray(at, dtype=np.float64)
+    inside = np.interp(places, x, y) + rise * np.maximum(places - x[-1], 0.0)
+    return tuple(inside.tolist())
+
+
+@functools.lru_cache(1024)
+def extended(table: tuple[float, ...], count: int) -> NDArray[np.float64]:
+    """Return [count] float64, the entries of a table of what 1, 2, ... things cost, which goes on as `between` does."""
+    return np.array(between(tuple(enumerate(table)), range(count)))
 
 
 def pooled(sides: Sequence[Groups]) -> dict[tuple[int, ...], np.ndarray[tuple[int], np.dtype[np.float64]]]:

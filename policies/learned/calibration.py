@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ..errors import PolicyError
+from ..kernels import on_first_use
 
 Array = np.ndarray[Any, Any]
 
@@ -19,12 +18,7 @@ NO_PIECES: Array = np.zeros((4, 0))
 """Of a map that is no piecewise linear one."""
 
 
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; imported on first use, as that of features."""
-    from ..kernels import decisions
-
-    return decisions
+kernels = on_first_use("decisions")
 
 
 class Calibrator:

@@ -55,7 +55,7 @@ class LearnedPolicy(StopPolicy):
     Args:
         name: shown in reports.
         features: the head's, in its order. Its hidden states are the head's as well.
-        head, accept, following, rule: its parts; `accept` and `following` calibrate the outputs `accept` and `next`.
+        head, accept, next_, rule: its parts; `accept` and `next_` calibrate its outputs `accept` and `next`.
         max_depth: K of the traces it was trained on.
         facts: see `Facts`.
         survival: corrects the product by depth; None = the bare product.
@@ -70,14 +70,14 @@ class LearnedPolicy(StopPolicy):
         features: Sequence[str],
         head: Head,
         accept: Calibrator,
-        following: Calibrator,
+        next_: Calibrator,
         rule: Rule,
         max_depth: int,
         facts: Facts | None = None,
         survival: SurvivalMaps | None = None,
     ) -> None:
         self.name, self.features = name, tuple(features)
-        self.head, self.accept, self.following, self.rule = head, accept, following, rule
+        self.head, self.accept, self.next, self.rule = head, accept, next_, rule
         self.first, self.max_depth = rule.first, max_depth
         self.facts = facts or Facts()
         self.survival = survival
@@ -92,7 +92,7 @@ class LearnedPolicy(StopPolicy):
             self.features,
             self.head,
             self.accept,
-            self.following,
+            self.next,
             rule,
             self.max_depth,
             self.facts,
@@ -105,10 +105,10 @@ class LearnedPolicy(StopPolicy):
         rows = np.ascontiguousarray(features, dtype=np.float32).reshape(math.prod(shape), features.shape[-1])
         states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         scores = self.head.scores(rows, depth, states)
-        accept, following = self.accept(scores[:, 0]), self.following(scores[:, 1])
+        accept, next_ = self.accept(scores[:, 0]), self.next(scores[:, 1])
         # A head that lags has scored nothing of what was drawn so far.
         accept = np.ones_like(accept) if 0 < depth <= self.head.lag else accept
-        return accept.reshape(shape), following.reshape(shape)
+        return accept.reshape(shape), next_.reshape(shape)
 
     def survive(self, step: DraftStep, before: Array | None) -> Array:
         """Return [3, S, B] float64: S_j, accept and next of a depth; 0 where a branch is not alive.
@@ -125,7 +125,7 @@ class LearnedPolicy(StopPolicy):
             at = np.flatnonzero(alive)
             rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
         out = np.empty((3, *alive.shape))
-        accept, following = self.accept, self.following
+        accept, next_ = self.accept, self.next
         kernels().survive(
             self.head.scores(rows, depth, hidden),
             alive,
@@ -134,8 +134,8 @@ class LearnedPolicy(StopPolicy):
             depth <= self.head.lag,
             accept.scale,
             accept.pieces,
-            following.scale,
-            following.pieces,
+            next_.scale,
+            next_.pieces,
             self._tables[depth],
             out,
         )

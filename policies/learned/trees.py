@@ -35,14 +35,14 @@ class TreeGain(LearnedPolicy):
 
     Args:
         name, features, head: see `LearnedPolicy`; the head reads scalars only.
-        accept, following: calibrate the outputs along paths.
+        accept, next_: calibrate the outputs along paths.
         rule: prices, look-ahead, and the tree that rounds draft.
         max_depth: K.
         facts: see `Facts`.
     """
 
     accept: PathCalibrator
-    following: PathCalibrator
+    next: PathCalibrator
     rule: TreeRule  # type: ignore[assignment]  # asked of whole levels, not of single branches
 
     def __init__(
@@ -51,21 +51,21 @@ class TreeGain(LearnedPolicy):
         features: Sequence[str],
         head: Head,
         accept: PathCalibrator,
-        following: PathCalibrator,
+        next_: PathCalibrator,
         rule: TreeRule,
         max_depth: int,
         facts: Facts | None = None,
     ) -> None:
-        if not isinstance(rule, TreeRule) or not all(isinstance(c, PathCalibrator) for c in (accept, following)):
+        if not isinstance(rule, TreeRule) or not all(isinstance(c, PathCalibrator) for c in (accept, next_)):
             raise PolicyError("a tree policy has the rule gain and calibrations of paths")
-        super().__init__(name, features, head, accept, following, cast(Rule, rule), max_depth, facts)
+        super().__init__(name, features, head, accept, next_, cast(Rule, rule), max_depth, facts)
         if self.hidden:
             raise PolicyError(f"{name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
         self._maps: dict[tuple[int, int], Array] = {}
 
     def with_rule(self, rule: Rule | TreeRule) -> TreeGain:
         """Return this policy under other prices."""
-        parts = (self.name, self.features, self.head, self.accept, self.following)
+        parts = (self.name, self.features, self.head, self.accept, self.next)
         return TreeGain(*parts, cast(TreeRule, rule), self.max_depth, self.facts)
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
@@ -73,18 +73,18 @@ class TreeGain(LearnedPolicy):
         rows = np.ascontiguousarray(features, dtype=np.float32).reshape(-1, features.shape[-1])
         scores = self.head.scores(rows, depth).reshape(*features.shape[:-1], 2)
         ranks, certain = self.rule.level(depth, features.shape[-2]).ranks, np.ones(features.shape[:-1])
-        accept, following = (
+        accept, next_ = (
             calibrator.of(certain, scores[..., at], depth, ranks)
-            for at, calibrator in enumerate((self.accept, self.following))
+            for at, calibrator in enumerate((self.accept, self.next))
         )
-        return accept, following
+        return accept, next_
 
     def _maps_of(self, depth: int, branches: int) -> Array:
         """Return [2, B, 3], the calibration of both outputs by branch."""
         key = depth, branches
         if key not in self._maps:
             ranks = self.rule.level(depth, branches).ranks
-            self._maps[key] = np.stack([c.maps(depth, ranks) for c in (self.accept, self.following)])
+            self._maps[key] = np.stack([c.maps(depth, ranks) for c in (self.accept, self.next)])
         return self._maps[key]
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:

@@ -6,12 +6,13 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ..errors import PolicyError
+from ..kernels import on_first_use
+from ..latency.robust_fits import extended
 
 Array = np.ndarray[Any, Any]
 MOST_NODES = 64
@@ -21,12 +22,7 @@ MOST_ENTRIES = 1024
 """Of any list, and nodes of the tree."""
 
 
-@functools.cache
-def kernels() -> ModuleType:
-    """Return the compiled code; imported on first use, as that of features."""
-    from ..kernels import trees
-
-    return trees
+kernels = on_first_use("trees")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,7 @@ class TreeRule:
         if 1 < depth <= len(self._tree):
             mean_above = np.concatenate([self._tree[depth - 1][1], mean_above])
         levels = max(len(self.acceptance) - depth, 0)
-        rows, steps = longer(self.draft_s, branches)[:, None], np.arange(1, levels + 1)
+        rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]
         return LevelTable(ranks, counts, mean, mean_above, float(self.floor) if depth else 0.0, costs, decay)
@@ -170,7 +166,7 @@ class TreeRule:
     def verify_costs(self, nodes: int) -> Array:
         """Return [N + 1], what verifying 0..N nodes costs in tokens."""
         if nodes not in self._costs:
-            seconds = longer(self.verify_s, nodes + 1)
+            seconds = extended(self.verify_s, nodes + 1)
             self._costs[nodes] = (seconds - seconds[0]) * self.rate
         return self._costs[nodes]
 
@@ -270,10 +266,3 @@ def build_tree_rule(raw: Mapping[str, Any]) -> TreeRule:
         return TreeRule(**entries)
     except (TypeError, ValueError, IndexError) as error:
         raise PolicyError(f"rule gain: lacks or mangles an entry ({error})") from None
-
-
-def longer(table: Sequence[float], count: int) -> Array:
-    """Return [count] float64, the entries of a table, which goes on with its mean rise."""
-    rise = (table[-1] - table[0]) / (len(table) - 1) if len(table) > 1 else 0.0
-    more = [table[-1] + rise * (i + 1) for i in range(count - len(table))]
-    return np.array([*table[:count], *more], dtype=np.float64)

@@ -1,8 +1,8 @@
 """The policy folder: `policy.json`, `weights.safetensors`, `README.md`. Loading runs no code and unpickles nothing.
 
-A folder may come from a stranger, so all of it is looked at before any of it is used (`strict`): the names of its files, that
-they are plain files of a sane size, their checksums, the header of the weights, every key of `policy.json`. `policy.json` has
-a checksum of its own: a folder that was damaged, or edited by hand, is refused rather than decoded with.
+A folder may come from anywhere, so all of it is looked at before any of it is used (`safe_loading`): the names of its
+files, that they are plain files of a sane size, their checksums, the header of the weights, every key of `policy.json`, which
+has a checksum of its own: a folder that was damaged, or edited by hand, is refused rather than decoded with.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def content(policy: LearnedPolicy) -> str:
 def _packed(policy: LearnedPolicy, extra: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the contents of `policy.json`, and the other files."""
     tensors = {f"head.{name}": array for name, array in policy.head.tensors().items()}
-    maps = (policy.accept, policy.following)
+    maps = (policy.accept, policy.next)
     tensors |= {name: c.knots for name, c in zip(_KNOTS, maps, strict=True)}
     if policy.survival is not None:
         tensors[_SURVIVAL] = policy.survival.tables
@@ -248,18 +248,18 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolic
         head_names(features, rule),
         {n.removeprefix("head."): t for n, t in tensors.items() if n not in (*_KNOTS, _SURVIVAL)},
     )
-    accept, following = (
+    accept, next_ = (
         _calibrator(entry["kind"], float(entry["temperature"]), tensors[name])
         for name, entry in zip(_KNOTS, raw["calibration"], strict=True)
     )
     fields = {f.name for f in dataclasses.fields(Facts)}
     acceptance = tuple(float(a) for a in raw["acceptance"])
-    heat = raw["temperature"]
-    if isinstance(heat, list):
-        heat = tuple(float(t) for t in heat)
-        if not heat:
+    temperatures = raw["temperature"]
+    if isinstance(temperatures, list):
+        temperatures = tuple(float(t) for t in temperatures)
+        if not temperatures:
             raise PolicyError("temperature: expected a number, or a list of some")
-    facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance, "temperature": heat})
+    facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance, "temperature": temperatures})
     depth = raw["max_depth"]
     if not 1 <= depth <= DEEPEST:
         raise PolicyError(f"max_depth: expected 1 or more, at most {DEEPEST}, not {depth!r}")
@@ -269,10 +269,10 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolic
     if isinstance(rule, Continuation):
         return ContinuationPolicy(raw["name"], features, head, rule, depth, facts)
     if isinstance(rule, TreeRule):
-        if not (isinstance(accept, PathCalibrator) and isinstance(following, PathCalibrator)):
+        if not (isinstance(accept, PathCalibrator) and isinstance(next_, PathCalibrator)):
             raise PolicyError("calibration: the rule gain needs calibrations of paths")
-        return TreeGain(raw["name"], features, head, accept, following, rule, depth, facts)
-    return LearnedPolicy(raw["name"], features, head, accept, following, rule, depth, facts, survival)
+        return TreeGain(raw["name"], features, head, accept, next_, rule, depth, facts)
+    return LearnedPolicy(raw["name"], features, head, accept, next_, rule, depth, facts, survival)
 
 
 def _calibrator(kind: str, temperature: float, knots: Array) -> Calibrator:
@@ -282,17 +282,17 @@ def _calibrator(kind: str, temperature: float, knots: Array) -> Calibrator:
 def card(policy: LearnedPolicy) -> str:
     """Return the folder's README: what the policy is, what it was trained for, how it did."""
     facts = policy.facts
-    heat = facts.temperature if isinstance(facts.temperature, tuple) else (facts.temperature,)
+    temperatures = facts.temperature if isinstance(facts.temperature, tuple) else (facts.temperature,)
     depths = policy.survival.changed if policy.survival is not None else []
     rows = [
         ("head", policy.head.kind),
         ("rule", policy.rule.kind),
         ("features", ", ".join(policy.features)),
         ("hidden states", ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none"),
-        ("calibration", f"accept {policy.accept.kind}, next {policy.following.kind}"),
+        ("calibration", f"accept {policy.accept.kind}, next {policy.next.kind}"),
         ("survival recalibrated at depths", ", ".join(map(str, depths)) or "none"),
         ("deepest draft", str(policy.max_depth)),
-        ("trained for", f"{facts.verification}, temperature {', '.join(f'{t:g}' for t in heat)}"),
+        ("trained for", f"{facts.verification}, temperature {', '.join(f'{t:g}' for t in temperatures)}"),
         ("rate assumed (rho)", f"{facts.rho:.1f} tokens/s"),
         *((f"pair: {role}", value) for role, value in facts.pair.items()),
         *((name, _cell(value)) for name, value in facts.metrics.items() if not isinstance(value, list)),

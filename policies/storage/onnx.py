@@ -109,7 +109,7 @@ def build_onnx(policy: LearnedPolicy) -> Any:
     graph = _Graph(helper, numpy_helper)
     later, first = _head(graph, policy)
     for name, logits, at, calibrate in zip(
-        OUTPUTS, (later, later, first), (0, 1, 1), (policy.accept, policy.following, policy.following), strict=True
+        OUTPUTS, (later, later, first), (0, 1, 1), (policy.accept, policy.next, policy.next), strict=True
     ):
         probability = _calibrated(graph, graph.column(logits, at), calibrate)
         graph.add("Reshape", probability, graph.put([-1], np.int64), out=name)
@@ -138,8 +138,8 @@ def largest_difference(policy: LearnedPolicy, raw: bytes) -> float | None:
     rows = x.astype(np.float32)
     session = onnxruntime.InferenceSession(raw, providers=["CPUExecutionProvider"])
     found = dict(zip(OUTPUTS, session.run(list(OUTPUTS), {"features": rows}), strict=True))
-    accept, following = policy.probabilities(rows, 1)
-    expected = {"accept": accept, "next": following, "next_first": policy.probabilities(rows, 0)[1]}
+    accept, next_ = policy.probabilities(rows, 1)
+    expected = {"accept": accept, "next": next_, "next_first": policy.probabilities(rows, 0)[1]}
     return max(float(np.abs(found[name] - expected[name]).max()) for name in OUTPUTS)
 
 

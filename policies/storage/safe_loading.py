@@ -1,4 +1,4 @@
-"""Reading what a stranger made: plain files only, within limits, and nothing is used before all of it was looked at."""
+"""Reading what is not trusted: plain files only, within limits, and nothing is used before all of it was looked at."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from commands import cli, files
 from conftest import make_prompts
 from specstop.cli.info import branch_rows
 from specstop.cli.prompt_options import Asked
-from specstop.collect import collect as collect_trace
-from specstop.collect import shards
+from specstop.collect import collect as collect_trace, shards
 from specstop.collect.store import Trace, open_trace, shard_path
 from specstop.decode.pair import Pair
 from transformers import AutoTokenizer

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from specstop.cli import console
@@ -15,19 +14,16 @@ from specstop.cli.interrupt import SIGNALS, finish_first
 
 
 @pytest.fixture
-def handlers() -> Iterator[list[Any]]:
-    """As a process has them that was started alone; commands that ran in this one leave it deaf."""
-    found = [signal.getsignal(number) for number in SIGNALS]
+def own_handlers() -> Iterator[None]:
+    """As a process has them that was started alone; they are set again by whoever changes them."""
     kept = [signal.default_int_handler] * len(SIGNALS)
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler)
-    yield kept
+    yield
     assert [signal.getsignal(number) for number in SIGNALS] == kept
-    for number, handler in zip(SIGNALS, found, strict=True):
-        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("own_handlers")
 def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with pytest.raises(KeyboardInterrupt), finish_first("this") as stop:
@@ -38,7 +34,7 @@ def test_a_second_ctrl_c_stops_at_once(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().err == "specstop: finishing this; Ctrl-C again stops at once\n"
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("own_handlers")
 def test_a_request_to_terminate_is_never_more_than_a_request() -> None:
     with finish_first("this") as stop:
         for _ in range(2):

@@ -15,8 +15,7 @@ from commands import cli, files
 from specstop.cli.interrupt import SIGNALS, Interrupted, Signals
 from specstop.collect import staging
 from specstop.collect.store import Trace
-from specstop.policies import deferral, outputs
-from specstop.policies import files as files_module
+from specstop.policies import deferral, files as files_module, outputs
 from specstop.policies.files import MANIFEST, write_atomic
 from specstop.policies.latency.profile import Profile
 from specstop.policies.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder

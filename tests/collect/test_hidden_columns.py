@@ -27,11 +27,11 @@ from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
-from specstop.policies.features.hidden_states import VECTORS
+from specstop.policies.features.hidden_states import HIDDEN_STATES
 from zoo import DEPTH, ReadsDraftStates
 
 TREE = "3,2,1,1,1"
-BOTH = tuple(VECTORS)
+BOTH = tuple(HIDDEN_STATES)
 HALF = 2.0**-11
 
 
@@ -137,9 +137,9 @@ def test_the_published_data_paths_have_them_too(
     read = prompt_ids[3] + text[:1]
     for (_, anchor), row in sorted(mixed.items()):
         near_half(row["draft_hidden"][0], last_states(pair.draft, read)[-1])
-        following = mixed.get((0, anchor + 1))
-        if following is not None:
-            read = [*read, int(row["tokens"][0]) if following["mixed"] else text[anchor]]
+        next_ = mixed.get((0, anchor + 1))
+        if next_ is not None:
+            read = [*read, int(row["tokens"][0]) if next_["mixed"] else text[anchor]]
         near_half(row["target_hidden"], last_states(pair.target, prompt_ids[3] + text[:anchor])[-2])
     wide = by_anchor(run(pair, prompts[3:4], tmp_path / "wide", tree="10", temperature=1.0))
     for row in wide.values():
@@ -200,7 +200,9 @@ def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkey
 
 
 def test_an_unknown_vector_is_refused(pair: Pair, prompts: list[Prompt]) -> None:
-    with pytest.raises(PolicyError, match=r"--hidden: unknown vector 'draft' .*known: draft_hidden, target_hidden"):
+    with pytest.raises(
+        PolicyError, match=r"--hidden: unknown hidden state 'draft' .*known: draft_hidden, target_hidden"
+    ):
         plan_run(pair, prompts, max_new_tokens=NEW, vectors=["draft"])
 
 

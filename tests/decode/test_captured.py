@@ -9,10 +9,14 @@ import weakref
 import pytest
 import torch
 from conftest import VOCABULARY, build_draft, build_model
-from specstop.decode import Settings, Speculator, parse_tree
-from specstop.decode import captured as captured_module
-from specstop.decode import drafters as drafters_module
-from specstop.decode import loop as loop_module
+from specstop.decode import (
+    Settings,
+    Speculator,
+    captured as captured_module,
+    drafters as drafters_module,
+    loop as loop_module,
+    parse_tree,
+)
 from specstop.decode.cache import CachedModel
 from specstop.decode.captured import CapturedModel, open_cache
 from specstop.decode.pair import Pair, join

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY, build_draft, build_model
-from specstop.decode import drafters as drafters_module
-from specstop.decode import loop as loop_module
+from specstop.decode import drafters as drafters_module, loop as loop_module
 from specstop.decode.captured import CapturedModel
 from specstop.decode.drafters import LookupDrafter, ModelDrafter
 from specstop.decode.engine import speed_up
@@ -24,7 +23,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.features import hidden_states as vectors
-from specstop.policies.features.hidden_states import VECTORS
+from specstop.policies.features.hidden_states import HIDDEN_STATES
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from torch import Tensor
 from zoo import DEPTH, ReadsDraftStates, ReadsStates
@@ -36,7 +35,7 @@ HALF = 2.0**-11  # float16 keeps eleven bits
 class Shown(StopPolicy):
     """Drafts all it may and remembers the states of each round, and the nodes that were drawn."""
 
-    name, hidden, first, max_depth = "shown", tuple(VECTORS), 0, 4
+    name, hidden, first, max_depth = "shown", tuple(HIDDEN_STATES), 0, 4
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[DraftStep], DraftTree | None]] = []

@@ -347,7 +347,7 @@ def test_an_empty_prompt_is_refused(pair: Pair) -> None:
 def test_a_policy_that_reads_unknown_hidden_states_is_refused(pair: Pair) -> None:
     policy = FixedLength(2)
     policy.hidden = ("draft_hiden",)
-    with pytest.raises(PolicyError, match=r"unknown vector 'draft_hiden' \(did you mean 'draft_hidden'"):
+    with pytest.raises(PolicyError, match=r"unknown hidden state 'draft_hiden' \(did you mean 'draft_hidden'"):
         Speculator(pair, policy)
 
 

@@ -9,8 +9,7 @@ from specstop.policies.heads.base import Head
 from specstop.policies.heads.build import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from test_heads import NAMES, TENSORS, WIDTH, Array, draw
-from test_heads_tokens import NAMES as TOKEN_NAMES
-from test_heads_tokens import tensors as token_tensors
+from test_heads_tokens import NAMES as TOKEN_NAMES, tensors as token_tensors
 
 DRAFT, TARGET = 5, 7
 """Widths of the hidden states."""

@@ -25,8 +25,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.mixing import mix, shift
 from specstop.policies.state import arrays, take
 from specstop.policies.storage.registry import load_policy
-from specstop.policies.testing import PolicyTests, TreePolicyTests
-from specstop.policies.testing import play as play_some
+from specstop.policies.testing import PolicyTests, TreePolicyTests, play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5
 RULES = ("heuristic", "heuristic-transient", "roc", "entropy", "adaedl", "maxprob", "product", "online", "bandit", "ddd",

@@ -21,8 +21,7 @@ from specstop.policies.features import (
     summarise,
 )
 from specstop.policies.features.codes import BOUND
-from specstop.policies.kernels import columns as column_kernels
-from specstop.policies.kernels import rows as row_kernels
+from specstop.policies.kernels import columns as column_kernels, rows as row_kernels
 
 ROWS, VOCABULARY = 40, 30
 FLOAT32 = 1e-6

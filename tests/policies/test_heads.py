@@ -191,9 +191,9 @@ def test_a_hand_made_tree_sends_rows_left_below_the_threshold_and_unknown_ones_w
         "base": np.array([100.0, 200.0], dtype=np.float32),
     })  # fmt: skip
     rows = [[0.4, 0.2], [0.5, 0.25], [0.6, math.nan], [math.nan, 0.0]]
-    accept, following = head.scores(np.array(rows, dtype=np.float32), 1).T
+    accept, next_ = head.scores(np.array(rows, dtype=np.float32), 1).T
     assert accept.tolist() == [111.0, 122.0, 122.0, 112.0]
-    assert following.tolist() == [233.0, 244.0, 234.0, 233.0]
+    assert next_.tolist() == [233.0, 244.0, 234.0, 233.0]
 
 
 @pytest.mark.parametrize("depth", [1, 4, 7])
@@ -472,14 +472,12 @@ def test_the_derived_rule_keeps_where_some_look_ahead_pays(seed: int) -> None:
     kept = 0
     for j in range(depth):
         for _ in range(60):
-            survival, following = chance.random(2)
+            survival, next_ = chance.random(2)
             best = -math.inf
             for m in range(1, depth - j + 1):
                 run = sum(math.prod(a[j + 1 + i] for i in range(n)) for n in range(m))
-                best = max(best, survival * following * run - rho * (costs[j + m] - costs[j]))
-            keep = bool(
-                rule.keep(j, np.array([survival, 0.5, following]).reshape(3, 1, 1), np.ones((1, 1), dtype=bool))
-            )
+                best = max(best, survival * next_ * run - rho * (costs[j + m] - costs[j]))
+            keep = bool(rule.keep(j, np.array([survival, 0.5, next_]).reshape(3, 1, 1), np.ones((1, 1), dtype=bool)))
             assert keep == (best > 0)
             kept += keep
     assert 0 < kept < 60 * depth

@@ -21,8 +21,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold, build_rule
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from test_heads import NAMES, Array, draw, features, slow_basis, zeros
-from test_heads_tokens import NAMES as TOKEN_NAMES
-from test_heads_tokens import rows as token_rows
+from test_heads_tokens import NAMES as TOKEN_NAMES, rows as token_rows
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order

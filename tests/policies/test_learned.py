@@ -166,16 +166,16 @@ def test_the_card_names_what_matters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("maps", [("temperature", "identity"), ("identity", "isotonic"), ("isotonic", "identity")])
 def test_probabilities_are_the_calibrated_logits(maps: tuple[str, str]) -> None:
-    accept, following = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
+    accept, next_ = (Calibrator(k, 1.7 if k == "temperature" else 1.0, knots() if k == "isotonic" else None)
                          for k in maps)  # fmt: skip
     head = build_head("mlp", NAMES, TENSORS["mlp"]())
-    policy = LearnedPolicy("mine", NAMES, head, accept, following, Derived([0.1]), 4)
+    policy = LearnedPolicy("mine", NAMES, head, accept, next_, Derived([0.1]), 4)
     x = features(9, 2)
     for depth in (0, 1):
         scores = head.scores(x.reshape(-1, x.shape[-1]), depth).reshape(9, 2, 2)
         found = policy.probabilities(x, depth)
         assert np.array_equal(found[0], accept(scores[..., 0]))
-        assert np.array_equal(found[1], following(scores[..., 1]))
+        assert np.array_equal(found[1], next_(scores[..., 1]))
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:

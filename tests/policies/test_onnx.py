@@ -24,7 +24,7 @@ from commands import cli
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
     head = build_head(policy.head.kind, NAMES, tensors)
-    return LearnedPolicy("mine", NAMES, head, policy.accept, policy.following, policy.rule, 4, policy.facts)
+    return LearnedPolicy("mine", NAMES, head, policy.accept, policy.next, policy.rule, 4, policy.facts)
 
 
 @pytest.mark.parametrize("ranged", [False, True], ids=["any number", "ranges"])
@@ -63,7 +63,7 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     policy = learned()
-    other = LearnedPolicy("mine", NAMES, policy.head, Calibrator("temperature", 3.0), policy.following, policy.rule, 4)
+    other = LearnedPolicy("mine", NAMES, policy.head, Calibrator("temperature", 3.0), policy.next, policy.rule, 4)
     monkeypatch.setattr(onnx, "build_onnx", lambda policy: build_onnx(other))
     with pytest.raises(PolicyError, match="nothing was written"):
         export_onnx(policy, tmp_path / "m.onnx")

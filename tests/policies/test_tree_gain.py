@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
+from specstop.policies.latency.robust_fits import extended
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
-from specstop.policies.rules.trees import TreeRule, build_tree_rule, kernels, longer
+from specstop.policies.rules.trees import TreeRule, build_tree_rule, kernels
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.policies.storage.onnx import build_onnx
 from specstop.policies.testing import PolicyTests, TreePolicyTests
@@ -157,7 +158,7 @@ class Reference:
         depth, (streams, branches) = step.depth, step.alive.shape
         ranks = self.ranks(depth, branches)
         scores = self.policy.head.scores(step.features.reshape(-1, step.features.shape[2]), depth)
-        accept, following = np.moveaxis(scores.reshape(streams, branches, 2), 2, 0)
+        accept, next_ = np.moveaxis(scores.reshape(streams, branches, 2), 2, 0)
         if depth < 2 or not levels:
             wide = int(step.parent.max()) + 1
             above = self.mean_survival(depth - 1, wide)[step.parent] if depth > 1 else np.ones(step.alive.shape)
@@ -170,7 +171,7 @@ class Reference:
         survival = np.ones(there.shape)
         if depth:
             survival = self.path(self.policy.accept.knots, above, accept, depth, ranks)
-        chance = self.path(self.policy.following.knots, survival, following, depth, ranks) / np.maximum(survival, 1e-9)
+        chance = self.path(self.policy.next.knots, survival, next_, depth, ranks) / np.maximum(survival, 1e-9)
         return np.where(there, survival, -1.0), np.where(there, chance, 0.0)
 
     def price(self, values: Array) -> Array:
@@ -181,15 +182,15 @@ class Reference:
         return np.minimum(self.rises[count], least)
 
     def tokens(self, nodes: int) -> Array:
-        seconds = longer(self.rule.verify_s, nodes + 1)
+        seconds = extended(self.rule.verify_s, nodes + 1)
         return (seconds - seconds[0]) * self.rule.rate
 
     def keep(self, step: DraftStep, levels: Levels) -> Array:
         """Which branches are extended; the level is appended."""
         depth, acceptance = step.depth, self.rule.acceptance
-        survival, following = self.read(step, levels)
+        survival, next_ = self.read(step, levels)
         if depth:
-            levels.append((survival, following))
+            levels.append((survival, next_))
         further = np.arange(1, max(len(acceptance) - depth, 0) + 1)
         if not further.size:
             return np.zeros(step.alive.shape, dtype=bool)
@@ -197,14 +198,14 @@ class Reference:
         nodes = [values for values, _ in levels]
         price = self.price(np.concatenate(nodes, 1)) if nodes else self.price(np.zeros((len(survival), 1)) - 1.0)
         survival = np.where(counts > 0, np.maximum(survival, 0.0), 0.0)
-        best = survival * following
+        best = survival * next_
         falls = [self.rule.ahead * self.mean(d) for d in range(depth + 2, len(acceptance) + 1)]
         worth = np.maximum(best[..., None] * np.cumprod([1.0, *falls]) - price[:, None, None], 0.0)
         for rank in range(1, int(counts.max(initial=0))):
-            other = survival * self.share(following, np.full(following.shape, rank)) * (counts > rank)
+            other = survival * self.share(next_, np.full(next_.shape, rank)) * (counts > rank)
             worth[..., 0] += np.maximum(other - price[:, None], 0.0)
         order = np.argsort(-best, axis=1, kind="stable")
-        rows = longer(self.rule.draft_s, len(counts))[:, None]
+        rows = extended(self.rule.draft_s, len(counts))[:, None]
         seconds = rows * further if depth else self.rule.opening_s + rows * (further - 1)
         gain = np.take_along_axis(worth.cumsum(2), order[..., None], 1).cumsum(1) - self.rule.rate * seconds
         most = gain.max(2)[:, : self.rule.width]
@@ -214,21 +215,21 @@ class Reference:
     def values(self, tree: DraftTree, levels: Levels) -> Array:
         """The survival of all nodes."""
         parent, depth, drawn = tree.parent[0], tree.depth[0], tree.drawn
-        out, following = np.empty(drawn.shape), np.empty(drawn.shape)
+        out, next_ = np.empty(drawn.shape), np.empty(drawn.shape)
         for d in range(1, int(depth.max()) + 1):
             nodes = np.flatnonzero(depth == d)
             above = parent[nodes]
             ranks = np.tril(above[:, None] == above[None], -1).sum(1)
             inherited, chance = np.ones((len(drawn), len(nodes))), np.full((len(drawn), len(nodes)), self.mean(1))
             if d > 1:
-                inherited, chance = out[:, above], following[:, above]
+                inherited, chance = out[:, above], next_[:, above]
             out[:, nodes] = inherited * self.share(chance, ranks)
-            following[:, nodes] = self.mean(d + 1)
+            next_[:, nodes] = self.mean(d + 1)
             at = d - max(self.rule.first, 1)
             if 0 <= at < len(levels):
                 read = levels[at][0] >= 0.0
                 out[:, nodes] = np.where(read, np.minimum(levels[at][0], inherited), out[:, nodes])
-                following[:, nodes] = np.where(read, levels[at][1], following[:, nodes])
+                next_[:, nodes] = np.where(read, levels[at][1], next_[:, nodes])
         return np.where(drawn, out, -1.0)
 
     def select(self, values: Array) -> Array:

@@ -10,7 +10,8 @@ import torch
 from made import made_trace
 from specstop.collect.store import Trace
 from specstop.policies.baselines.fixed import FixedLength
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.bounds import oracle_seconds
 from specstop.train.replay.run import replay

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.special import expit
-from sklearn.metrics import log_loss as sklearn_loss
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import log_loss as sklearn_loss, roc_auc_score
 from specstop.policies.learned.calibration import Calibrator
 from specstop.train.heads.calibrate import auc, fit_calibrator, log_loss
 

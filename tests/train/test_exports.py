@@ -21,7 +21,8 @@ from specstop.collect.store import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay

@@ -80,7 +80,7 @@ def test_a_published_head_reads_what_it_was_published_with_under_its_rule(
     assert published is not form(kind).calibrated
     if published:
         assert isinstance(policy.rule, Threshold) and policy.rule.threshold in form(kind).thresholds
-        assert (policy.accept.kind, policy.following.kind, policy.survival) == ("identity", "identity", None)
+        assert (policy.accept.kind, policy.next.kind, policy.survival) == ("identity", "identity", None)
 
 
 def test_the_published_grid_is_the_papers() -> None:
@@ -223,7 +223,7 @@ def test_outputs_are_left_as_they_are_where_they_were_published_so() -> None:
     logits = generator.standard_normal((500, 4, 2))
     outputs = Outputs(logits, generator.integers(0, 4, 500), np.arange(500) % 4, np.zeros(500))
     done = calibrate(outputs, as_they_are=True)
-    assert (done.accept.kind, done.following.kind) == ("identity", "identity")
+    assert (done.accept.kind, done.next.kind) == ("identity", "identity")
     assert not done.survival.maps.changed
     products = expit(logits[:, 1:, 0]).cumprod(1)
     np.testing.assert_allclose(done.survival.held_out, products, atol=1e-5, rtol=1e-5)

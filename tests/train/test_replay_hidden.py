@@ -21,7 +21,7 @@ from specstop.decode.settings import Settings
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
-from specstop.policies.features.hidden_states import VECTORS
+from specstop.policies.features.hidden_states import HIDDEN_STATES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
@@ -67,7 +67,7 @@ def collected(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPa
             out = folder / "-".join(map(str, key))
             done[key] = collect(
                 pair, prompts, out, depth=DEPTH, tree=TREES[tree], temperature=temperature, max_new_tokens=NEW,
-                shards=2, vectors=tuple(VECTORS), **live,
+                shards=2, vectors=tuple(HIDDEN_STATES), **live,
             )  # fmt: skip
         return done[key]
 
@@ -119,7 +119,7 @@ def test_nothing_is_read_before_it_is_asked_for(collected: Collected, monkeypatc
     monkeypatch.setattr(Trace, "blocks", lambda self, name, rows: read.append(name) or blocks(self, name, rows))
     arrays = trace_arrays(trace)
     part = arrays.subset([1, 2])
-    assert read and not set(read) & set(VECTORS)
+    assert read and not set(read) & set(HIDDEN_STATES)
     read.clear()
     node = torch.zeros(2, dtype=torch.int64)
     one = arrays.vector("draft_hidden").at(arrays.offset[1:3], node)
@@ -187,7 +187,7 @@ def test_a_sweep_goes_side_by_side_in_parts(
 def test_fit_rows_have_the_states_that_a_policy_sees(collected: Collected, profile: Profile) -> None:
     arrays = trace_arrays(collected(None, 0.7))
     visited = visits(arrays, [replay(arrays, FixedLength(3), profile)])
-    rows = fit_rows(arrays, ["top1"], visited, tuple(VECTORS))
+    rows = fit_rows(arrays, ["top1"], visited, tuple(HIDDEN_STATES))
     plain = fit_rows(arrays, ["top1"], visited)
     assert plain.vectors == {} and torch.equal(plain.features, rows.features)
     draft, target = rows.vectors["draft_hidden"], rows.vectors["target_hidden"]
@@ -227,7 +227,7 @@ def test_single_rounds_of_a_live_trace_can_be_asked(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
     options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live"}
-    trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", vectors=tuple(VECTORS))
+    trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", vectors=tuple(HIDDEN_STATES))
     arrays = trace_arrays(open_trace(trace.folder), extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, ReadsStates(), profile)
     assert values.rounds > 20 and 0 < float(values.drafted.mean()) < DEPTH

@@ -15,7 +15,8 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
@@ -245,7 +246,7 @@ def test_survival_is_what_the_policy_keeps_in_mind(
             return keep, survival_
 
     watched = Watched(
-        learned.name, learned.features, learned.head, learned.accept, learned.following, learned.rule,
+        learned.name, learned.features, learned.head, learned.accept, learned.next, learned.rule,
         learned.max_depth, learned.facts, learned.survival,
     )  # fmt: skip
     played = play(arrays, watched, full_profile)

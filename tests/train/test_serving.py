@@ -12,7 +12,8 @@ from specstop.collect.store import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.latency.profile import CostTable, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
 from specstop.train.serve.lengths import walk_fixed, walk_lengths

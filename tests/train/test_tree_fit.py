@@ -18,7 +18,8 @@ from specstop.decode.pair import Pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.build import LinearHead
-from specstop.policies.latency.profile import Price, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, settle, train
@@ -147,14 +148,14 @@ def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     blank = {"mean": np.zeros(1), "scale": np.ones(1), "weight": np.zeros((3, 1)), "bias": np.zeros(3)}
     head = LinearHead(("depth",), {name: values.astype(np.float32) for name, values in blank.items()})
-    accept, following = fit_paths([(head, visited)], arrays, ("depth",))
+    accept, next_ = fit_paths([(head, visited)], arrays, ("depth",))
     accepted = accepted_nodes(arrays, visited.row)[:, 1:]
     there = ~arrays.ends[visited.row]
     ranks = np.array([0, 1, 2])
     chance = accept.of(np.ones(3), np.zeros(3), 1, ranks)
     for rank in range(3):
         assert chance[rank] == pytest.approx(float(accepted[:, rank][there[:, rank]].double().mean()), abs=0.05)
-    first = following.of(np.ones(1), np.zeros(1), 0, np.zeros(1, dtype=int))[0]
+    first = next_.of(np.ones(1), np.zeros(1), 0, np.zeros(1, dtype=int))[0]
     assert first == pytest.approx(float(accepted[:, 0].double().mean()), abs=0.02)
 
 

@@ -41,7 +41,7 @@ def certain(policy: LearnedPolicy, chance: float) -> LearnedPolicy:
     """Return a policy that takes every token to be accepted with this chance."""
     flat = Calibrator("isotonic", knots=np.array([[-1.0, 1.0], [chance, chance]], dtype=np.float32))
     return LearnedPolicy(
-        policy.name, policy.features, policy.head, flat, policy.following, policy.rule, policy.max_depth, policy.facts
+        policy.name, policy.features, policy.head, flat, policy.next, policy.rule, policy.max_depth, policy.facts
     )
 
 
@@ -114,7 +114,7 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
             other = replay(arrays, learned.with_rule(rule), costs).rate
             # The iteration begins at this rho for depth 1 only; another has to be clearly better than the best.
             assert (1 + CLEARLY) ** FIRST.index(first) * rate >= other * (1 if first == 1 else 1 - CLOSE)
-    assert (solved.head, solved.accept, solved.following) == (learned.head, learned.accept, learned.following)
+    assert (solved.head, solved.accept, solved.next) == (learned.head, learned.accept, learned.next)
     assert isinstance(solved.rule, Derived)
     assert len(solved.rule.thresholds) == DEPTH
 

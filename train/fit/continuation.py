@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...policies.features import CHAIN_FEATURES, TOKEN_FEATURES
 from ...policies.features.history import HISTORY_FEATURES
-from ...policies.latency.profile import Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 from ..heads.continuation_heads import ValueRows, boost
 from ..heads.crossfit import Folds, prompt_folds
 from ..replay.arrays import TraceArrays, seen_features

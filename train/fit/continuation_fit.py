@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...policies.errors import InputError
 from ...policies.heads.build import Head
-from ...policies.latency.profile import Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 from ...policies.learned.continuation import ContinuationPolicy, head_names, remembered
 from ...policies.progress import Progress, silent
 from ...policies.rules.chains import Continuation

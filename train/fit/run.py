@@ -340,7 +340,7 @@ def _policy(plan: Plan, head: Head, calibrated: Calibrated, depth: int) -> Learn
     """Return the policy of a head, under a rule that is to be replaced."""
     maps = calibrated.survival.maps
     return LearnedPolicy(
-        plan.name, plan.features, head, calibrated.accept, calibrated.following, RULES[plan.rule](0.5), depth,
+        plan.name, plan.features, head, calibrated.accept, calibrated.next, RULES[plan.rule](0.5), depth,
         survival=maps if maps.changes else None,
     )  # fmt: skip
 

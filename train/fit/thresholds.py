@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...policies.heads.base import Array
-from ...policies.latency.profile import Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.rules.chains import Derived
 from ..heads.scores import survivals
@@ -81,8 +82,8 @@ def scores(policy: LearnedPolicy, seen: Array, first: int) -> Tensor:
     """
     asked = policy.with_rule(Derived([NEVER] * seen.shape[1], first))
     out = np.zeros(seen.shape[:2])
-    for depth, (survival, _, following) in enumerate(survivals(asked, seen), first):
-        out[:, depth] = survival * following
+    for depth, (survival, _, next_) in enumerate(survivals(asked, seen), first):
+        out[:, depth] = survival * next_
     return torch.from_numpy(out)
 
 

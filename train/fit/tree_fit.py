@@ -189,12 +189,12 @@ def _fitted(
         if number == 0:
             first = head, rows, files
     head, rows, files = first
-    accept, following = fit_paths(parts, arrays, plan.features)
+    accept, next_ = fit_paths(parts, arrays, plan.features)
     tree = arrays.tree
     shares = fit_shares(_chances(head, rows), rows.children[rows.known], rows.width[rows.known])
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
-    policies = [TreeGain(plan.name, plan.features, one, accept, following, rule, arrays.depth) for one, _ in parts]
+    policies = [TreeGain(plan.name, plan.features, one, accept, next_, rule, arrays.depth) for one, _ in parts]
     return policies, files, len(rows.rows)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ...policies.latency.profile import Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 from ...policies.learned.trees import TreeGain
 from ...policies.rules.trees import MOST_NODES
 from ..replay.arrays import TraceArrays, typical_context

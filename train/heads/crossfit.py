@@ -232,7 +232,7 @@ class Calibrated:
     """Calibrators of both outputs, survival tables, what was predicted of held-out rounds, and metrics."""
 
     accept: Calibrator
-    following: Calibrator
+    next: Calibrator
     survival: SurvivalFit
     scored: Scored
     metrics: dict[str, Any]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...collect.store import Trace
 from ...policies.errors import InputError
 from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.features.hidden_states import DRAFT_HIDDEN, VECTORS, check_vectors
+from ...policies.features.hidden_states import DRAFT_HIDDEN, HIDDEN_STATES, check_hidden
 from ...policies.heads.dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
 from ...policies.heads.specdec import MOST, STOP_THRESHOLD, STOP_THRESHOLDS
 from .fitting import HEAD_KINDS
@@ -110,11 +110,11 @@ def read_vectors(kind: str, traces: Sequence[Trace], wanted: Sequence[str] | Non
     """
     asked = form(kind)
     if wanted:
-        names = check_vectors(wanted)
+        names = check_hidden(wanted)
         if not asked.any_vectors and names != asked.vectors:
             reads = ", ".join(asked.vectors) or "no hidden state"
             raise InputError(f"--vector: the head {kind} reads {reads}, not {', '.join(names)}")
         return names
     if not asked.any_vectors:
         return asked.vectors
-    return check_vectors(name for name in VECTORS if all(name in trace.header.vectors for trace in traces))
+    return check_hidden(name for name in HIDDEN_STATES if all(name in trace.header.vectors for trace in traces))

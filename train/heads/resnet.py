@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...policies.features import Kind
-from ...policies.features.hidden_states import VECTORS
+from ...policies.features.hidden_states import HIDDEN_STATES
 from ...policies.heads.build import Basis, ResNetHead
 from .basis import basis_columns, fit_basis
 from .exported import exported
@@ -58,7 +58,7 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
     """
     params = task.options.params
     basis = fit_basis(task.rows, task.names)
-    names = [name for name in VECTORS if name in task.rows.vectors]
+    names = [name for name in HIDDEN_STATES if name in task.rows.vectors]
     moments = {name: state_moments(task.rows, name) for name in names}
     inputs = [basis.width + 1, *(len(moments[name][0]) for name in names)]
     shape = int(params.get("width", WIDTH)), int(params.get("blocks", BLOCKS)), float(params.get("dropout", DROPOUT))
@@ -95,7 +95,7 @@ def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Ten
     states = []
     for name, (mean, scale) in moments.items():
         state = (rows.vectors[name].float() - mean) / scale
-        states.append(state if VECTORS[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
+        states.append(state if HIDDEN_STATES[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
     labels = torch.stack([rows.accepted, rows.followed], 1).float()
     known = torch.stack([rows.drawn, rows.followed_known], 1).float()
     return torch.cat([columns, first.float()], 1), *states, labels, known

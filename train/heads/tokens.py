@@ -103,10 +103,8 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     found = []
     for label, use, held_use in _parts(task.rows, task.held_out):
         found.append(_regress((x[use], label[0][use]), (held[held_use], label[1][held_use]), penalties))
-    (accept, above), (following, later), (opening, first) = found
-    scalars, depths, tables, crosses = zip(
-        *(design.parts(weight) for weight in (accept, following, opening)), strict=True
-    )
+    (accept, above), (next_, later), (opening, first) = found
+    scalars, depths, tables, crosses = zip(*(design.parts(weight) for weight in (accept, next_, opening)), strict=True)
     table = np.stack(tables[:2]).reshape(2, len(design.ids), design.vocabulary)
     for at, place in enumerate(design.ids):
         if _of_anchor(task.names[place]):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...collect.store import Trace
 from ...policies.errors import TraceError
 from ...policies.features import Kind
-from ...policies.features.hidden_states import VECTORS
+from ...policies.features.hidden_states import HIDDEN_STATES
 
 MEMORY_BYTES = 1 << 30
 """A vector of a trace that takes more is decoded into a file without a name, which goes when it is no longer used."""
@@ -40,7 +40,7 @@ class StoredVectors:
         self.name, self._index = name, index
         self._source = _Source(trace, name)
         self.width = trace.header.vectors[name]
-        self.of_nodes = VECTORS[name].kind is not Kind.ANCHOR
+        self.of_nodes = HIDDEN_STATES[name].kind is not Kind.ANCHOR
 
     def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
         """Return [R, H] float16 of rows [R], and of nodes [R] unless it is the anchor's."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import CostTable, Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import CostTable, Price
 from .arrays import TraceArrays
 from .counted import Counted, count_rounds
 from .run import Replayed, replay

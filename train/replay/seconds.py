@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...policies.latency.profile import Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 
 
 def round_seconds(

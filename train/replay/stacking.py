@@ -36,10 +36,7 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
     if type(first) is LearnedPolicy:
         learned = [p for p in policies if isinstance(p, LearnedPolicy)]
         same = all(
-            p.head is first.head
-            and p.accept is first.accept
-            and p.following is first.following
-            and p.survival is first.survival
+            p.head is first.head and p.accept is first.accept and p.next is first.next and p.survival is first.survival
             for p in learned
         )
         rule = _stacked_rules([p.rule for p in learned], streams)

@@ -35,8 +35,7 @@ from .pricing import Draws
 from .records import Report
 from .single_rounds import round_report
 from .speeds import ASKED, SpeedTable
-from .whatif import RATIOS
-from .whatif import sweep as run_sweep
+from .whatif import RATIOS, sweep as run_sweep
 from .whatif_records import Transfer
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from ...policies.errors import InputError
 from ...policies.files import cache_folder, read_json, write_json
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Measurements
-from ...policies.latency.profile import Price, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import content
 from ...policies.storage.safe_loading import digest

@@ -14,7 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.errors import InputError, TraceError
-from ...policies.latency.profile import CostTable, Profile
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
 from ..replay.arrays import TraceArrays
 from .lengths import Walked

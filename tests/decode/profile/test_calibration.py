@@ -28,7 +28,8 @@ from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, St
 from specstop.policies.errors import InputError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import CostTable, Price, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable, Price
 from zoo import ZOO
 
 DEPTH = 4

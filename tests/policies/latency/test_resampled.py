@@ -22,7 +22,8 @@ from specstop.policies.latency.estimate import (
     VERIFY,
 )
 from specstop.policies.latency.measurements import Key, Measurements, collected
-from specstop.policies.latency.profile import Price, Profile
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import Price
 
 DEPTH, REPETITIONS = 3, 12
 EXACT = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from specstop.policies.latency.robust_fits import ENOUGH, STALL, line, rising, typical
+from specstop.policies.latency.robust_fits import ENOUGH, STALL, extended, line, rising, typical
 
 
 def test_timings_count_by_their_mean() -> None:
@@ -59,3 +59,10 @@ def test_a_size_that_was_timed_in_a_lucky_moment_is_no_cheaper_than_a_smaller_on
 
 def test_no_call_has_no_curve() -> None:
     assert rising([{}, {}]) == [(), ()]
+
+
+def test_tables_go_on_as_they_rise_over_all() -> None:
+    assert extended((1.0, 2.0, 5.0), 5).tolist() == [1.0, 2.0, 5.0, 7.0, 9.0]
+    assert extended((1.0, 3.0), 1).tolist() == [1.0]
+    assert extended((0.5,), 3).tolist() == [0.5, 0.5, 0.5]
+    assert extended((3.0, 1.0), 3).tolist() == [3.0, 1.0, 1.0]
