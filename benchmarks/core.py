@@ -7,6 +7,8 @@
   masked tokens and rows of a single token, are the same bits for one stream, for 7 and for 2,048 side by side, on one thread
   and on two: every head of scalars under every rule of chains. Heads with layers over hidden states use a BLAS product, whose
   rows are equal within rounding only; they are listed apart.
+- Rounds of 1,000 streams, one alone, 7 and 1,000 side by side: what every built-in rule and every learned tree policy keeps
+  and sends on chains and on trees of 28, 45 and 72 nodes, round after round, with what it learns from them.
 - All kernels are compiled within 20 s in an empty cache folder, and loaded within 1.5 s from a full one.
 
 The last line is one JSON object.
@@ -26,14 +28,20 @@ from typing import Any
 
 import numpy as np
 from bars import NO_PAIR, Bars, arguments
-from specstop.policies.contract import DraftStep
+from random_rounds import draw_rounds, play
+from specstop.decode.topology import chain, parse_tree
+from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, Drawn, feature
 from specstop.policies.features.summary import summarise
 from specstop.policies.heads.build import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned.tree_calibration import PathCalibrator
+from specstop.policies.learned.trees import TreeGain
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
+from specstop.policies.rules.trees import TreeRule
+from specstop.policies.storage.registry import BUILTINS, load_policy
 
 Array = np.ndarray[Any, Any]
 
@@ -41,6 +49,8 @@ SIZES = (50, 333, 3072, 32003)
 COUNTS = {50: 60_000, 333: 30_000, 3072: 9_000, 32003: 1_000}
 TOGETHER = (1, 7, 2048)
 NAMES = ("mean_accepted", "mean_full", "top1", "top2", "margin", "entropy", "drawn_prob", "noisy_margin", "depth")
+STREAMS, SIDE_BY_SIDE, ROUNDS = 1000, (1, 7, 1000), 4
+TREES = {28: "4,2,2", 45: "5,2,3", 72: "8,2,3"}
 TOKENS = ("mean_accepted", "noisy_margin", "depth", "drawn_token", "above_token")
 HIDDEN, DEPTH, VOCABULARY = 64, 6, 64
 IMPORT_S, FRESH_S, CACHED_S, NEAR = 0.5, 20.0, 1.5, 1e-5
@@ -134,11 +144,15 @@ def heads() -> dict[str, tuple[tuple[str, ...], dict[str, Array]]]:
     resnet |= {"scale.draft_hidden": np.abs(draw(HIDDEN)) + 0.2, "leave.weight": draw(2, 32), "leave.bias": draw(2)}
     specdec = {"block.weight": 0.1 * draw(1, HIDDEN, HIDDEN), "block.bias": draw(1, HIDDEN)}
     specdec |= {"order": np.zeros(3, dtype=np.int64), "leave.weight": 0.1 * draw(2, HIDDEN), "leave.bias": draw(2)}
+    tokens = {"mean": draw(3), "scale": np.abs(draw(3)) + 0.2, "weight": draw(3, 3), "bias": draw(2, DEPTH)}
+    tokens |= {"table": draw(2, 2, VOCABULARY), "edges": np.sort(draw(1, 5)), "crosses": draw(2, 2, 101)}
+    tokens |= {"strides": np.array([[0, 0, 0, 1, 7, 0], [0, 3, 0, 1, 0, 11]])}
     first = {"first": draw(1)}
     return {
         "logistic": (NAMES, {**base, "weight": draw(3, width), "bias": draw(3)}),
         "mlp": (NAMES, {**base, **network}),
         "xgboost": (NAMES, trees),
+        "tokens": (TOKENS, tokens),
         "dynasd-hard": (HARD_FEATURES, {**hard, **first}),
         "dynasd-soft": ((), {**soft, **first}),
         "resnet": (NAMES, resnet),
@@ -183,7 +197,7 @@ def check_decisions(bars: Bars, quick: bool) -> None:
                 for together, threads in ((1, 1), (7, 1), (2048, 1), (2048, 2))
             )
             apart = max(float(np.nanmax(np.abs(alone - other))) for other in others)
-            if policy.hidden or kind.startswith("dynasd"):
+            if policy.hidden:
                 near[f"{kind}, {rule}"] = apart
             else:
                 exact += [f"{kind}, {rule}" for other in others if not same_bits(alone, other)]
@@ -193,6 +207,48 @@ def check_decisions(bars: Bars, quick: bool) -> None:
     # A decision that rounding turns shows as a difference of 1 in what is kept; survival must stay within rounding.
     bars.figures["within rounding"] = near
     print("listed apart, largest differences:", {name: f"{apart:.1e}" for name, apart in near.items()}, flush=True)
+
+
+def tree_policies(nodes: int) -> dict[str, StopPolicy]:
+    """Return learned tree policies of random heads, for the tree of so many nodes."""
+    tree, chance = parse_tree(TREES[nodes]), np.random.default_rng(nodes)
+    children = [[len(tree.children[row]) for row in level] for level in tree.levels]
+    shares = [(-1.0 - 0.3 * rank, 0.5) for rank in range(tree.width)]
+    verify_s = [4e-3 + 3e-4 * n for n in range(40)]
+    found: dict[str, StopPolicy] = {}
+    for kind, (names, tensors) in heads().items():
+        if kind not in ("logistic", "mlp", "xgboost", "tokens"):
+            continue
+        table = chance.normal(0.0, 0.2, (tree.deepest + 1, 6)).astype(np.float32)
+        table[:, 0] += 1.0
+        rule = TreeRule(120.0, 1e-3, [4e-4, 5e-4, 6e-4], verify_s, [0.7] * tree.deepest, shares, children, floor=0.05)
+        maps = PathCalibrator(table), PathCalibrator(table[::-1].copy())
+        found[f"{kind}, {nodes} nodes"] = TreeGain(
+            kind, names, build_head(kind, names, tensors), *maps, rule, tree.deepest
+        )
+    return found
+
+
+def check_policies(bars: Bars, quick: bool) -> None:
+    """Hold what policies decide, and learn, of many streams against what they do of each alone."""
+    names = [name for name in BUILTINS if name != "fixed"] + ["bandit?kind=thompson"]
+    rules = {name: load_policy(name, plain="?" not in name).limited(DEPTH) for name in names}
+    cases = [(f"{name}, chain", policy, chain(DEPTH)) for name, policy in rules.items()]
+    for nodes, text in TREES.items():
+        of_trees = {**{f"{name}, {nodes} nodes": p for name, p in rules.items()}, **tree_policies(nodes)}
+        cases += [(name, policy, parse_tree(text)) for name, policy in of_trees.items()]
+    count = 50 if quick else STREAMS
+    keys, differing, idle = np.arange(count), [], []
+    for seed, (name, policy, tree) in enumerate(cases):
+        rounds = draw_rounds(policy, tree, count, ROUNDS, seed)
+        alone, *others = (
+            in_parts(count, together, lambda part: play(policy, rounds, part, keys))  # noqa: B023
+            for together in SIDE_BY_SIDE
+        )
+        differing += [name for other in others if not same_bits(alone, other)]
+        idle += [name] * (not 0 < alone[..., 0].mean() < 1)
+    bars.add("policies, bit for bit", differing, not differing, f"{len(cases)} cases; differing: {differing or 0}")
+    bars.add("policies that decide something", idle, not idle, f"all but {idle or 'none'}")
 
 
 def seconds_of(code: str, cache: str | None = None, runs: int = 3) -> float:
@@ -231,6 +287,7 @@ def main(given: Sequence[str] | None = None) -> int:
     check_imports(bars, 1 if options.quick else 5)
     check_features(bars, options.quick)
     check_decisions(bars, options.quick)
+    check_policies(bars, options.quick)
     rows = sum(COUNTS.values()) // (50 if options.quick else 1)
     return bars.finish(
         options, f"{rows} rows, {len(heads())} heads, {len(RULES)} rules, {time.monotonic() - began:.0f} s"

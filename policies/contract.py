@@ -28,6 +28,8 @@ The caller owns it and hands it back; only the policy looks inside."""
 class DraftStep:
     """What is known right after the tokens of one depth were drawn, before they are fed to the draft.
 
+    All arrays are C-contiguous, as compiled code wants them; a policy that shows another one a part sees to that.
+
     Attributes:
         depth: j, the same for all streams; 0 = before any draft forward (then B = 1).
         alive: [S, B] bool; the other rows hold zeros and are ignored.

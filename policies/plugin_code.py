@@ -49,7 +49,8 @@ def _settings() -> tuple[Any, ...]:
     torch = _torch()
     if torch is None:
         return ()
-    device = torch.utils._device.CURRENT_DEVICE
+    devices = sys.modules.get("torch.utils._device")  # which torch imports only once somebody asks for a default device
+    device = devices.CURRENT_DEVICE if devices is not None else None
     return torch.get_default_dtype(), device, torch.is_grad_enabled(), torch.get_num_threads()
 
 

@@ -14,16 +14,9 @@ from .history import known_depths
     "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64, float64, float64, float32[::1], float32[::1])"
 )
 def move_length(
-    active: Any,
-    cut: Any,
-    accepted: Any,
-    verified: Any,
-    up: float,
-    down: float,
-    most: float,
-    length: Any,
+    active: Any, cut: Any, accepted: Any, verified: Any, up: float, down: float, most: float, length: Any,
     length_after: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Move the lengths after a round: up where all was accepted, else down.
 
     Args:
@@ -36,6 +29,7 @@ def move_length(
     for s in range(length.shape[0]):
         length_after[s] = length[s]
         if known_depths(active[s], cut[s], accepted[s], verified[s]):
+            # In float32 as the state is: the next round must not depend on whether it was stored between.
             moved = length[s] + np.float32(up) if accepted[s] == verified[s] else length[s] - np.float32(down)
             length_after[s] = min(max(moved, 1.0), most)
 
@@ -61,7 +55,7 @@ def move_level(
     alpha, eps, b1, b2, gamma = constants[0], constants[1], constants[2], constants[3], constants[4]
     for s in range(level.shape[0]):
         level_after[s], rate_after[s] = level[s], rate[s]
-        if known_depths(active[s], cut[s], accepted[s], verified[s]):
+        if known_depths(active[s], cut[s], accepted[s], verified[s]):  # which is none where nothing was verified
             share = b1 * rate[s] + (1.0 - b1) * accepted[s] / verified[s]
             aim = level[s] + eps if share <= alpha else level[s] - eps
             level_after[s] = min(max(b2 * level[s] + (1.0 - b2) * aim, 0.0), 1.0)

@@ -29,6 +29,7 @@ def add_reward(
         sums: [S, A, 5] of tokens t, seconds s, t t, t s and s s; changed in place.
     """
     for s in range(choice.shape[0]):
+        # A round that the end of the text cut short says nothing of the arm; nor does one whose tokens were all left out.
         if not active[s] or cut[s] or (verified[s] == 0 and drafted[s] > 0):
             continue
         tokens = accepted[s] + 1.0
@@ -53,6 +54,7 @@ def _by_bonus(pulls: Any, sums: Any, explore: Any) -> Any:
     for a in range(pulls.shape[0]):
         if pulls[a] == 0.0:
             return a
+        # In shares of the best rate: the bonus is that of rewards between 0 and 1, whatever a second is worth.
         rate = sums[a, 0] / max(sums[a, 1], _TINY)
         worth = rate / best_rate + explore * np.sqrt(np.log(max(total, 1.0)) / pulls[a])
         if worth > most:

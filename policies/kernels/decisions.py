@@ -66,7 +66,7 @@ def survive(
                 out[0, s, b] = out[1, s, b] = out[2, s, b] = 0.0
                 continue
             chance = 1.0 if lags else _calibrated(scores[r, 0], accept_scale, accept)
-            product = chance
+            product = chance  # in float64, so that a long path of small chances keeps its digits
             if before.shape[1]:
                 product *= before[s, parent[s, b]]
             if table.shape[1]:

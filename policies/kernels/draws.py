@@ -22,5 +22,6 @@ def write_uniform(keys: Any, number: Any, out: Any) -> None:
     for s in range(out.shape[0]):
         row = _mix(_mix(number[s] * _GOLDEN + 1) ^ keys[s])
         for i in range(out.shape[1]):
+            # The 53 bits that a float64 holds; not 0, whose normal would be infinite.
             bits = (_mix(row + (i + 1) * _GOLDEN) >> 11) & ((1 << 53) - 1)
             out[s, i] = max(bits * 2.0**-53, 2.0**-54)

@@ -17,15 +17,9 @@ def known_depths(active: Any, cut: Any, accepted: Any, verified: Any) -> Any:
     "void(float64[:,::1], float64[::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1], float64[::1])"
 )
 def add_round(
-    record: Any,
-    weight: Any,
-    accepted: Any,
-    verified: Any,
-    counts: Any,
-    past: float,
-    record_after: Any,
+    record: Any, weight: Any, accepted: Any, verified: Any, counts: Any, past: float, record_after: Any,
     weight_after: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Take a round into the record of S streams.
 
     Args:
@@ -41,6 +35,7 @@ def add_round(
         weight_after[s] = weight[s]
         if not counts[s]:
             continue
+        # The weights of the past add up to less than 1 at first: divided by them, the first round counts whole.
         weight_after[s] = past * weight[s] + (1.0 - past)
         share = (1.0 - past) / weight_after[s]
         full = 1.0 if accepted[s] == verified[s] else 0.0

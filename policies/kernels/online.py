@@ -15,7 +15,7 @@ _EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token out
 @exact
 def _sigmoid(value: Any) -> Any:
     """Return 1 / (1 + e^-value), without overflow."""
-    if value >= 0.0:
+    if value >= 0.0:  # either form overflows on the other side
         return 1.0 / (1.0 + np.exp(-value))
     return np.exp(value) / (1.0 + np.exp(value))
 
@@ -82,15 +82,16 @@ def take_step(
         to_slope, to_level, some = 0.0, 0.0, False
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
             odds = seen[s, j]
-            if not np.isfinite(odds):
+            if not np.isfinite(odds):  # the policy was not asked at this depth, so has nothing to learn there
                 continue
             some = True
             chance = _sigmoid(slope * odds + level)
             error, spread = (1.0 if j < accepted[s] else 0.0) - chance, chance * (1.0 - chance)
+            # Curvature and slope at the weights from before the round, so that the order of depths does not count.
             a, b, d = a + spread * odds * odds, b + spread * odds, d + spread
             to_slope, to_level = to_slope + error * odds, to_level + error
         weights_after[s], precision_after[s] = weights[s], precision[s]
-        if some:
+        if some:  # the system of two unknowns, by determinants: a decayed prior keeps it positive
             size = a * d - b * b
             weights_after[s, 0] = slope + (d * to_slope - b * to_level) / size
             weights_after[s, 1] = level + (a * to_level - b * to_slope) / size

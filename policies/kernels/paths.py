@@ -46,6 +46,7 @@ def keep_beam(values: Any, alive: Any, width: int, least: float, kept: Any) -> N
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(values.shape[0]):
         falling(values[s], order)
+        # Relative to the best, which no path underflows; float64, since a beam's mass is a sum of many small numbers.
         best, share = np.float64(values[s, order[0]]), 0.0
         for i in range(min(width, order.shape[0])):
             share += np.exp(values[s, order[i]] - best)
@@ -76,6 +77,7 @@ def keep_rising(levels: Any, before: int, alive: Any, nodes: int, top: int, leas
     """
     order = np.empty(levels.shape[1], dtype=np.int64)
     for s in range(levels.shape[0]):
+        # Both sums anew: the best nodes of the tree so far need not be among those of the tree with another level.
         old, last = levels[s, :before], levels[s, before:]
         rise = _expected(levels[s], order, nodes) - _expected(old, order[:before], nodes)
         falling(last, order[: last.shape[0]])

@@ -39,7 +39,7 @@ def _fitted(probs: Any, labels: Any, count: Any, weight: Any, otherwise: Any) ->
     positives = 0
     for i in range(count):
         positives += labels[i]
-    negatives = count - positives
+    negatives = count - positives  # without one of either kind there is no curve
     if positives == 0 or negatives == 0:
         return otherwise
     best, least, true = otherwise, np.inf, 0
@@ -78,7 +78,7 @@ def fit_threshold(
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
             if not np.isfinite(seen[s, j]):
                 continue
-            at = n
+            at = n  # a round adds a handful to samples that are sorted already: inserting beats sorting anew
             while at > 0 and samples[at - 1] < seen[s, j]:
                 samples[at], bits[at] = samples[at - 1], bits[at - 1]
                 at -= 1

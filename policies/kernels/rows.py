@@ -85,20 +85,9 @@ def _spread(row: Any, most: Any, scale: Any) -> Any:
     REASSOCIATE,
 )
 def read_rows(
-    logits: Any,
-    ranks: int,
-    spread: bool,
-    scores: Any,
-    most: int,
-    sampled: Any,
-    scale: float,
-    ids: Any,
-    parent_path: Any,
-    top: Any,
-    stats: Any,
-    best: Any,
-    numbers: Any,
-) -> None:
+    logits: Any, ranks: int, spread: bool, scores: Any, most: int, sampled: Any, scale: float, ids: Any,
+    parent_path: Any, top: Any, stats: Any, best: Any, numbers: Any,
+) -> None:  # fmt: skip
     """Read rows of logits, each once, and once more where the sampled distribution or the noisy scores are other numbers.
 
     Args:

@@ -8,6 +8,7 @@ import numpy as np
 
 from .compiled import exact, kernel
 
+# Log-odds of 60 are a probability of 1 in double precision, and their exponential is far from infinite.
 _STEEPEST, _EDGE, _SHARE_EDGE = 60.0, 1e-6, 1e-4
 _LEAST = 1e-9
 """Below this survival what is left of it is not told apart from `next`."""
@@ -140,6 +141,7 @@ def survive(scores: Any, rows: Any, above: Any, maps: Any, root: bool, out: Any)
 @exact
 def _price(values: Any, tokens: Any, rises: Any, best: Any) -> Any:
     """Return what a further node must be worth; `best` is scratch."""
+    # The M best, inserted one by one: a sort of all would do the work of the many that are never looked at.
     kept = 0
     for i in range(values.shape[0]):
         value = values[i]
@@ -157,6 +159,7 @@ def _price(values: Any, tokens: Any, rises: Any, best: Any) -> Any:
         total += best[i]
         if total - tokens[i + 1] > top:
             top, count, least = total - tokens[i + 1], i + 1, best[i]
+    # With all places taken a new node displaces the least one kept; before, it costs what verifying one more does.
     return max(min(rises[count], least), 0.0)
 
 
@@ -191,6 +194,7 @@ def _extend(
     for m in range(min(width, out.shape[0])):
         b = order[m]
         worth = 0.0
+        # One level deeper the children beside the best count too; further down they are too unlikely to change m or t.
         for t in range(decay.shape[0]):
             more = max(best[b] * decay[t] - limit, 0.0)
             if t == 0 and best[b] > 0.0:
@@ -202,7 +206,7 @@ def _extend(
             gains[t] += worth
             if gains[t] - costs[m, t] > top:
                 top, rows = gains[t] - costs[m, t], m + 1
-    for m in range(rows):
+    for m in range(rows):  # a branch worth nothing may stand among them where all are
         out[order[m]] = best[order[m]] > 0.0
 
 
@@ -273,6 +277,7 @@ def node_survival(
             above = parent[s, node]
             inherited = out[s, above] if above >= 0 else 1.0
             if begin <= node < end and known[s, 0, node - begin] >= 0.0:
+                # No node survives its parent, whatever two calibrations say: what is selected stays closed under parents.
                 out[s, node] = min(known[s, 0, node - begin], inherited)
                 next_[node] = known[s, 1, node - begin]
             else:

@@ -243,6 +243,13 @@ print(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabl
     assert said == "torch.float32 cpu True\n"
 
 
+def test_a_policy_is_loaded_where_torch_alone_was_imported() -> None:
+    """Nobody has asked it for a default device yet."""
+    code = "import torch; from specstop.policies import load_policy; print(load_policy('confidence:0.4').name)"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said == "confidence:0.4\n"
+
+
 def test_reasons_leave_out_the_kind_where_specstop_says_it_all() -> None:
     assert reason(PolicyError("expected 1")) == "expected 1"
     assert reason(ValueError("expected 1")) == "ValueError: expected 1"
