@@ -6,9 +6,10 @@ For logistic regression, boosted trees (XGBoost, 100 trees of depth 4 for each o
 hidden layers of 64, and for the confidence rule, at 3,072 and 32,000 logits, greedy and at temperature 0.7: microseconds of a
 decision as the loop asks for it, with the features of `train` and with all that read a whole row; warm (as timing loops
 measure), cold (a matrix product of 9 MB between decisions, like a small draft's step), colder (45 MB, like a target's call);
-the library's own call for the same head beside it, without features. Then a million random rows, missing values among them:
-the head's scores against the library's. The last line is one JSON object. The bars: greedy and warm, with the features of
-`train`, 18 us at 3,072 logits and 60 at 32,000; the confidence rule 12 us at 3,072.
+the library's own call for the same head beside it, without features. A million random rows, missing values among them: the
+head's scores against the library's. Then every built-in rule, what it takes to decide once and to hear of a round, features
+given, warm. The last line is one JSON object. The bars: greedy and warm, with the features of `train`, 18 us at 3,072 logits
+and 60 at 32,000; the confidence rule 12 us at 3,072; deciding and hearing of a round 15 us.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from specstop.decode.candidates import Candidates
 from specstop.decode.decide import Decider, Logits
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.contract import StopPolicy
+from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
 from specstop.policies.features.history import History
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived
+from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.fit.run import FEATURES
 from specstop.train.heads.boosted import flatten
 
@@ -43,7 +45,7 @@ WIDE = (
     "mean_accepted", "mean_full", "top1", "top2", "margin", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "depth",
 )  # fmt: skip
 SIZES = (3072, 32000)
-BARS_US, RULE_US = {3072: 18.0, 32000: 60.0}, 12.0
+BARS_US, RULE_US, ROUND_US = {3072: 18.0, 32000: 60.0}, 12.0, 15.0
 ROWS, NEAR = 1_000_000, 2e-5
 TEMPERATURES = (0.0, 0.7)
 TREES, DEPTH, HIDDEN = 100, 4, 64
@@ -201,6 +203,31 @@ def measure(count: int, rows: int, bars: Bars) -> dict[str, Any]:
     return results
 
 
+def measure_rules(count: int, bars: Bars) -> dict[str, float]:
+    """Return the microseconds by built-in rule of one `keep` and one `observe`, and print them."""
+    found = {}
+    for name in (*BUILTINS, "bandit?kind=thompson"):
+        found[name] = round_us(load_policy(name, plain="?" not in name and name != "fixed"), count)
+        print(f"{name:<30}{'keep, observe':>22}{found[name]:>9.1f}", flush=True)
+        check(bars, f"{name}, keep and observe", found[name], ROUND_US)
+    return found
+
+
+def round_us(policy: StopPolicy, count: int) -> float:
+    """Return the median microseconds of a decision about one branch and of hearing of a round, features given."""
+    shown = np.full((1, 1, len(policy.features)), 0.5, dtype=np.float32)
+    alive, parent, one = np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64), np.ones(1, dtype=np.int64)
+    step = DraftStep(max(policy.first, 1), alive, parent, shown, {}, np.zeros(1, dtype=np.int64))
+    told = RoundOutcome(np.ones(1, dtype=bool), 2 * one, 2 * one, one, np.zeros(1, dtype=bool), np.full(1, 0.01))
+    state, seconds = policy.start(1, np.zeros(1, dtype=np.int64)), []
+    for _ in range(count):
+        begin = time.perf_counter()
+        _, state = policy.keep(step, state)
+        state = policy.observe(told, state)
+        seconds.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(seconds)
+
+
 def timed(title: str, policy: StopPolicy, count: int) -> dict[str, Any]:
     """Return the microseconds by vocabulary, greedy under its size, and print them."""
     figures: dict[str, Any] = {}
@@ -225,7 +252,8 @@ def main() -> int:
     warnings.filterwarnings("ignore", message="X does not have valid feature names")
     bars = Bars()
     results = measure(*((10, 1000) if options.quick else (400, ROWS)), bars)
-    bars.figures |= {"figures": results}
+    rules = measure_rules(30 if options.quick else 2000, bars)
+    bars.figures |= {"figures": results, "keep and observe": rules}
     warm = [f[str(SIZES[0])]["warm"] for f in results.values()]
     compared = f"{len(results)} policies, {max(warm):.1f} us at most, greedy, warm, {SIZES[0]} logits"
     return bars.finish(options, compared)

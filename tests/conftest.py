@@ -28,6 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from zoo import DEPTH
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Child processes too: pytest runs a worker a core, and threads that wait for each other spin."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that puts pytest in the background has that ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
