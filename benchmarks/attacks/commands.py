@@ -248,7 +248,9 @@ def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
     for number in range(count):
         chance = random.Random(f"{seed}-{number}")
         command, words, out, work = build(place, chance)
-        with mock.patch.dict(os.environ, {"HOME": str(place / "home")}), working_in(place / "here"):
+        # What `datasets` keeps of a folder of prompts is its own affair, and goes where it is told to.
+        home = {"HOME": str(place / "home"), "HF_HOME": str(room / "cache")}
+        with mock.patch.dict(os.environ, home), working_in(place / "here"):
             answer = run(words, number % OWN_PROCESS == OWN_PROCESS - 1)
             found = list(faults_of(place, before, command, answer, out, work))
         faults += [f"{number} {' '.join(words)}: {fault}" for fault in found]
