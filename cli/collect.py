@@ -283,8 +283,8 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
         return
     facts, rows = describe_trace(trace)
     table(
-        f"{out}: {facts['anchors']} anchors of {facts['prompts']} prompts",
-        ("depth", "P(A >= depth)", "anchors"),
+        f"{out}: {facts['positions']} positions of {facts['prompts']} prompts",
+        ("depth", "P(A >= depth)", "positions"),
         rows,
     )
 

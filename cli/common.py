@@ -59,4 +59,11 @@ def percent(part: float, whole: float) -> str:
 
 def flat(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a mapping as table rows."""
-    return [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in values.items()]
+    return [(name, _plainly(value)) for name, value in values.items()]
+
+
+def _plainly(value: Any) -> str:
+    """Return a value as people read it: four digits of a number, a mapping without its brackets."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plainly(inner)}" for name, inner in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

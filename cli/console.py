@@ -115,14 +115,16 @@ def human_bytes(count: float) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; every column but the first is set to the right unless it holds words."""
-    grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    """Print a table below its title; every column but the first is set to the right unless it holds words."""
+    grid = Table(header_style="bold")
     for index, column in enumerate(columns):
         words = index == 0 or column in ("note", "what", "where", "value")
         grid.add_column(column, justify="left" if words else "right", no_wrap=not words or index == 0)
     for row in rows:
         grid.add_row(*row)
-    output().print(grid)
+    console = output()
+    console.print(Text(title, style="bold"))  # a title of the table's own is folded to its width
+    console.print(grid)
 
 
 def output() -> Console:

@@ -51,7 +51,7 @@ def _show_trace(path: Path, json: bool) -> None:
     facts, rows = describe_trace(trace)
     table(str(path), ("what", "value"), flat(facts))
     if rows:
-        table("acceptance", ("depth", "P(A >= depth)", "anchors"), rows)
+        table("acceptance", ("depth", "P(A >= depth)", "positions"), rows)
     if trace.header.depth < len(trace.header.topology):
         table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branch_rows(trace))
     table("a row", ("what", "value"), sample_rows(trace))
@@ -62,7 +62,7 @@ def trace_json(trace: Trace) -> dict[str, Any]:
     facts, rows = describe_trace(trace)
     return {
         **facts,
-        "acceptance": [{"depth": int(k), "probability": float(p), "anchors": int(n)} for k, p, n in rows],
+        "acceptance": [{"depth": int(k), "probability": float(p), "positions": int(n)} for k, p, n in rows],
         "branches": [
             {"depth": int(k), "branch": b, "probability": p, "rows": int(n)} for k, b, p, n in branch_rows(trace)
         ],
@@ -103,7 +103,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "prompts with rows": len(columns["prompt_id"].unique()),
         "prompts from": header.facts.get("prompts from") or "not recorded",
         "groups": f"{len(groups)}: {', '.join(map(str, groups[:_NAMED]))}{', ...' if len(groups) > _NAMED else ''}",
-        "anchors": len(length),
+        "positions": len(length),
         "cut": int(cut.sum()),
         "accepted length, mean": float(uncut.mean()) if len(uncut) else 0.0,
         "max new tokens": header.max_new_tokens,

@@ -93,10 +93,13 @@ def measure(
         for turn in range(len(noisy)):
             name = noisy[(turn + number) % len(noisy)]
             timed[name].append(cases[name](number))
-        progress("profile", number, max(fewest, number))
+        # How many there will be is not known while the noise decides: the last one is told of when it was the last.
+        progress("profile", number, fewest if effort.repetitions is not None else max(fewest, number + 1))
         now = clock()
         if effort.repetitions is None and number >= LEAST and now + (now - begun) > started + effort.budget_s:
             break
+    if effort.repetitions is None:
+        progress("profile", number, number)
     merged = Measurements()
     for repetitions in timed.values():
         merged = merged.with_series(collected(repetitions))

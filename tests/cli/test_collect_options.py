@@ -272,7 +272,7 @@ def test_a_signal_finishes_the_shard_and_says_how_to_go_on(
 
 def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
     facts = json.loads(cli("info", done.folder, "--json").out)
-    assert facts["anchors"] == done.row_count
+    assert facts["positions"] == done.row_count
     assert facts["groups"] == "2: g0, g1" or facts["groups"] == "2: g1, g0"
     assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
     assert set(facts["sample"]) == set(done.table().column_names)

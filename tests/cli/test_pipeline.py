@@ -105,7 +105,7 @@ def test_collect_describes_what_it_wrote(done: dict[str, Any], home: Path) -> No
     facts = done["collect fit"]
     assert facts == done["info fit"]
     assert (facts["prompts"], facts["depth"], facts["temperature"]) == (36, DEPTH, 0.7)
-    assert facts["anchors"] == len(trace.rows)
+    assert facts["positions"] == len(trace.rows)
     assert facts["shards"] == "2 of 2"
     assert facts["verification"] == "match (lossless)"
 
