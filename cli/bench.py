@@ -88,10 +88,8 @@ def bench(
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
         return
-    title = (
-        f"{len(chosen)} prompts, T = {temperature:g}, {describe(verification)}, engines {' and '.join(pair.engines)}"
-    )
-    show_bench(lines, title)
+    title = f"the first {len(chosen)} prompts (--limit), T = {temperature:g}, {describe(verification)}"
+    show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
 
 
 def show_bench(lines: list[BenchLine], title: str) -> None:
@@ -106,4 +104,4 @@ def show_bench(lines: list[BenchLine], title: str) -> None:
         )
         for line in lines
     ]
-    table(title, ("way", "tokens/s", "of plain [95%]", "tokens per call", "where the time goes"), rows)
+    table(title, ("decoding", "tokens/s", "of plain [95%]", "tokens per call", "where the time goes"), rows)

@@ -13,7 +13,7 @@ from ..policies.outputs import RUN_FILE, claim_folder
 from ..policies.progress import Progress
 from .common import find_pair, open_pair
 from .config import config_saved, save_config
-from .console import human_bytes, human_seconds, print_json, progress_bars, table
+from .console import human_bytes, human_seconds, next_step, print_json, progress_bars, table
 from .interrupt import Interrupted, finish_first
 from .options import (
     Config,
@@ -287,6 +287,8 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
         ("depth", "P(A >= depth)", "positions"),
         rows,
     )
+    models = "--target", trace.header.target, "--draft", trace.header.draft
+    next_step("profile", *models, "--prompts", "PROMPTS", "--out", "profile.json")
 
 
 def _show_estimate(expected: Estimate, world: int, json: bool) -> None:

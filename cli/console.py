@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 import time
 import warnings
@@ -125,6 +126,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     console = output()
     console.print(Text(title, style="bold"))  # a title of the table's own is folded to its width
     console.print(grid)
+
+
+def next_step(*words: object) -> None:
+    """Print the command that most people type next; what they fill in stands in capitals."""
+    output().print(f"Next: specstop {shlex.join(map(str, words))}", soft_wrap=True)
 
 
 def output() -> Console:

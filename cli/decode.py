@@ -21,7 +21,6 @@ from .options import (
     Limit,
     MaxNewTokens,
     Prompts,
-    Quiet,
     Seed,
     Set,
     Target,
@@ -83,7 +82,7 @@ def decode(
     dtype: Dtype = "float32",
     engine: Engine = "auto",
     json: Json = False,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the texts alone: no progress, no tables.")] = False,
     config: Config = None,
     set: Set = [],  # noqa: B006
 ) -> None:
@@ -122,7 +121,8 @@ def decode(
     def stream(number: int, new: str) -> None:
         nonlocal shown
         if number != shown:
-            sys.stdout.write(("\n\n" if shown >= 0 else "") + chosen[number].text)
+            title = f"[{number + 1} of {len(chosen)}: {chosen[number].id}]\n" if len(chosen) > 1 else ""
+            sys.stdout.write(("\n\n" if shown >= 0 else "") + title + chosen[number].text)
             shown = number
         sys.stdout.write(new)
         sys.stdout.flush()
@@ -135,12 +135,11 @@ def decode(
         ids=[p.id for p in chosen],
         seed=seed,
         drafter=drafter,
-        on_text=None if json or quiet else stream,
+        on_text=None if json else stream,
     )
     tally = Tally.of(generations)
     if json:
-        assert pair.tokenizer is not None
-        texts = [str(pair.tokenizer.decode(list(g.tokens), skip_special_tokens=True)) for g in generations]
+        texts = [g.text for g in generations]
         print_json(
             {
                 **tally.summary(),
@@ -150,7 +149,10 @@ def decode(
             }
         )
         return
-    sys.stdout.write("\n\n" if shown >= 0 else "")
+    sys.stdout.write("\n" if shown >= 0 else "")
+    if quiet:
+        return
+    sys.stdout.write("\n")
     show_tally(tally, f"{rule.name}, {describe(mode)}")
 
 

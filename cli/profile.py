@@ -11,7 +11,7 @@ from ..policies.deferral import uninterrupted
 from ..policies.errors import InputError
 from .common import find_pair, find_prompts, flat, open_pair
 from .config import given_config, save_config
-from .console import print_json, progress_bars, table
+from .console import next_step, print_json, progress_bars, table
 from .options import (
     Config,
     Depth,
@@ -104,6 +104,8 @@ def profile(
     if measured.noise is not None and measured.noise.is_noisy:
         say(f"warning: {measured.noise.text}")
     _show(out, json)
+    if not json:
+        next_step("train", "--traces", "TRACES", "--profile", out, "--out", "policy")
 
 
 def _add_policies(

@@ -11,7 +11,7 @@ import typer
 from ..policies.errors import InputError
 from .common import flat
 from .config import config_saved
-from .console import output, print_json, progress_bars, table
+from .console import next_step, output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, Seed, Set
 from .streams import say
 
@@ -139,6 +139,8 @@ def train(
         print_json(trained.metrics)
     else:
         show_trained(trained, out)
+        next_step("evaluate", "--traces", "HELD_OUT", "--train-traces", traces[0], "--profile", profile, "--policy", out,
+                  "--out", "report")  # fmt: skip
 
 
 def _tuned(

@@ -54,6 +54,7 @@ class Generation:
         prompt_tokens: length of the prompt.
         prefill_s: seconds of reading the prompt with the target.
         seconds: of everything.
+        text: of the tokens, special ones left out; None where nobody had a tokenizer.
     """
 
     tokens: tuple[int, ...]
@@ -61,6 +62,17 @@ class Generation:
     prompt_tokens: int
     prefill_s: float
     seconds: float
+    text: str | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over all seconds."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        """Return what it amounts to: hundreds of rounds are no answer at a prompt."""
+        begins = "" if self.text is None else f", {self.text[:40]!r}"
+        return f"Generation({len(self.tokens)} tokens, {len(self.rounds)} rounds, {self.tokens_per_s:.1f} tokens/s{begins})"
 
 
 @dataclass

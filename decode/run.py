@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -51,7 +52,9 @@ def decode(
     for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         stream = _TextStream(pair, number, on_text) if on_text else None
         tokens = list(pair.tokenizer(prompt)["input_ids"])
-        generations.append(speculator.generate(tokens, stream_key(seed, name), stream.push if stream else None))
+        made = speculator.generate(tokens, stream_key(seed, name), stream.push if stream else None)
+        text = str(pair.tokenizer.decode(list(made.tokens), skip_special_tokens=True))
+        generations.append(replace(made, text=text))
         if stream:
             stream.end()
     return generations

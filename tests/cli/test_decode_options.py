@@ -193,3 +193,13 @@ def test_a_bad_value_is_one_line_and_exit_code_2(models: list[str], name: str) -
     assert answer.err.startswith("specstop: ")
     assert message in answer.err
     assert answer.out == ""
+
+
+def test_several_texts_stand_apart_and_quiet_writes_them_alone(models: list[str]) -> None:
+    command = ["decode", "w7 w8", "w9 w10", *models, "--policy", "fixed:2", "--max-new-tokens", "4"]
+    texts = json.loads(cli(*command, "--json").out)["texts"]
+    quiet, plain = cli(*command, "--quiet"), cli(*command)
+    alone = f"[1 of 2: 0]\nw7 w8{texts[0]}\n\n[2 of 2: 1]\nw9 w10{texts[1]}\n"
+    assert (quiet.code, quiet.out.replace(" ", "")) == (0, alone.replace(" ", ""))
+    assert plain.out.startswith(quiet.out)
+    assert "tokens/s" in plain.out

@@ -61,3 +61,10 @@ def test_measured_phases_lie_within_their_round_and_rounds_within_the_text(
             assert (r.first_draft_s > 0) == (r.drafted > 0)
             assert (r.draft_s > 0) == (r.drafted > 1)
             assert min(r.verify_s, r.policy_s) > 0
+
+
+def test_a_generation_says_what_it_amounts_to_in_a_line() -> None:
+    made = Generation((1, 2, 3), (make_round(4, 3, 2),), 5, 0.5, 2.0, "def main():")
+    assert made.tokens_per_s == 1.5
+    assert repr(made) == "Generation(3 tokens, 1 rounds, 1.5 tokens/s, 'def main():')"
+    assert repr(Generation((1,), (), 5, 0.0, 1.0)) == "Generation(1 tokens, 0 rounds, 1.0 tokens/s)"
