@@ -318,6 +318,15 @@ def test_on_trees_the_best_static_tree_is_the_rival() -> None:
     assert "the best fixed length (fixed:3) and the best static tree" in found.headline
 
 
+def test_where_none_pays_the_answer_speaks_of_a_policy_that_was_given() -> None:
+    lines = [*FIXED, line("Hugging Face default", "rule", 1.5), line("mine", "rule", 1.4)]
+    to_best = {name: spread(BOOT, 0.9, 0.97) for name in ("Hugging Face default", "mine")}
+    found = answer(lines, "fixed:3", BOOT, to_best)
+    assert found is not None
+    assert (found.deploy, found.candidate) == (False, "mine")
+    assert "The fastest policy given, mine, is 0." in found.headline
+
+
 def test_without_a_policy_there_is_no_answer() -> None:
     assert answer(FIXED, "fixed:3", BOOT, {}) is None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ...policies.latency.profile import Profile
 from .insight import StopCost
 from .intervals import LEVEL, Resamples, Values
-from .records import DEPLOY, FEWEST, NO_VERDICT, REFUSE, Answer, Line, Ratio
+from .records import DEPLOY, FEWEST, HF_DEFAULT, NO_VERDICT, REFUSE, TUNED, Answer, Line, Ratio
 
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
 
@@ -27,7 +27,8 @@ def answer(
 ) -> Answer | None:
     """Return what to do.
 
-    The candidate is the fastest rule or learned policy that is clear of what needs no policy, or else the fastest one.
+    The candidate is the fastest rule or learned policy that is clear of what needs no policy, or else the fastest one of
+    those given: what every report compares besides is not what was asked about.
 
     Args:
         lines: of the report.
@@ -44,7 +45,9 @@ def answer(
     alone = by_profile or {}
     above_1 = [x for x in asked if boot.interval(to_best[x.name]).is_above]
     clear = [x for x in above_1 if x.name not in alone or alone[x.name].is_above]
-    top = (clear or above_1 or asked)[0]
+    given = [x for x in asked if x.name not in (HF_DEFAULT, TUNED)]
+    top = (clear or above_1 or given or asked)[0]
+    fastest = "fastest policy" if top is asked[0] else "fastest policy given"
     against = boot.interval(to_best[top.name])
     above = float((to_best[top.name][1 : 1 + boot.replicates] > 1.0).mean())
     static = next((x for x in lines if x.kind == "static"), None)
@@ -60,7 +63,7 @@ def answer(
     if told == NO_VERDICT:
         headline = (
             f"No verdict: a single prompt says nothing about others, so there are no intervals; give {FEWEST} or more. On it "
-            f"the fastest policy, {top.name}, is {against.value:.3f} times {rival}."
+            f"the {fastest}, {top.name}, is {against.value:.3f} times {rival}."
         )
     elif clear:
         headline = (
@@ -71,7 +74,7 @@ def answer(
         where = _where(against, boot.prompts)
         headline = (
             f"Do not deploy a policy here, use {use}{how}: {plain_use.to_plain.value:.2f} times as fast as plain decoding. "
-            f"The fastest policy, {top.name}, is {against.value:.3f} times {rival}, {LEVEL_TEXT} {span(against)}: {where}."
+            f"The {fastest}, {top.name}, is {against.value:.3f} times {rival}, {LEVEL_TEXT} {span(against)}: {where}."
         )
     return Answer(
         bool(clear),

@@ -32,7 +32,7 @@ from .insight import Entry, acceptance_bands
 from .intervals import Resamples
 from .prices import copies, lacking_line, with_prices
 from .pricing import Draws
-from .records import Report
+from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
 from .speeds import ASKED, SpeedTable
 from .whatif import RATIOS, sweep as run_sweep
@@ -181,12 +181,12 @@ Job = tuple[str, str, StopPolicy, str]
 def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int) -> list[Job]:
     """Return (name, kind, policy, note) of everything but the fixed lengths; learned rates are solved for the profile."""
     hugging_face = Confidence(HUGGING_FACE, depth)
-    jobs: list[Job] = [("Hugging Face default", "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
+    jobs: list[Job] = [(HF_DEFAULT, "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
     replayable = tuning is not None and tuning.header.has_every_anchor
     if tuning is not None and replayable:
         tuned = tune_confidence(tuning, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
-        jobs.append(("confidence, tuned", "rule", tuned, note))
+        jobs.append((TUNED, "rule", tuned, note))
     for policy in policies:
         note = ""
         is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED

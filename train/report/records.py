@@ -8,6 +8,9 @@ from typing import Any
 
 DEPLOY, NO_GAIN, REFUSE, TOO_FEW = "deploy", "no gain", "do not deploy", "too few prompts"
 NO_VERDICT = "no verdict"
+HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
+"""Rules that every report has for comparison."""
+
 FEWEST = 8
 """Prompts below which an interval says too little for a verdict."""
 
@@ -95,7 +98,7 @@ class Answer:
         deploy: whether a policy is clear of the best fixed length (and of the best static tree).
         verdict: `DEPLOY`, `REFUSE`, or `NO_VERDICT` from a single prompt.
         use: the policy, or the fixed length that none is clear of.
-        candidate: the fastest policy of those compared; `use` where `deploy`.
+        candidate: what the answer speaks of; `use` where `deploy`.
         headline: one sentence.
         sure: how far to trust it.
         why: what it rests on, one sentence each.
