@@ -13,7 +13,9 @@ Target = Annotated[str | None, typer.Option(help="Target model: a folder or a hu
 Draft = Annotated[str | None, typer.Option(help="Draft model of the same tokenizer: a folder or a hub name.")]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help='Prompts: FILE.jsonl with "prompt" (and "id", "group"), FILE.txt, a folder, hf:org/name.'),
+    typer.Option(
+        help='Prompts: .jsonl, .csv or .parquet with "prompt" (and "id", "group"), .txt, a folder, hf:org/name.'
+    ),
 ]
 Traces = Annotated[Path, typer.Option(help="Trace folder of `specstop collect`.")]
 ProfileFile = Annotated[Path, typer.Option("--profile", help="Latency profile of `specstop profile`.")]

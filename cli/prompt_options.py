@@ -87,7 +87,7 @@ class Asked:
 
             if self.preset is None:
                 raise InputError(
-                    "--prompts: expected a JSON Lines file, a .txt file, a data set folder, or hf:org/name; only the "
+                    "--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a data set folder, or hf:org/name; only the "
                     "demo pair brings prompts of its own"
                 )
             demo = demo_pair()

@@ -1,4 +1,4 @@
-"""Where prompts come from: JSON Lines, plain text, a data set on the hub or in a folder. Each record with its place."""
+"""Where prompts come from: JSON Lines, text, CSV, Parquet, a data set on the hub or in a folder; records with places."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ HUB = "hf:"
 Record = tuple[str, Mapping[str, Any]]
 """Where a record stands ("FILE, line 3"), and its columns."""
 
+_TABLES = (".csv", ".parquet")
+_ROWS = 4096
+
 _HUB_FORM = "hf:organisation/name or hf:organisation/name:configuration"
 
 
@@ -24,7 +27,8 @@ def records(source: str | Path, column: str = "prompt", split: str | None = None
     """Yield the records of a source, one after the other, as they are asked for.
 
     Args:
-        source: a file of JSON Lines; a .txt file, each line a prompt; a folder with a data set; or `hf:name[:config]`.
+        source: a file of JSON Lines; a .txt file, each line a prompt; a .csv or .parquet file, each row a record; a folder
+            with a data set; or `hf:name[:config]`.
         column: what the lines of a plain text are called.
         split: of a data set.
 
@@ -39,12 +43,16 @@ def records(source: str | Path, column: str = "prompt", split: str | None = None
         return _rows(name, _folder(path, split))
     if not path.is_file():
         raise InputError(
-            f"--prompts: expected a JSON Lines file, a .txt file, a folder with a data set, or {_HUB_FORM}, "
+            f"--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a folder with a data set, or {_HUB_FORM}, "
             f"but {name} does not exist or is no file"
         )
     if split is not None:
         raise InputError(f"--split: expected a data set for --prompts, but {name} is one file; leave --split out")
-    return _text_lines(path, column) if path.suffix == ".txt" else _json_lines(path)
+    if path.suffix == ".txt":
+        return _text_lines(path, column)
+    if path.suffix in _TABLES:
+        return _rows(name, _table_rows(path))
+    return _json_lines(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -76,6 +84,27 @@ def _json_lines(path: Path) -> Iterator[Record]:
 def _text_lines(path: Path, column: str) -> Iterator[Record]:
     for where, line in _lines(path):
         yield where, {column: line}
+
+
+def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a .csv or .parquet file, some thousands in memory at a time."""
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    try:
+        batches: Any
+        if path.suffix == ".csv":
+            quoted = csv.ParseOptions(newlines_in_values=True)  # prompts have lines
+            names = csv.open_csv(path, parse_options=quoted).schema.names
+            text = csv.ConvertOptions(column_types={name: pa.string() for name in names})  # "12" is a prompt too
+            batches = csv.open_csv(path, parse_options=quoted, convert_options=text)
+        else:
+            batches = parquet.ParquetFile(path).iter_batches(_ROWS)
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"--prompts: {path} cannot be read as {path.suffix[1:]}: {reason[0]}") from None
 
 
 def _rows(name: str, table: Any) -> Iterator[Record]:

@@ -73,7 +73,7 @@ def read_prompts(
     columns: Columns = Columns(),
     choice: Choice | None = None,
 ) -> list[Prompt]:
-    """Read prompts from a JSON Lines file, a .txt file of a prompt a line, a data set folder, or `hf:name[:config]`.
+    """Read prompts from a JSON Lines, CSV or Parquet file, a .txt file, a data set folder, or `hf:name[:config]`.
 
     A record without an id is known by the hash of its prompt. Blank lines are skipped. Nothing is read past what `limit`
     needs.

@@ -25,6 +25,26 @@ def test_each_line_of_a_plain_text_is_a_prompt(tmp_path: Path) -> None:
     assert [p.text for p in read_prompts(path)] == ["one two", "{not json"]
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_rows_of_a_table_are_records(tmp_path: Path, kind: str) -> None:
+    rows = {"prompt": ["one, two\nthree", "12"], "id": ["a", "7"], "category": ["x", "y"]}
+    table = datasets.Dataset.from_dict(rows)
+    path = tmp_path / f"prompts.{kind}"
+    (table.to_csv if kind == "csv" else table.to_parquet)(str(path))
+    found = read_prompts(path)
+    assert found == [Prompt("a", "one, two\nthree", "x"), Prompt("7", "12", "y")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("p.csv", b""), ("p.csv", b"prompt\na,b\n"), ("p.parquet", b"PAR1 not")],
+)
+def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, text: bytes) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(InputError, match=r"^--prompts: .* cannot be read as (csv|parquet): .*$"):
+        read_prompts(tmp_path / name)
+
+
 LAYOUTS = {
     "gsm8k": ({"question": "2 + 2?", "answer": "#### 4"}, Prompt("", "2 + 2?", "gsm8k")),
     "humaneval": (
