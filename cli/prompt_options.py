@@ -87,8 +87,8 @@ class Asked:
 
             if self.preset is None:
                 raise InputError(
-                    "--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a data set folder, or hf:org/name; only the "
-                    "demo pair brings prompts of its own"
+                    "--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a data set folder, or hf:org/name; only "
+                    "the demo pair brings prompts of its own"
                 )
             demo = demo_pair()
         path = demo / f"prompts-{self.side or 'train'}.jsonl"
