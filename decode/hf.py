@@ -25,7 +25,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..policies.checking import check_policy
 from ..policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
 from ..policies.errors import InputError, PolicyError
-from ..policies.features import RUN_FEATURES, Columns, Drawn, Layout
+from ..policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, Layout
 from ..policies.features.history import History
 from ..policies.features.summary import Array
 from ..policies.latency.profile import Profile
@@ -82,6 +82,11 @@ def specstop_generate(
         raise InputError("specstop_generate: expected draft_model= (assistant_model= does not reach a callable)")
     if getattr(generation_config, "num_beams", 1) != 1:
         raise InputError("specstop_generate: beam search is not speculative; expected num_beams=1")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, False):
+            raise InputError(
+                f"specstop_generate: {name}=True is not supported: what a round reads is not a row a token"
+            )
     if text_streamer is not None and len(input_ids) > 1:
         raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
@@ -165,7 +170,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
             target.generate(**inputs, assistant_model=draft)
 
     The stock loop asks from depth 1 on, knows nothing of the target's rows, and verifies every drafted token: policies
-    that read ANCHOR features or hidden states, or leave drawn tokens out, are refused. Scores reach it processed; they are
+    that read its distribution or hidden states, or leave drawn tokens out, are refused. Scores reach it processed; they are
     the raw logits under greedy decoding, and times the temperature where that is the only processor.
 
     Args:
@@ -176,8 +181,9 @@ class PolicyStoppingCriteria(StoppingCriteria):
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
         self._layout = Layout(self.policy.features)
-        self._columns = Columns((*self._layout.anchor, *self._layout.node))
-        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in RUN_FEATURES)]
+        self._anchor, self._columns = Columns(self._layout.anchor), Columns(self._layout.node)
+        known = (*RUN_FEATURES, *TOKEN_FEATURES)
+        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in known)]
         if temperature > 0:
             unknown += [name for name in self._layout.node if name.startswith("noisy_")]
         if unknown:
@@ -225,6 +231,9 @@ class PolicyStoppingCriteria(StoppingCriteria):
                 self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
         self._text, self._drafted = text, 0
         self._path: Array | None = None
+        anchor = Drawn.of([(0, text[-1], text[-2] if len(text) > 1 else -1, 0, 1, 0)])
+        nothing = summarise(self._anchor.plan, torch.zeros(1, 1), anchor, self._temperature)
+        self._known = self._anchor(nothing, anchor, self._temperature)
 
     def _outcome(self, accepted: int) -> RoundOutcome:
         drafted, true = np.array([self._drafted]), np.array([True])
@@ -243,8 +252,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         summary = summarise(self._columns.plan, logits, drawn, self._temperature, None, greedy)
         self._path = summary.path
         columns = self._columns(summary, drawn, self._temperature)
-        known = len(self._layout.anchor)
         past = self._history.values(self._layout.history)
-        features = self._layout.step(self._layout.base(columns[:, :known], past), columns[:, known:])
+        features = self._layout.step(self._layout.base(self._known, past), columns)
         keep, self._state = checked_keep(self.policy, draft_step(self._drafted, features), self._state)
         return torch.tensor([not keep[0, 0]], device=device)

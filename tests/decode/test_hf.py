@@ -23,7 +23,7 @@ from specstop.decode import (
 )
 from specstop.decode.pair import Pair, join
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.contract import Array, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
@@ -200,6 +200,7 @@ def test_a_streamer_gets_what_generate_would_give_it(
     [
         ({"draft_model": None}, r"expected draft_model= \(assistant_model= does not reach a callable\)"),
         ({"num_beams": 3}, "beam search is not speculative; expected num_beams=1"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
         ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),
         ({"tree": "x"}, "--tree: expected widths"),
         ({"drafter": "medusa"}, "--drafter: expected model, lookup"),
@@ -262,7 +263,19 @@ def assisted(pair: Pair, prompt: list[int], policy: StopPolicy) -> tuple[Tensor,
     return out[0], drafts
 
 
-@pytest.mark.parametrize("policy", [FixedLength(3), Confidence(0.3, 6), Confidence(0.6)], ids=lambda p: p.name)
+class ByTokens(StopPolicy):
+    """Decides by which tokens there are."""
+
+    name, first, max_depth = "by-tokens", 1, 6
+    features = ("anchor_token", "before_token", "drawn_token", "above_token")
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.features @ np.array([1, 2, 3, 5], dtype=np.float32) % 4 > 0), state
+
+
+@pytest.mark.parametrize(
+    "policy", [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), ByTokens()], ids=lambda p: p.name
+)
 def test_assisted_text_is_plain_and_its_drafts_are_the_policys(
     endless: Pair, prompt_ids: list[list[int]], policy: StopPolicy
 ) -> None:
