@@ -12,7 +12,7 @@ from ..policies.errors import InputError
 from ..policies.outputs import RUN_FILE, claim_folder
 from ..policies.progress import Progress
 from .common import find_pair, open_pair
-from .config import config_saved, save_config
+from .config import config_saved, running_options, save_config
 from .console import human_bytes, human_seconds, next_step, print_json, progress_bars, table
 from .interrupt import Interrupted, finish_first
 from .options import (
@@ -112,6 +112,19 @@ DryRun = Annotated[
 ]
 
 
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Collect by tasks of Ray: local, or the address of a cluster (auto, HOST:PORT, ray://HOST:PORT) whose machines "
+        "all see the files named here. A task that dies is started again."
+    ),
+]
+RayTasks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of tasks; default: the cluster's GPUs with --device cuda, else its cores."),
+]
+
+
 def collect(
     out: Out,
     prompts: Source = None,
@@ -152,6 +165,8 @@ def collect(
     overwrite: Overwrite = False,
     repair: Repair = False,
     dry_run: DryRun = False,
+    ray: Ray = None,
+    ray_tasks: RayTasks = None,
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
@@ -162,7 +177,7 @@ def collect(
     Under torchrun, srun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it.
     """
     from ..collect.estimates import estimate
-    from ..collect.processes import read_place
+    from ..collect.processes import Place, read_place
     from ..collect.prompts import apply_chat_template
     from ..collect.run import plan_run
     from ..policies.storage.registry import load_policy
@@ -190,6 +205,11 @@ def collect(
         raise InputError(
             "--repair: expected --resume with it; `specstop merge --repair` only moves damaged shards aside"
         )
+    if ray is not None:
+        if dry_run or overwrite or repair or place.world > 1:
+            raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
+        _show(_by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
+        return
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
     with progress_bars(quiet or json) as progress:
@@ -241,6 +261,20 @@ def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: b
     with config_saved(out):
         trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
     _show(trace, Place(), json)
+
+
+def _by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: bool) -> Trace:
+    """Collect by tasks of Ray; on a signal end them, and say how to go on."""
+    from .ray_tasks import collect_by_tasks
+
+    claim_folder(out, resume=resume, in_place=True)
+    own = ("ray", "ray_tasks", "resume")
+    options = {name: value for name, value in running_options().items() if name not in own}
+    with progress_bars(quiet) as progress, finish_first("what can be kept") as stop:
+        trace = collect_by_tasks(options, out, address, tasks, stop=stop, progress=progress)
+        if stop.number is not None and not trace.complete:
+            raise Interrupted(stop.number, "interrupted; the same command with --resume goes on")
+    return trace
 
 
 def _record(

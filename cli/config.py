@@ -93,9 +93,19 @@ def given_config(saved: Path) -> Path | None:
     return None if saved.read_bytes() == _resolved(context).encode() else given
 
 
+def running_options() -> dict[str, Any]:
+    """Return the resolved options of the running command, as plain values."""
+    context = _running.get()
+    return {} if context is None else _values(context)
+
+
 def _resolved(context: typer.Context) -> str:
+    return str(yaml.safe_dump(_values(context), sort_keys=False))
+
+
+def _values(context: typer.Context) -> dict[str, Any]:
     values = {key: _plain(value) for key, value in context.params.items() if key not in _OWN and value is not None}
-    return str(yaml.safe_dump({"command": context.command.name, **values}, sort_keys=False))
+    return {"command": context.command.name, **values}
 
 
 def _plain(value: Any) -> Any:
