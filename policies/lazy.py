@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
     """Return `__getattr__` and `__all__` of a package.
+
+    With EAGER_IMPORT in the environment all names are there at once, for tools that look without asking, as pdoc does.
 
     Args:
         package: its name.
@@ -21,4 +25,6 @@ def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f".{home[name]}", package), name)
 
+    if os.environ.get("EAGER_IMPORT"):
+        vars(sys.modules[package]).update({name: find(name) for name in home})
     return find, sorted(home)
