@@ -1,11 +1,12 @@
-"""Learned policies under filters that they were not trained with: top-p 0.5, top-k 1, min-p 0.9.
+"""Filtered sampling and given texts: replay as live, heads with and without the filter that is served, texts of an engine.
 
-    python benchmarks/filters.py --check
+    python benchmarks/filters.py --check --pair path/to/15m
 
-For the pair at temperature 0.7: dense traces of training prompts without any filter, a latency profile, and each head that
-`specstop train` fits; then test prompts decoded under each filter with every policy and with fixed lengths up to 8. The text
-is the same for all of them, so a policy is judged by what its rounds cost by the profile, decisions included: tokens per
-second over those of the best fixed length, picked on these very prompts. The bar: no head more than 2% below it.
+Four filters, three temperatures, chains and trees on a tiny random pair in float64: rounds of replay beside those of the
+live loop. Then on the embedded pair and each of `--pair`, at temperature 0.7: heads of `specstop train` trained without a
+filter and decoded under ones that leave few tokens, each no more than 2% below the best fixed length there, by the profile's
+time; heads trained under top-p 0.9 and replayed there, beside those trained without; and texts that transformers' own
+`generate` has sampled, as traces: labels, acceptance beside keyed collection, refusals of other temperatures, training.
 The last line is one JSON object.
 """
 
@@ -13,99 +14,72 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from attacks.random_pair import save_pair
 from bars import Bars, arguments
-from pairs import effort, pair_folder
+from filtered.given_texts import given
+from filtered.heads import Place, alike, unlike
+from filtered.same_rounds import FILTERS, SHAPES, TEMPERATURES, same_rounds
+from pairs import effort, own_pair
 from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
-from specstop.collect.run import collect, reading_room
-from specstop.decode import Generation, Settings, Speculator, load_pair, stream_key
-from specstop.decode.profile import add_decisions, measure_profile
-from specstop.decode.sampling import Shaping
-from specstop.policies import FixedLength, Profile, StopPolicy
-from specstop.policies.errors import SpecstopError
-from specstop.train.fit.run import train
+from specstop.collect.prompts import Prompt, read_prompts
+from specstop.decode import Shaping, load_pair
 
-TEMPERATURE, DEPTH, BAR = 0.7, 8, 0.98
-LENGTHS = (0, 1, 2, 3, 4, 6, 8)
-HEADS = ("logistic", "mlp", "xgboost", "tokens")
-FILTERS = {
-    "none": Shaping(),
-    "top-p 0.5": Shaping(top_p=0.5),
-    "top-k 1": Shaping(top_k=1),
-    "min-p 0.9": Shaping(min_p=0.9),
-}
+ROUNDS = 3000
+"""Compared of each filter, temperature and shape."""
 
 
-def rate(texts: Sequence[Generation], costs: Profile, policy: StopPolicy) -> float:
-    """Return committed tokens per second of the rounds, by the profile."""
-    rounds = [made for text in texts for made in text.rounds]
-    names = ("context", "drafted", "verified", "backlog", "decisions")
-    columns = (np.array([getattr(made, name) for made in rounds]) for name in names)
-    seconds = costs.round_seconds(*columns, costs.decision(policy.cost_name))
-    return float(sum(made.committed for made in rounds) / seconds.sum())
-
-
-def measure(folder: Path, room: Path, options: Any, bars: Bars, progress: Any) -> dict[str, Any]:
-    """Return tokens per second by filter and policy, and print their ratios to the best fixed length."""
-    count, tests, tokens = (24, 4, 32) if options.quick else (options.train_prompts, options.prompts, 128)
-    pair = load_pair(folder / "target", folder / "draft")
-    prompts = read_prompts(folder / "prompts-train.jsonl", count)
-    traces = collect(
-        pair, prompts, room / "traces", temperature=TEMPERATURE, depth=DEPTH, max_new_tokens=tokens, progress=progress
-    )
-    texts_ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
-    costs = measure_profile(
-        pair, texts_ids, depth=DEPTH, temperature=TEMPERATURE, effort=effort(options), progress=progress
-    )
-    learned: list[StopPolicy] = []
-    for head in HEADS:
-        try:
-            learned.append(train(traces, costs, head=head, progress=progress).policy)
-        except SpecstopError as error:  # a quick pair may have too little to learn from
-            print(f"{head}: not trained ({error})")
-    costs = add_decisions(costs, learned, pair.vocabulary)
-    read = read_prompts(folder / "prompts-test.jsonl", tests)
-    ids = encode(read, pair.tokenizer, reading_room(pair, tokens))
-    fixed = [FixedLength(k) for k in LENGTHS]
-    figures: dict[str, Any] = {}
+def compared(options: Any, room: Path, bars: Bars) -> None:
+    """Compare replay with the live loop under every filter."""
+    folder = save_pair(room / "tiny")
+    pair = load_pair(folder / "target", folder / "draft", dtype="float64")
+    count, tokens = (3, 16) if options.quick else (48, 40)
+    prompts = [
+        Prompt(f"p{at}", " ".join(f"w{3 + (at * 7 + n * 13) % 40}" for n in range(1 + at % 6))) for at in range(count)
+    ]
     for name, shaping in FILTERS.items():
-        rates, drafted = {}, {}
-        for policy in (*fixed, *learned):
-            speculator = Speculator(pair, policy, Settings(TEMPERATURE, tokens, DEPTH, shaping=shaping))
-            texts = [speculator.generate(i, stream_key(0, p.id)) for i, p in zip(ids, read, strict=True)]
-            rates[policy.name] = rate(texts, costs, policy)
-            rounds = [made for text in texts for made in text.rounds]
-            drafted[policy.name] = sum(made.drafted for made in rounds) / len(rounds)
-        best = max(fixed, key=lambda policy: rates[policy.name])
-        figures[name] = {"best fixed": best.name, "tokens_per_s": rates, "drafted a round": drafted}
-        print(f"\n{folder.name}, {name}: best fixed {best.name}, {rates[best.name]:.1f} tokens/s")
-        for policy in learned:
-            ratio = rates[policy.name] / rates[best.name]
-            text = f"{ratio:.3f} of {best.name}, {drafted[policy.name]:.2f} drafted a round; at least {BAR}"
-            if name == "none":
-                print(f"      {policy.name}: {text}")
-            else:
-                bars.add(f"{folder.name}, {name}, {policy.name}", ratio, ratio >= BAR, text)
-    return figures
+        for temperature in TEMPERATURES:
+            for shape, tree in SHAPES.items():
+                at = f"{name}, T = {temperature:g}, {shape}"
+                found = same_rounds(pair, prompts, tokens, shaping, temperature, tree, room / at.replace(" ", "-"))
+                enough = found.rounds >= ROUNDS or options.quick
+                bars.add(
+                    f"rounds replayed as live, {at}", found.rounds, enough and not found.wrong and not found.not_finite,
+                    f"{found.rounds} rounds, {found.wrong} wrong, {found.not_finite} features not finite; {ROUNDS}, 0, 0",
+                )  # fmt: skip
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
     parser.add_argument("--prompts", type=int, default=40, help="test prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--train-prompts", type=int, default=160, help="training prompts")
+    parser.add_argument("--texts", type=int, default=400, help="given texts; a check needs 400")
     options = parser.parse_args()
+    count, tests, tokens, texts = (24, 4, 32, 32) if options.quick else (
+        options.train_prompts, options.prompts, 128, options.texts
+    )  # fmt: skip
     bars = Bars()
     with tempfile.TemporaryDirectory(prefix="specstop-filters-") as room, progress_bars() as progress:
-        folder = pair_folder(options, progress)
-        bars.figures["filters"] = measure(folder, Path(room), options, bars, progress)
-    compared = f"{options.prompts} prompts of {folder.name}, {len(FILTERS)} filters, T = {TEMPERATURE}"
-    return bars.finish(options, compared, whole=options.prompts >= 40)
+        compared(options, Path(room), bars)
+        folders = [*options.pair] if options.quick and options.pair else [own_pair(options, progress), *options.pair]
+        for folder in folders:
+            pair, stock = (load_pair(folder / "target", folder / "draft", engine=e) for e in ("auto", "plain"))
+            known, tested = (
+                read_prompts(folder / f"prompts-{s}.jsonl", n) for s, n in (("train", count), ("test", tests))
+            )
+            inner = Path(room) / f"pair-{len(bars.figures)}"
+            place = Place(folder.name, pair, known, tested, tokens, effort(options), inner, progress)
+            costs = place.profile(Shaping())
+            plain = place.fitted(place.traces("plain", known), costs, "")
+            bars.figures[f"filters, {folder.name}"] = unlike(place, plain, costs, bars)
+            bars.figures[f"trained, {folder.name}"] = alike(place, plain, bars)
+            bars.figures[f"given, {folder.name}"] = given(place, stock, texts, costs, bars)
+    names = ", ".join(folder.name for folder in folders)
+    whole = options.prompts >= 40 and options.texts >= 400 and len(folders) > 1
+    return bars.finish(options, f"{tests} prompts and {texts} texts of {names}", whole)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def target_gap(offline: Offline, name: str, tokens: list[int], temperature: floa
     ids = torch.tensor([tokens], device=pair.device)
     logits = CachedModel(pair.target, len(tokens), pair.vocabulary).read(ids, rows=1)[0]
     noise = gumbel(stream_key(SEED, name), torch.tensor([len(tokens)]), pair.vocabulary) if temperature else None
-    best = match_scores(logits, temperature, noise).topk(2).values[0]
+    best = match_scores(logits / (temperature or 1.0), noise).topk(2).values[0]
     return float(best[0] - best[1])
 
 

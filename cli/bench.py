@@ -25,11 +25,14 @@ from .options import (
     Target,
     Temperature,
 )
+from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
     from ..decode.compare.bench import BenchLine
+    from ..decode.sampling import Shaping
 
 
+@with_shaping
 def bench(
     prompts: Prompts = None,
     target: Target = None,
@@ -42,6 +45,7 @@ def bench(
         ),
     ] = True,
     temperature: Temperature = 0.0,
+    shaping: Shaping = UNUSED,
     max_new_tokens: MaxNewTokens = 128,
     depth: Depth = 20,
     tree: Annotated[
@@ -66,10 +70,11 @@ def bench(
     from ..decode.compare.bench import bench as run
     from ..decode.modes import describe
     from ..decode.settings import Settings
+    from ..policies.learned.conditions import sampling_text
     from ..policies.storage.registry import load_policy
 
     rules = [load_policy(spec) for spec in policy]
-    settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)
+    settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
     with progress_bars(quiet or json) as progress:
         names = find_pair(target, draft, progress)
         chosen = find_prompts(prompts, names[2], "test", limit)
@@ -88,7 +93,8 @@ def bench(
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
         return
-    title = f"the first {len(chosen)} prompts (--limit), T = {temperature:g}, {describe(verification)}"
+    sampled = sampling_text(temperature, shaping.facts)
+    title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
 
 

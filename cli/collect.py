@@ -48,6 +48,7 @@ from .prompt_options import (
     SplitSeed,
     TestShare,
 )
+from .sampling_options import UNUSED, with_shaping
 from .streams import say
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from ..collect.processes import Place
     from ..collect.shards import Plan
     from ..collect.store import Trace
+    from ..decode.sampling import Shaping
 
 Shards = Annotated[
     int | None, typer.Option(help="Number of files that the trace is split into; default: one for every 32 prompts.")
@@ -82,7 +84,11 @@ Mix = Annotated[
     ),
 ]
 Completions = Annotated[
-    str | None, typer.Option(help="Dense collector: column of texts to label in the place of the target's own.")
+    str | None,
+    typer.Option(
+        help="Dense collector: column of texts, or lists of token ids, to label in the place of the target's own. Above "
+        "temperature 0 they must be samples of the target, drawn as the options say."
+    ),
 ]
 LivePolicy = Annotated[
     str | None,
@@ -125,6 +131,7 @@ RayTasks = Annotated[
 ]
 
 
+@with_shaping
 def collect(
     out: Out,
     prompts: Source = None,
@@ -155,6 +162,7 @@ def collect(
     memory: Memory = 256,
     from_vllm: FromVLLM = None,
     temperature: Temperature = 0.0,
+    shaping: Shaping = UNUSED,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     shards: Shards = None,
@@ -236,6 +244,7 @@ def collect(
             source=asked.described(),
             vectors=_vectors(hidden),
             memory=memory,
+            shaping=shaping,
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)
@@ -321,8 +330,11 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
         ("depth", "P(A >= depth)", "positions"),
         rows,
     )
-    models = "--target", trace.header.target, "--draft", trace.header.draft
-    next_step("profile", *models, "--prompts", "PROMPTS", "--out", "profile.json")
+    header = trace.header
+    sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
+    options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
+    models = "--target", header.target, "--draft", header.draft
+    next_step("profile", *models, *options, "--prompts", "PROMPTS", "--out", "profile.json")
 
 
 def _show_estimate(expected: Estimate, world: int, json: bool) -> None:

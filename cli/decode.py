@@ -26,11 +26,14 @@ from .options import (
     Target,
     Temperature,
 )
+from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
     from ..decode.records import Tally
+    from ..decode.sampling import Shaping
 
 
+@with_shaping
 def decode(
     text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
     prompts: Prompts = None,
@@ -56,18 +59,7 @@ def decode(
     drafter: Annotated[
         str, typer.Option(help="Where candidates come from: model (the draft model) or lookup (the text itself).")
     ] = "model",
-    top_k: Annotated[int, typer.Option(help="Sample among this many most likely tokens; 0 = all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the most likely tokens that add up to this probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that the text already has become less likely.")
-    ] = 1.0,
-    no_repeat_ngram: Annotated[int, typer.Option(help="Let no n-gram of this length come twice; 0 = allow all.")] = 0,
-    min_new_tokens: Annotated[int, typer.Option(help="Do not end a text before this many new tokens.")] = 0,
+    shaping: Shaping = UNUSED,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
     guard: Annotated[
         str,
@@ -91,7 +83,6 @@ def decode(
     from ..decode.modes import describe, resolve_mode
     from ..decode.records import Tally
     from ..decode.run import decode as run
-    from ..decode.sampling import Shaping
     from ..decode.settings import Settings, stop_strings
     from ..policies.storage.registry import load_policy
 
@@ -111,7 +102,7 @@ def decode(
         depth,
         verification=verification,
         tree=tree,
-        shaping=Shaping(top_k, top_p, min_p, repetition_penalty, no_repeat_ngram, min_new_tokens),
+        shaping=shaping,
         stops=stop_strings(pair, stop),
         guard=guard,
     )

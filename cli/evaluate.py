@@ -10,11 +10,14 @@ import typer
 from .config import config_saved
 from .console import output, print_json, progress_bars, table
 from .options import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Set, Traces
+from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
+    from ..decode.sampling import Shaping
     from ..train.report.records import Report
 
 
+@with_shaping
 def evaluate(
     traces: Traces,
     profile: ProfileFile,
@@ -31,6 +34,7 @@ def evaluate(
     achievable: Annotated[
         bool, typer.Option("--achievable", help="Add what a policy could reach that knows all features. Takes minutes.")
     ] = False,
+    shaping: Shaping = UNUSED,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -38,7 +42,10 @@ def evaluate(
     config: Config = None,
     set: Set = [],  # noqa: B006
 ) -> None:
-    """Say offline, exactly, what each policy would gain on held-out prompts with this latency."""
+    """Say offline, exactly, what each policy would gain on held-out prompts with this latency.
+
+    Filters are those that the traces were sampled with; traces sampled otherwise than --top-p and the like say are refused.
+    """
     from ..policies.latency.profile import Profile
 
     costs = Profile.load(profile)
@@ -54,6 +61,7 @@ def evaluate(
             out=out,
             sweep=sweep,
             achievable=achievable,
+            shaping=shaping if shaping.facts else None,
             seed=seed,
             overwrite=overwrite,
             progress=progress,
@@ -68,10 +76,12 @@ def evaluate(
 
 def show_report(report: Report) -> None:
     """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
+    from ..policies.learned.conditions import sampling_text
     from ..train.report.files import headline, policy_rows
 
     facts = report.facts
-    title = f"{facts['prompts']} held-out prompts, temperature {facts['temperature']:g}, {facts['intervals']}"
+    sampled = sampling_text(facts["temperature"], facts["shaping"])
+    title = f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}"
     heads, *rows = policy_rows(report)
     table(title, heads, rows)
     by_length = [

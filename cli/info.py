@@ -74,8 +74,9 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     """Return the plain facts of a trace, and its acceptance by depth as table rows."""
     import numpy as np
 
-    from ..collect.card import hidden_text
+    from ..collect.card import balance_text, hidden_text
     from ..decode.modes import describe
+    from ..policies.learned.conditions import shaping_text
 
     header = trace.header
     columns = trace.table(["accepted_length", "cut", "prompt_id", "group"])
@@ -97,6 +98,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "draft": header.draft,
         "verification": describe(header.verification),
         "temperature": header.temperature,
+        "filter": shaping_text(header.shaping),
         "depth": header.depth,
         "nodes": len(header.topology),
         "prompts": header.prompts,
@@ -111,6 +113,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "bytes": sum(path.stat().st_size for path in (trace.folder / "data").glob("*.parquet")),
         "features": ", ".join((*header.anchor_features, *header.features)),
         "hidden states": hidden_text(header),
+        **({"given texts": balance_text(checked)} if (checked := header.facts.get("given texts")) else {}),
         "seed": header.seed,
         "made on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
     }
@@ -164,6 +167,7 @@ def states_text(sizes: Mapping[str, int]) -> str:
 
 
 def _policy(path: Path) -> dict[str, Any]:
+    from ..policies.learned.conditions import shaping_text
     from ..policies.storage.folder import load_policy_folder
 
     policy = load_policy_folder(path)
@@ -180,6 +184,7 @@ def _policy(path: Path) -> dict[str, Any]:
         "max depth": policy.max_depth,
         "weights": sum(array.size for array in policy.head.tensors().values()),
         "temperature": facts.temperature,
+        "filter": shaping_text(facts.shaping),
         "verification": facts.verification,
         "label": facts.label,
         **{f"pair: {role}": value for role, value in facts.pair.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,12 +28,17 @@ from .options import (
     Target,
     Temperature,
 )
+from .sampling_options import UNUSED, with_shaping
 from .streams import say
+
+if TYPE_CHECKING:
+    from ..decode.sampling import Shaping
 
 NEW_TOKENS = 96
 """Of each text that decisions are timed on."""
 
 
+@with_shaping
 def profile(
     out: Annotated[Path | None, typer.Option(help="JSON file that the profile is written to.")] = None,
     prompts: Prompts = None,
@@ -48,6 +53,7 @@ def profile(
     ] = None,
     depth: Depth = 10,
     temperature: Temperature = 0.0,
+    shaping: Shaping = UNUSED,
     tree: Annotated[
         str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
     ] = None,
@@ -97,6 +103,7 @@ def profile(
             effort=Effort(budget, repetitions=repeats),
             facts=facts(pair),
             progress=progress,
+            shaping=shaping,
         )
     with uninterrupted:
         measured.save(out)
@@ -123,6 +130,7 @@ def _add_policies(
     from ..collect.prompts import encode
     from ..collect.run import reading_room
     from ..decode.profile import loop_decisions
+    from ..decode.sampling import Shaping
     from ..decode.settings import Settings
     from ..policies.latency.profile import MARK, Profile
     from ..policies.outputs import claim_file
@@ -138,7 +146,8 @@ def _add_policies(
         names = find_pair(target, draft, progress)
         pair = open_pair(*names[:2], device, dtype, engine)
         tokens = encode(find_prompts(prompts, names[2], "train", 32), pair.tokenizer, reading_room(pair, 1))
-        settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True)
+        shaping = Shaping.of(costs.shaping)
+        settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping)
         timed = loop_decisions(pair, rules, tokens, settings)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
         raise InputError(

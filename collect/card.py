@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from ..policies.learned.conditions import shaping_text
 from .schema import Header
 
 CARD_FILE = "README.md"
@@ -47,6 +49,7 @@ def _facts(header: Header) -> dict[str, Any]:
         "target": _model(header.target),
         "drafter": _model(header.draft),
         "temperature": f"{header.temperature:g}",
+        "filter": shaping_text(header.shaping),
         "verification": header.verification,
         "depth": header.depth,
         "nodes": len(header.topology),
@@ -66,6 +69,14 @@ def hidden_text(header: Header) -> str:
     """Return which hidden states a trace has, with their shape in a row."""
     shapes = {name: " x ".join(map(str, header.vector_shape(name))) for name in header.vectors}
     return ", ".join(f"{name} ({shape}, float16)" for name, shape in shapes.items()) or "none"
+
+
+def balance_text(checked: Mapping[str, Any]) -> str:
+    """Return what was found of given texts (`given_check.Balance`) in words."""
+    return (
+        f"{checked['texts']} checked: log p + entropy {checked['mean']:+.4f} a token (standard error "
+        f"{checked['standard_error']:.4f}), {checked['impossible']} of {checked['tokens']} tokens cannot be drawn"
+    )
 
 
 def _model(name: str) -> str:

@@ -68,7 +68,7 @@ def dense_rows(
     for start in range(0, len(batch), side_by_side):
         part = batch[start : start + side_by_side]
         ids, keys = [b[3] for b in part], [b[4] for b in part]
-        made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=True)
+        made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=True, shaping=unroller.shaping)
         work: list[Written] = []
         for at, (one, text) in enumerate(zip(part, made.tokens, strict=True)):
             last = min(len(text), max_new_tokens)

@@ -27,7 +27,7 @@ from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .dense import anchor_columns
 from .explore import Exploring, exploring
-from .schema import TIMES
+from .schema import NO_TOKEN, TIMES
 from .unroll import node_features
 
 Row = dict[str, Any]
@@ -77,6 +77,7 @@ class Recorder:
         sent = set(seen.sent)
         row["tokens"][[node[p] for p in drawn]] = [found.tokens[p] for p in drawn]
         row["drawn"][[node[p] for p in drawn]] = True
+        row["tokens"][self._missing(found, node)] = NO_TOKEN
         row["sent"][[node[p] for p in drawn if p in sent]] = True
         if DRAFT_HIDDEN in self._widths:
             row[DRAFT_HIDDEN] = np.zeros((nodes, self._widths[DRAFT_HIDDEN]), dtype=np.float16)
@@ -91,6 +92,12 @@ class Recorder:
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
         row["accepted_length"] = int(row["accepted"].sum())
         self.rows.append(row)
+
+    def _missing(self, found: Candidates, node: Sequence[int]) -> list[int]:
+        """Return the nodes below those that were fed for which a filter has left no token."""
+        fed = {at for at, below in zip(found.rows, found.children, strict=True) if below}
+        missing = set(range(found.topology.roots, len(found.topology))).difference(found.rows)
+        return [row - self._first for row in missing if found.topology.parent[row] in fed]
 
     def _label(self, row: Row, seen: Seen, node: Sequence[int], drawn: Sequence[int]) -> None:
         """Say of the nodes below the accepted path whether the target accepts them."""
@@ -119,6 +126,7 @@ class Recorder:
             check_rows(logits.raw, "draft")
             drawn = drawn_tokens(found, places, logits.owner)
             drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])
+            drawn.lead = logits.lead(drawn) if self._columns.plan.noisy else None
             summary = summarise(
                 self._columns.plan | (Need.PATH | Need.SAMPLED), logits.raw, drawn, self.temperature, logits.sampled,
                 logits.scores, logits.best,

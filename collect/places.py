@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 from ..decode.cache import CachedModel, backend_mask
 from ..decode.finite import broken
 from ..decode.hidden import stored
-from ..decode.noise import gumbel
+from ..decode.noise import gumbel, match_scores
 from ..decode.pair import Pair
-from ..decode.summaries import summarise
+from ..decode.sampling import UNCHANGED, Sampler, Shaping
+from ..decode.summaries import lead_over_truncated, summarise
 from ..decode.topology import Topology
-from ..policies.features import CHAIN_FEATURES, FEATURES, TREE_FEATURES, Columns, Drawn, Kind, Need, Summary
+from ..policies.features import CHAIN_FEATURES, FEATURES, TREE_FEATURES, Columns, Drawn, Kind, Need
+from .schema import NO_TOKEN
 
 PRE_FEATURES = tuple(name for name in TREE_FEATURES if FEATURES[name].kind is Kind.PRE)
 assert TREE_FEATURES[: len(PRE_FEATURES)] == CHAIN_FEATURES[: len(PRE_FEATURES)] == PRE_FEATURES
@@ -24,6 +27,8 @@ assert TREE_FEATURES[: len(PRE_FEATURES)] == CHAIN_FEATURES[: len(PRE_FEATURES)]
 
 BYTES_PER_SCORE = 48
 """Peak bytes per row and token of vocabulary while features are computed (logits, noise, scores, softmax)."""
+
+_BEHIND_END = -3
 
 
 @dataclass(frozen=True)
@@ -46,30 +51,6 @@ class Anchors:
 
 
 @dataclass(frozen=True)
-class Unrolled:
-    """The candidates of n anchors, N nodes each in the order of the topology.
-
-    Attributes:
-        tokens: [n, N].
-        features: [n, N, F] float32 in the order of `Unroller.features`.
-        draft_prob, target_prob: [n, N], q and p of the token in the sampled distributions (T = 0: at temperature 1).
-        overlap: [n, N], sum over tokens of min(p, q).
-        labelled: [n, N] bool, the parent is on the text and the text goes on; elsewhere p and overlap are 0.
-        accepted: [n, N] bool, the node is on the text.
-        hidden: [n, N, H] float16, the draft's hidden states, if asked for.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    draft_prob: Tensor
-    target_prob: Tensor
-    overlap: Tensor
-    labelled: Tensor
-    accepted: Tensor
-    hidden: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """What is unrolled.
 
@@ -79,6 +60,7 @@ class Job:
         features: recorded at each node.
         temperature: of the sampling.
         memory_bytes: budget for rows as wide as the vocabulary.
+        shaping: what else changes the distribution that is sampled from.
         hidden: H of the draft's hidden states, to keep them as well; 0 = not.
     """
 
@@ -87,6 +69,7 @@ class Job:
     features: tuple[str, ...]
     temperature: float
     memory_bytes: int
+    shaping: Shaping = UNCHANGED
     hidden: int = 0
 
 
@@ -109,8 +92,12 @@ class Places:
         device, dtype = self.pair.device, self.pair.logits_dtype
         self.last = last
         place = torch.arange(first, end + 1, device=device)
-        generated = torch.tensor([*anchors.text[anchors.prompt :], -1], device=device)
-        self.own = generated[place.clamp_max(len(generated) - 1)]  # [P], the text's token there; -1 behind its end
+        generated = torch.tensor([*anchors.text[anchors.prompt :], _BEHIND_END], device=device)
+        self.own = generated[
+            place.clamp_max(len(generated) - 1)
+        ]  # [P], the text's token there; negative behind its end
+        processors = job.shaping.build(self.temperature, self.prompt, self.pair.eos, device)
+        self.sampler = Sampler(processors, self.temperature)
         self.fed = [row for row in range(len(self.shape)) if self.shape.children[row]]
         self.width = max(len(below) for below in self.shape.children)
         self.is_chain, self.sees = self.shape.is_chain, self.shape.sees.to(device)
@@ -118,19 +105,23 @@ class Places:
         self.at = torch.full((len(self.shape),), -1, device=device)  # row of the shape -> index among the fed ones
         self.at[self.fed] = torch.arange(len(self.fed), device=device)
         self.child = torch.full((len(self.shape), self.width), 0, device=device)
+        self.rank = torch.zeros(len(self.shape), dtype=torch.int64, device=device)  # among the children of the parent
         for row, below in enumerate(self.shape.children):
             self.child[row, : len(below)] = torch.tensor(below, device=device, dtype=torch.int64)
+            self.rank[list(below)] = torch.arange(len(below), device=device)
         size, most = (self.count, len(self.fed)), min(self.width + 1, self.pair.vocabulary)
         self.most, self.pre_columns = most, Columns(PRE_FEATURES)
         self.post_columns = Columns(self.names[len(PRE_FEATURES) :])
         self.token = torch.zeros(*size, self.width, dtype=torch.int64, device=device)
         self.pre = np.zeros((*size, len(PRE_FEATURES)), dtype=np.float32)
         self.best = np.full((*size, max(most, 2)), -np.inf, dtype=np.float32)  # noisy scores in falling order
-        self.numbers = np.zeros((*size, self.width, 2))  # log-probability at temperature 1, and in what is sampled from
+        # Log-probability at temperature 1, that in what is sampled from, and the lead over what a filter left out.
+        self.numbers = np.zeros((*size, self.width, 3))
         self.hidden = torch.zeros(*size, job.hidden, dtype=torch.float16, device=device) if job.hidden else None
         self.key, self.noise = anchors.key, None
         places = self.count + self.shape.deepest
-        if self.temperature > 0 and places * self.pair.vocabulary * BYTES_PER_SCORE <= job.memory_bytes:
+        fits = places * self.pair.vocabulary * BYTES_PER_SCORE <= job.memory_bytes
+        if self.temperature > 0 and (fits or anchors.noise is not None):
             none = torch.empty(0, self.pair.vocabulary, dtype=dtype, device=device)
             known = none if anchors.noise is None else anchors.noise[first:][:places]
             self.noise = torch.cat([known, self._noise_at(torch.arange(len(known), places, device=device))])
@@ -165,15 +156,23 @@ class Places:
             ids = torch.tensor([self.text[begin:end]], device=self.pair.device)
             logits = model.read(ids, rows=len(place))[0]
             begin = end
-            self._record(logits, model.states, place, torch.zeros_like(place), 1)
+            sampled = self._record(logits, model.states, place, torch.zeros_like(place), 1)
             known = max(0, min(len(place), len(target_rows) - self.first - start))
-            p, q = (self._sampled(rows[:known]) for rows in (target_rows[self.first + start :], logits))
             here = place[:known]
+            target = self.sampler(target_rows[self.first + start :][:known], partial(self._prefixes, here, 0 * here))
+            p, q = (torch.softmax(rows, -1) for rows in (target, (logits if sampled is None else sampled)[:known]))
             self.overlap[here] = torch.minimum(p, q).sum(-1)
-            self.target_prob[here] = p.gather(-1, self.token[here, 0])
+            self.target_prob[here] = p.gather(-1, self.token[here, 0].clamp_min(0))
 
-    def _sampled(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits / (self.temperature or 1.0), -1)
+    def _prefixes(self, place: Tensor, row: Tensor) -> list[list[int]]:
+        """Return the tokens before each (place, row), whose rows are all of one depth: the text up to the place, the path."""
+        path = torch.empty(len(row), 0, dtype=torch.int64, device=row.device)
+        while bool(row.any()):
+            above = self.parent[row]
+            path = torch.cat([self.token[place, self.at[above], self.rank[row]].clamp_min(0)[:, None], path], 1)
+            row = above
+        start = self.prompt + self.first
+        return [[*self.text[: start + at], *tokens] for at, tokens in zip(place.tolist(), path.tolist(), strict=True)]
 
     def grow(self, model: CachedModel, most_rows: int) -> None:
         """Draft what leaves the text, in chunks of places."""
@@ -184,8 +183,7 @@ class Places:
         line = torch.arange(len(self.shape), device=self.own.device)
         for level in self.shape.levels[2:]:  # row -> its ancestor of depth 1
             line[level] = line[[self.shape.parent[row] for row in level]]
-        rank = torch.tensor([0, *(self.shape.children[0].index(int(row)) if int(row) else 0 for row in line[1:])])
-        off = self.token[:, 0][:, rank.to(line.device)] != self.own[:, None]  # [P, rows of the shape]
+        off = self.token[:, 0][:, self.rank[line]] != self.own[:, None]  # [P, rows of the shape]
         wanted = off & (self.at >= 0) & (self.depth > 0) & (self.depth < reach[:, None])
         widest = torch.stack([wanted[:, level].sum(1) for level in self.shape.levels]).amax(0)
         for places in _chunks(widest, most_rows):
@@ -194,8 +192,7 @@ class Places:
 
     def _grow_chunk(self, model: CachedModel, places: Tensor, wanted: Tensor) -> None:
         row, index = wanted[places].T.nonzero(as_tuple=True)  # in the order of the rows, which is that of their depths
-        place, above = places[index], self.parent[row]
-        fed, rank = self.at[above], (self.child[above] == row[:, None]).int().argmax(1)
+        place, fed, rank = places[index], self.at[self.parent[row]], self.rank[row]
         position = self.prompt + self.first + place - 1  # of the last token of the text that each sees
         text = torch.arange(model.length, device=place.device) <= position[:, None]
         end = 0
@@ -208,77 +205,41 @@ class Places:
             if not self.is_chain:
                 own &= self.sees[behind[:, None], row[:end]]
             mask = backend_mask(torch.cat([text[begin:end], own], 1)[None, None], self.pair.draft)
-            tokens = self.token[at, fed[begin:end], rank[begin:end]]
+            tokens = self.token[at, fed[begin:end], rank[begin:end]].clamp_min(0)  # behind no token nothing is kept
             logits = model.read(tokens[None], 0, mask, (position[begin:end] + depth)[None])[0]
             self._record(logits, model.states, at, behind, depth + 1)
 
-    def _record(self, logits: Tensor, states: Tensor | None, place: Tensor, row: Tensor, depth: int) -> None:
-        """Note what is proposed below (place, row), tokens of depth `depth` behind the place, and the last of the states."""
-        best, tokens = self._scores(logits, place + depth - 1).topk(self.most, -1)
+    def _record(self, logits: Tensor, states: Tensor | None, place: Tensor, row: Tensor, depth: int) -> Tensor | None:
+        """Note what is proposed below (place, row), tokens of depth `depth` behind the place, and the last of the states.
+
+        Returns:
+            [R, V] what is sampled from; None at temperature 0.
+        """
+        sampled = self.sampler(logits, partial(self._prefixes, place, row))
+        noise = self._noise_behind(place + depth - 1) if self.temperature > 0 else None
+        best, tokens = match_scores(sampled, noise).topk(self.most, -1)
         tokens = tokens[:, : self.width]
         ids = np.zeros((tokens.numel(), 6), dtype=np.int64)
         ids[:, 0], ids[:, 1] = np.repeat(np.arange(len(tokens)), tokens.shape[1]), tokens.cpu().numpy().ravel()
         plan = self.pre_columns.plan | (Need.PROBABILITY | Need.SAMPLED | Need.NOISE)
-        summary = summarise(plan, logits, Drawn(ids), self.temperature, best=best)
+        drawn = Drawn(ids)
+        if self.sampler.untruncated is not None:
+            drawn.lead = lead_over_truncated(self.sampler.untruncated, sampled, drawn)
+        shaped = sampled if self.sampler.reads_prefix and self.temperature > 0 else None
+        summary = summarise(plan, logits, drawn, self.temperature, shaped, best=best)
         if not np.isfinite(summary.best[:, 0]).all():  # topk takes NaN for the largest
             raise broken("draft")
         spot = (place, self.at[row])
         at = (place.cpu().numpy(), self.at[row].cpu().numpy())
-        self.token[spot] = tokens
+        self.token[spot] = tokens.where(best[:, : tokens.shape[1]] > -torch.inf, NO_TOKEN)
         self.best[at[0], at[1], : self.most] = summary.best
         each = Drawn(np.ascontiguousarray(ids[:: tokens.shape[1]]))
         self.pre[at] = self.pre_columns(summary, each, self.temperature)
-        self.numbers[at] = summary.numbers[:, :2].reshape(*tokens.shape, 2)
+        self.numbers[at] = summary.numbers[:, [0, 1, 3]].reshape(*tokens.shape, 3)
         if self.hidden is not None:
             assert states is not None
             self.hidden[spot] = stored(states[0, -len(logits) :])
-
-    def _scores(self, logits: Tensor, place: Tensor) -> Tensor:
-        """Return [R, V], what the draft takes the largest of at these places."""
-        if self.temperature == 0:
-            return logits
-        return torch.log_softmax(logits / self.temperature, -1) + self._noise_behind(place)
-
-    def gather(self, start: Tensor, tree: Topology) -> Unrolled:
-        """Return the trees of the anchors at the places `start` [n]: each follows the text as far as it can."""
-        parent = torch.tensor(tree.parent, device=start.device)
-        rank = torch.tensor([0, *(tree.children[tree.parent[row]].index(row) for row in range(1, len(tree)))])
-        rank = rank.to(start.device)
-        place, row = (start.new_zeros(len(start), len(tree)) for _ in range(2))  # of what each node is drawn behind
-        next_place, next_row = (start.new_zeros(len(start), len(tree)) for _ in range(2))
-        next_place[:, 0] = start
-        for level in map(torch.tensor, tree.levels[1:]):
-            above = parent[level]
-            place[:, level], row[:, level] = here, behind = next_place[:, above], next_row[:, above]
-            on_text = (behind == 0) & (self.token[here, self.at[behind], rank[level]] == self.own[here])
-            next_place[:, level] = torch.where(on_text, (here + 1).clamp_max(self.count - 1), here)
-            next_row[:, level] = torch.where(on_text, 0, self.child[behind, rank[level]])
-        place, row, rank = place[:, 1:], row[:, 1:], rank[1:]
-        fed, own = self.at[row], self.own[place]
-        token, known = self.token[place, fed, rank], (row == 0) & (own >= 0)
-        features, prob = self._features(place, row, rank, tree)
-        p, overlap = self.target_prob[place, rank] * known, self.overlap[place] * known
-        hidden = None if self.hidden is None else self.hidden[place, fed]
-        return Unrolled(token, features, prob, p, overlap, known, known & (token == own), hidden)
-
-    def _features(self, place: Tensor, row: Tensor, rank: Tensor, tree: Topology) -> tuple[Tensor, Tensor]:
-        """Return [n, N, F] features and [n, N] probabilities of the nodes of n trees, each drawn after (place, row)."""
-        at, fed, rank_at = place.cpu().numpy(), self.at[row].cpu().numpy(), rank.cpu().numpy()
-        numbers = self.numbers[at, fed, rank_at]  # [n, N, 2]
-        path = np.concatenate([np.zeros((len(at), 1)), numbers[..., 0]], 1)
-        for level in tree.levels[2:]:
-            path[:, level] += path[:, [tree.parent[node] for node in level]]
-        ids = np.zeros((*at.shape, 6), dtype=np.int64)
-        ids[..., 0], ids[..., 3] = at * len(self.fed) + fed, rank_at
-        ids[..., 4] = [len(tree.children[up]) for up in tree.parent[1:]]
-        ids[..., 5] = tree.depth[1:]
-        lead = np.full((*at.shape, 1), np.inf)  # no filter leaves tokens out here
-        four = np.concatenate([numbers, path[:, 1:, None], lead], -1).reshape(-1, 4)
-        best = self.best.reshape(-1, self.best.shape[-1])
-        nothing = np.zeros((1, 10), dtype=np.float32), np.zeros((1, 2))
-        post = self.post_columns(Summary(*nothing, best, four), Drawn(ids.reshape(-1, 6)), self.temperature)
-        features = np.concatenate([self.pre[at, fed], post.reshape(*at.shape, -1)], -1)
-        return torch.from_numpy(features), torch.from_numpy(np.exp(numbers[..., 1])).to(self.own.device)
+        return sampled if self.temperature > 0 else None
 
 
 def _chunks(rows: Tensor, most: int) -> Sequence[Tensor]:

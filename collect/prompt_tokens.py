@@ -20,7 +20,7 @@ class Prompt:
         id: unique among the prompts of a run; noise, split, order and shard hang on it.
         text: what is read.
         group: under which it is reported.
-        completion: an answer that came with it, or None.
+        completion: an answer that came with it, as text or as token ids, or None.
         system: the system message that came with it; used under a chat template only.
         templated: `text` is the result of a chat template and holds its special tokens.
     """
@@ -28,7 +28,7 @@ class Prompt:
     id: str
     text: str
     group: str = ""
-    completion: str | None = None
+    completion: str | tuple[int, ...] | None = None
     system: str = ""
     templated: bool = False
 

@@ -167,10 +167,13 @@ def _text(record: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[
     return system, value
 
 
-def _completion(record: Mapping[str, Any], name: str, where: str) -> str:
+def _completion(record: Mapping[str, Any], name: str, where: str) -> str | tuple[int, ...]:
+    """Return an answer: its text, or its token ids."""
     value = record.get(name)
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return tuple(value)
     if not isinstance(value, str) or not value:
-        raise InputError(f'--completions: {where}: expected a non-empty string "{name}"')
+        raise InputError(f'--completions: {where}: expected a non-empty string "{name}", or a list of token ids')
     _check_text("completion", value, where)
     return value
 

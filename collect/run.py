@@ -15,6 +15,7 @@ import torch
 from ..decode.hidden import vector_widths
 from ..decode.noise import stream_key
 from ..decode.pair import Pair
+from ..decode.sampling import UNCHANGED, Shaping, check_processors
 from ..decode.settings import Settings
 from ..decode.topology import chain, parse_tree
 from ..policies.contract import StopPolicy
@@ -23,6 +24,8 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, silent
+from .given import Completions
+from .given_check import check_sampled
 from .prompts import Prompt, encode
 from .schema import Header, parents
 from .shards import Plan, Work, record
@@ -56,9 +59,10 @@ def collect(
     verification: str = "match",
     explore: float = 0.0,
     mix: float = 0.0,
-    completions: Mapping[str, str] | None = None,
+    completions: Completions | None = None,
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
+    shaping: Shaping = UNCHANGED,
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -76,7 +80,7 @@ def collect(
         overwrite: replace an older result there, once the new one is complete.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions, vectors, memory: see `plan_run`.
+        collector, policy, verification, explore, mix, completions, vectors, memory, shaping: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
@@ -101,6 +105,7 @@ def collect(
         completions=completions,
         vectors=vectors,
         memory=memory,
+        shaping=shaping,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -123,9 +128,10 @@ def plan_run(
     verification: str = "match",
     explore: float = 0.0,
     mix: float = 0.0,
-    completions: Mapping[str, str] | None = None,
+    completions: Completions | None = None,
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
+    shaping: Shaping = UNCHANGED,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -147,13 +153,16 @@ def plan_run(
         explore: share of the rounds of a live run that are drafted to full depth whatever the policy says.
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
-        completions: text behind each prompt, by prompt id, to label in the place of the target's own.
+        completions: text (or token ids) behind each prompt, by prompt id, to label in the place of the target's own; above
+            temperature 0 they must have been sampled from the target as `temperature` and `shaping` say.
         vectors: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
             2 bytes x width x nodes for the draft's, at each anchor.
         memory: MiB for the scores of the positions that the dense collector unrolls together.
+        shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
     Raises:
-        InputError: an option is out of range, or a prompt is too long.
+        InputError: an option is out of range, a prompt is too long, a logits processor remembers earlier calls, or the
+            completions were not sampled so.
         PolicyError: an unknown vector.
     """
     check_limits(
@@ -168,9 +177,16 @@ def plan_run(
     ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
     if shards is not None and shards > len(prompts):
         raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
-    settings = Settings(temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree)
+    check_processors(shaping.processors, pair.vocabulary)
+    settings = Settings(
+        temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree, shaping=shaping
+    )
     widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
     way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory)
+    told: dict[str, Any] = {"prompts from": source}
+    if completions is not None and temperature > 0:
+        named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
+        told["given texts"] = check_sampled(pair, settings, named, completions, max_new_tokens + topology.deepest)
     carries = policy is not None and policy.carries
     count = shards or (1 if carries else _shard_count(len(prompts), max_new_tokens, widths, topology.nodes))
     header = Header(
@@ -189,8 +205,9 @@ def plan_run(
         prompts=len(prompts),
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         vectors=widths,
+        shaping=shaping.facts,
         **way.header,
-        facts={**facts(pair), "prompts from": source},
+        facts={**facts(pair), **told},
     )
     work: list[list[Work]] = [[] for _ in range(count)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):

@@ -1,7 +1,8 @@
 """What a trace is: the columns of a row, the header, and their version. The one module that knows.
 
 A row is one anchor, or one round of a live run. Per-node columns are fixed-size lists over the topology's N nodes, by depth,
-siblings in falling order of their scores (for a chain: depths 1..K). Every drawn node carries its features, also behind a
+siblings in falling order of their scores (for a chain: depths 1..K); where a filter leaves fewer tokens than there are
+siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also behind a
 rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
 `target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (Under verifications
 other than `match`, `target_prob` is known wherever the target has read the node.)
@@ -25,11 +26,16 @@ from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import Kind
 from ..policies.features.hidden_states import HIDDEN_STATES
+from ..policies.learned.conditions import Conditions
 from ..policies.text import HALF, is_text
 
-SCHEMA_VERSION = 3
-BEFORE_VECTORS = 2
-"""The version without `vectors`: read as one that has none."""
+SCHEMA_VERSION = 4
+_LATER: Mapping[int, Mapping[str, Any]] = {2: {"vectors": {}, "shaping": {}}, 3: {"shaping": {}}}
+"""Older versions that are read, with what their headers lack."""
+
+UNKNOWN, NO_TOKEN = -1, -2
+"""In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
+node cannot be drawn."""
 
 _WIDEST = 1 << 20
 HEADER_KEY = b"specstop"
@@ -49,6 +55,7 @@ class Header:
         eos: ids that end a text.
         verification: whose acceptance the labels are; `label` says of what kind.
         temperature: of the sampling.
+        shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`); {} = nothing.
         topology: parent of each node, -1 = the anchor, in order of depth; a chain is -1, 0, 1, ...
         features, anchor_features: names recorded at each node, and once per anchor.
         max_new_tokens: limit of each text; rows stop there, labels look past it.
@@ -56,7 +63,8 @@ class Header:
         shards: number of shards of a complete trace.
         prompts: number of prompts, and `prompts_hash` of their ids and token ids.
         collector: "dense", or "live".
-        texts: "target": the target's own; "completions": given ones, of which anchors are left out.
+        texts: "target": the target's own; "sampled": given ones that were sampled from the target; "completions": given ones,
+            of which the anchors count behind which the target says the same.
         policy: that a live run was under, "" for dense traces.
         explore: share of its rounds that were drafted to full depth whatever the policy said.
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
@@ -86,6 +94,7 @@ class Header:
     explore: float = 0.0
     mix: float = 0.0
     vectors: Mapping[str, int] = field(default_factory=dict)
+    shaping: Mapping[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,7 +111,12 @@ class Header:
     @property
     def has_every_anchor(self) -> bool:
         """Whether each position of a text has its row, so that any policy can be replayed."""
-        return self.collector == "dense" and self.texts == "target"
+        return self.collector == "dense" and self.texts in ("target", "sampled")
+
+    @property
+    def conditions(self) -> Conditions:
+        """What acceptance rests on in this trace, for policies to be checked against."""
+        return Conditions(self.temperature, self.shaping, self.verification, self.pair)
 
     def vector_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a recorded vector in a row: [N, H], or [H] for one of the anchor."""
@@ -132,13 +146,12 @@ class Header:
         if not is_text(json.dumps(raw, ensure_ascii=False)):
             raise TraceError(f"{where}: the header has {HALF}")
         version = raw.get("schema") if isinstance(raw, dict) else None
-        if version not in (BEFORE_VECTORS, SCHEMA_VERSION) or isinstance(version, bool):
+        if version not in (*_LATER, SCHEMA_VERSION) or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {version!r}, but this specstop reads schema {BEFORE_VECTORS} and "
+                f"{where}: the trace has schema {version!r}, but this specstop reads schema {min(_LATER)} to "
                 f"{SCHEMA_VERSION}; collect it again, or use the version that wrote it"
             )
-        if version == BEFORE_VECTORS and "vectors" not in raw:
-            raw |= {"schema": SCHEMA_VERSION, "vectors": {}}
+        raw = {**_LATER.get(version, {}), **raw, "schema": SCHEMA_VERSION}
         names = {f.name for f in dataclasses.fields(Header)}
         if set(raw) != names:
             raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")

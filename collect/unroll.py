@@ -17,11 +17,13 @@ from ..decode.cache import CachedModel, token_bytes
 from ..decode.compact import CompactModel
 from ..decode.hidden import hidden_width
 from ..decode.pair import Pair
+from ..decode.sampling import UNCHANGED, Shaping
 from ..decode.topology import Topology, chain
 from ..policies.errors import InputError
 from ..policies.features import CHAIN_FEATURES, TREE_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN
-from .places import BYTES_PER_SCORE, Anchors, Job, Places, Unrolled
+from .gather import Unrolled, gather
+from .places import BYTES_PER_SCORE, Anchors, Job, Places
 
 __all__ = ["Anchors", "Unrolled", "Unroller", "closure", "node_features"]
 
@@ -41,6 +43,7 @@ class Unroller:
         temperature: of the sampling.
         memory_bytes: budget for the rows of a forward.
         vectors: hidden states to record (`features.hidden_states`).
+        shaping: what else changes the distribution that is sampled from.
 
     Attributes:
         tree: the topology.
@@ -55,8 +58,10 @@ class Unroller:
         memory_bytes: int = 1 << 28,
         rows: int | None = None,
         vectors: Sequence[str] = (),
+        shaping: Shaping = UNCHANGED,
     ) -> None:
         self.pair, self.temperature, self.memory_bytes = pair, temperature, memory_bytes
+        self.shaping = shaping
         self.tree = chain(tree) if isinstance(tree, int) else tree
         if max(map(len, self.tree.children)) > pair.vocabulary:
             raise InputError(f"--tree: {self.tree.name} wants more candidates than the vocabulary has")
@@ -68,7 +73,7 @@ class Unroller:
         self._hidden = hidden_width(pair.draft) if DRAFT_HIDDEN in vectors else 0
         self._model = CachedModel(pair.draft, 0, pair.vocabulary, bool(self._hidden))
         self._crew = [self]
-        self._job = Job(pair, self._shape, self.features, temperature, memory_bytes, self._hidden)
+        self._job = Job(pair, self._shape, self.features, temperature, memory_bytes, shaping, self._hidden)
 
     @property
     def depth(self) -> int:
@@ -89,7 +94,7 @@ class Unroller:
         model = self._room(anchors.prompt + end, len(self._shape))
         places.read_text(model, target_rows, max(self._rows, _SEGMENT))
         places.grow(model, self._rows)
-        return places.gather(anchors.anchor - first, self.tree)
+        return gather(places, anchors.anchor - first, self.tree)
 
     def crew(self, most: int) -> list[Unroller]:
         """Return this unroller and further ones like it, `most` in all, that can unroll texts at the same time.
@@ -102,7 +107,9 @@ class Unroller:
         each = scores + self._rows * len(self._shape) * token_bytes(self.pair.draft)
         while len(self._crew) < min(most, self.memory_bytes // each):
             self._crew.append(
-                Unroller(self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.vectors)
+                Unroller(
+                    self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.vectors, self.shaping
+                )
             )
         return self._crew[:most]
 

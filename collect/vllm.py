@@ -17,11 +17,8 @@ from ..decode.topology import chain
 from ..policies.errors import InputError
 from ..policies.outputs import claim_folder, staged_folder
 from ..policies.text import HALF, is_text
-from .schema import TIMES, Header, parents
+from .schema import TIMES, UNKNOWN, Header, parents
 from .store import Trace, open_for_writing, open_trace, write_shard
-
-UNKNOWN = -1
-"""The token of every node: vLLM does not tell."""
 
 
 def import_vllm(

@@ -14,7 +14,7 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.limits import check_limits
 from .dense import dense_rows
-from .given import completion_rows
+from .given import Completions, completion_rows
 from .live import LiveCollector
 from .mixed import mixed_rows
 from .shards import nothing
@@ -52,7 +52,7 @@ def choose_way(
     policy: StopPolicy | None,
     explore: float,
     mix: float,
-    completions: Mapping[str, str] | None,
+    completions: Completions | None,
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
 ) -> Way:
@@ -75,16 +75,14 @@ def choose_way(
     if mix:
         if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None:
             raise InputError("--mix: expected a share between 0 and 1, --depth 1, and no --completions")
-        return Way(
-            features, lambda batch: mixed_rows(pair, batch, limit, settings.temperature, mix, vectors), {"mix": mix}
-        )
+        return Way(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
     check_limits(memory=memory)
-    unroller = Unroller(pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors)
+    unroller = Unroller(
+        pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping
+    )
     if completions is not None:
-        given = dict(completions)
-        return Way(
-            features, lambda batch: completion_rows(pair, unroller, batch, given, limit), {"texts": "completions"}
-        )
+        given, texts = dict(completions), "sampled" if settings.temperature > 0 else "completions"
+        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), {"texts": texts})
     return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit))
 
 

@@ -57,6 +57,12 @@ class Logits:
     best: list[list[float]] | None = None
     untruncated: Tensor | None = None
 
+    def lead(self, drawn: Drawn) -> Array | None:
+        """Return [B], see `summaries.lead_over_truncated`; None where nothing was left out."""
+        if self.untruncated is None or self.sampled is None:
+            return None
+        return lead_over_truncated(self.untruncated, self.sampled, drawn)
+
 
 class Decider:
     """Asks a policy about one stream.
@@ -97,8 +103,8 @@ class Decider:
         if self._follows_path and above is not None:
             at = {place: row for row, place in enumerate(above.places)}
             drawn.parent_path = above.summary.path[[at[found.parent[place]] for place in places]]
-        if self._columns.plan.noisy and logits.untruncated is not None and logits.sampled is not None:
-            drawn.lead = lead_over_truncated(logits.untruncated, logits.sampled, drawn)
+        if self._columns.plan.noisy:
+            drawn.lead = logits.lead(drawn)
         summary = summarise(
             self._columns.plan, logits.raw, drawn, temperature, logits.sampled, logits.scores, logits.best
         )

@@ -33,7 +33,7 @@ from ..policies.storage.registry import load_policy
 from .decide import draft_step
 from .drafters import find_drafter
 from .loop import Speculator
-from .modes import is_trimming
+from .modes import is_trimming, tell_if_untrained
 from .noise import stream_key
 from .pair import end_tokens, join
 from .sampling import Shaping
@@ -101,6 +101,7 @@ def specstop_generate(
     ends = end_tokens(generation_config.eos_token_id)
     pair = dataclasses.replace(join(model, draft_model or model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
+    tell_if_untrained(rule, settings)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))
     texts = []
     attention_mask = model_kwargs.get("attention_mask")  # a parameter of that name would be handed over twice

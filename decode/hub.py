@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 from ..policies.contract import StopPolicy
 from ..policies.errors import PolicyError
 from ..policies.files import write_atomic, write_json
+from ..policies.learned.conditions import sampling_text
 from ..policies.learned.policy import LearnedPolicy
 from ..policies.outputs import claim_folder, staged_folder
 from ..policies.storage.folder import load_policy_folder, save_policy
@@ -175,8 +176,8 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str
     """Return the folder's card."""
     facts = learned.facts if learned is not None else None
     trained = (
-        f"It was trained for {facts.verification} verification at temperature {facts.temperature:g}; under another it "
-        "decodes as correctly and stops less well."
+        f"It was trained for {facts.verification} verification at {sampling_text(facts.temperature, facts.shaping)}; "
+        "under another it decodes as correctly and stops less well."
         if facts
         else "It needed no training."
     )

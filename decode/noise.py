@@ -49,6 +49,29 @@ def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dt
     return uniform(key, position, vocabulary).log_().neg_().log_().neg_().to(dtype)
 
 
+_GIVEN = 0x6B1E55ED
+"""Sets the uniforms of noise given a text apart from those that this text may have been drawn with."""
+
+
+def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> Tensor:
+    """Return [R, V] float64 Gumbel noise, drawn given that `token` is the best of log p + noise at each position.
+
+    Of a token that was drawn from p, token and noise have together the law of plain sampling: the best score M is Gumbel with
+    location logsumexp(log p), and the others are Gumbel, cut off at M (Maddison, Tarlow, Minka 2014, top-down construction).
+
+    Args:
+        key: of the stream; a text sampled with the same key is no less independent of what is drawn here.
+        position: [R] int64, absolute.
+        logits: [R, V] processed: log p up to a constant by row; -inf for what cannot be drawn.
+        token: [R], each of a probability above 0.
+    """
+    log_p = logits.double()
+    log_u = uniform(key ^ _GIVEN, position, logits.shape[-1]).log_()
+    own = token[:, None]
+    best = torch.logsumexp(log_p, -1, keepdim=True) - log_u.gather(-1, own).neg().log()
+    return (log_p - best).exp().sub_(log_u).log_().neg_().scatter_(-1, own, best - log_p.gather(-1, own))
+
+
 def mix_one(value: int) -> int:
     """Return `mix` of one 64-bit pattern, as plain numbers: a tensor operation would cost more than the choice."""
     value &= _MASK
@@ -156,9 +179,6 @@ class Choices:
         return self.source.bernoulli(prob, self.round, node, Purpose.ACCEPT)
 
 
-def match_scores(logits: Tensor, temperature: float, noise: Tensor | None) -> Tensor:
-    """Return [R, V], what `match` takes the argmax of: log p / T + g up to a constant per row, or the logits at T = 0."""
-    if temperature == 0.0:
-        return logits
-    assert noise is not None
-    return torch.log_softmax(logits / temperature, -1) + noise
+def match_scores(sampled: Tensor, noise: Tensor | None) -> Tensor:
+    """Return [R, V], what `match` takes the argmax of: log p + g, or the processed logits at T = 0, without noise."""
+    return sampled if noise is None else torch.log_softmax(sampled, -1) + noise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from .finite import broken
 from .hidden import hidden_width, stored
 from .noise import gumbel, match_scores
 from .pair import Pair
+from .sampling import UNCHANGED, BatchSampler, Shaping
 from .transfer import download
 
 ENDED_EVERY = 8
@@ -26,7 +28,7 @@ class PlainTexts:
 
     Attributes:
         tokens: generated ids by prompt; a text ends with its EOS or at the limit.
-        logits: [B, N, V], the row that each generated token was drawn from; rows after an EOS are void.
+        logits: [B, N, V], the raw row that each generated token was drawn from; rows after an EOS are void.
         states: [B, N, H] float16, the last hidden states of these rows (`features.hidden_states`), if asked for.
         noise: [B, N, V], the noise that each was drawn with, if asked for and there is any.
     """
@@ -47,6 +49,7 @@ def plain_texts(
     ignore_eos: bool = False,
     hidden: bool = False,
     noise: bool = False,
+    shaping: Shaping = UNCHANGED,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 
@@ -59,6 +62,7 @@ def plain_texts(
         ignore_eos: go on after the end-of-text token.
         hidden: return the hidden states too.
         noise: return the noise too.
+        shaping: what else changes the distribution that is sampled from.
 
     Raises:
         PairError: the target gives logits that are not finite.
@@ -69,7 +73,9 @@ def plain_texts(
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     real, positions = _columns(padding, model.capacity)
     stream = torch.tensor(list(keys), device=device)[:, None]
-    eos = torch.tensor(() if ignore_eos else pair.eos, dtype=torch.int64, device=device)
+    ends = () if ignore_eos else pair.eos
+    eos = torch.tensor(ends, dtype=torch.int64, device=device)
+    sampler = BatchSampler(shaping, temperature, [len(prompt) for prompt in prompts], ends, device)
 
     out = torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64, device=device)
     rows = torch.zeros(len(prompts), max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
@@ -95,7 +101,8 @@ def plain_texts(
             drawn_with = gumbel(stream, longest + step - padding, pair.vocabulary, pair.logits_dtype)
             if kept is not None:
                 kept[:, step] = drawn_with
-        out[:, step] = match_scores(logits, temperature, drawn_with).argmax(-1)
+        sampled = sampler(logits, partial(_prefixes, prompts, out[:, :step]))
+        out[:, step] = match_scores(sampled, drawn_with).argmax(-1)
         ended |= torch.isin(out[:, step], eos)
         end = longest + step
         last = step + 1 == max_new_tokens
@@ -107,6 +114,11 @@ def plain_texts(
                 break
         logits = model.read(out[:, step : step + 1], 1, later[..., : end + 1], positions[:, end : end + 1])[:, 0]
     return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states, kept)
+
+
+def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor) -> list[list[int]]:
+    """Return the texts so far: each prompt [.] and what follows it, a row of [B, n]."""
+    return [[*prompt, *tokens] for prompt, tokens in zip(prompts, generated.tolist(), strict=True)]
 
 
 def _columns(padding: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

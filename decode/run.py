@@ -10,6 +10,7 @@ from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
 from .drafters import find_drafter
 from .loop import Speculator
+from .modes import tell_if_untrained
 from .noise import stream_key
 from .pair import Pair
 from .records import Generation
@@ -46,6 +47,7 @@ def decode(
     """
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
+    tell_if_untrained(policy, settings or Settings())
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
     speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair))
     generations = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,19 @@ _TRUNCATING = (
 )
 """Those that leave tokens out by how likely they are: what draft and target leave out differs."""
 
+_OF_ROWS = (*_TRUNCATING, TemperatureLogitsWarper)
+"""Those that look at the logits alone, not at the tokens before."""
+
+_KNOWN: Mapping[type[LogitsProcessor], tuple[str, str]] = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    NoRepeatNGramLogitsProcessor: ("no_repeat_ngram", "ngram_size"),
+    MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+"""The option of `Shaping` that each stands for, and where it keeps the value."""
+
 
 @dataclass(frozen=True)
 class Shaping:
@@ -66,6 +81,30 @@ class Shaping:
 
     def __post_init__(self) -> None:
         check_limits(**vars(self))
+
+    @staticmethod
+    def of(facts: Mapping[str, Any]) -> Shaping:
+        """Return the shaping that `facts` tells of.
+
+        Raises:
+            InputError: an option is unknown or out of range, or there are further processors, of which names alone are known.
+        """
+        known = {field.name for field in fields(Shaping)} - {"processors"}
+        if odd := sorted(set(facts) - known):
+            raise InputError(
+                f"sampling options: {', '.join(odd)} cannot be restored; known: {', '.join(sorted(known))}"
+            )
+        return Shaping(**facts)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What differs from plain sampling, as JSON has it: options by name, `processors` by their types' names."""
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "processors"}
+        plain = {field.name: field.default for field in fields(self)}
+        names = [type(processor).__name__ for processor in self.processors]
+        return {name: value for name, value in options.items() if value != plain[name]} | (
+            {"processors": names} if names else {}
+        )
 
     def build(self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device) -> LogitsProcessorList:
         """Return the processors of one text in the order of transformers' `generate`; empty if there is nothing to do.
@@ -98,6 +137,29 @@ class Shaping:
         return LogitsProcessorList(made)
 
 
+UNCHANGED = Shaping()
+"""Nothing but the temperature."""
+
+
+def told(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
+    """Return temperature and `Shaping.facts`, with those of transformers' own processors as the options they stand for.
+
+    `generate` hands its options over as processors, the temperature among them; a trace or a policy knows them by name.
+    """
+    facts = shaping.facts
+    others = []
+    for processor in shaping.processors:
+        if type(processor) is TemperatureLogitsWarper:
+            temperature = temperature * float(processor.temperature)
+        elif type(processor) in _KNOWN:
+            option, attribute = _KNOWN[type(processor)]
+            facts[option] = getattr(processor, attribute)
+        else:
+            others.append(type(processor).__name__)
+    facts.pop("processors", None)
+    return temperature, facts | ({"processors": others} if others else {})
+
+
 class Sampler:
     """Turns raw logits into scores whose softmax is sampled from (or whose argmax is taken, when greedy).
 
@@ -118,6 +180,7 @@ class Sampler:
         self._processors, self._temperature = processors, temperature
         truncating = [at for at, processor in enumerate(processors) if isinstance(processor, _TRUNCATING)]
         self._first_truncating = truncating[0] if truncating else len(processors)
+        self._reads_tokens = not all(type(processor) in _OF_ROWS for processor in processors)
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """Return [R, V] processed scores.
@@ -128,10 +191,13 @@ class Sampler:
         """
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
-        lists = [[*self.padding, *prefix] for prefix in prefixes()]
-        out = torch.empty_like(logits)
         if self._first_truncating < len(self._processors):
             self.untruncated = torch.empty_like(logits)
+        if not self._reads_tokens:
+            nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+            return self._processed(nothing, logits, list(range(len(logits))))
+        lists = [[*self.padding, *prefix] for prefix in prefixes()]
+        out = torch.empty_like(logits)
         for length in sorted(set(map(len, lists))):
             rows = [row for row, tokens in enumerate(lists) if len(tokens) == length]
             ids = torch.tensor([lists[row] for row in rows], device=logits.device)
@@ -147,6 +213,41 @@ class Sampler:
             else:
                 logits = processor(ids, logits)
         return logits
+
+
+class BatchSampler:
+    """The samplers of texts that are decoded side by side: rows whose texts are of one length are processed together.
+
+    Args:
+        shaping, temperature, eos, device: as of `Shaping.build`.
+        prompts: length of each text's prompt.
+    """
+
+    def __init__(
+        self, shaping: Shaping, temperature: float, prompts: Sequence[int], eos: Sequence[int], device: torch.device
+    ) -> None:
+        self._parts = [
+            (
+                [row for row, own in enumerate(prompts) if own == length],
+                Sampler(shaping.build(temperature, length, eos, device), temperature),
+            )
+            for length in sorted(set(prompts))
+        ]
+
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+        """Return [B, V] processed scores, a row for each text; see `Sampler`."""
+        if not self._parts[0][1].reads_prefix:
+            return self._parts[0][1](logits, prefixes)
+        known: list[Sequence[int]] = []
+
+        def of(rows: Sequence[int]) -> Sequence[Sequence[int]]:
+            known.extend([] if known else prefixes())
+            return [known[row] for row in rows]
+
+        out = torch.empty_like(logits)
+        for rows, sampler in self._parts:
+            out[rows] = sampler(logits[rows], partial(of, rows))
+        return out
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocabulary: int) -> None:

@@ -29,10 +29,10 @@ def family(name: str) -> ModuleType:
     return importlib.import_module(f"attacks.{name}")
 
 
-def part(name: str) -> ModuleType:
-    """Return the module `noise.<name>`, a part of `noisy_profiles.py`."""
+def part(name: str, of: str = "noise") -> ModuleType:
+    """Return the module `<of>.<name>`, a part of a script: `noise` of `noisy_profiles.py`, `filtered` of `filters.py`."""
     _reachable()
-    return importlib.import_module(f"noise.{name}")
+    return importlib.import_module(f"{of}.{name}")
 
 
 def _reachable() -> None:

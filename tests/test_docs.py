@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "cli"))
 from commands import cli  # noqa: E402
 
-RUN = ("guide.md", "deploy.md")
+RUN = ("guide.md", "deploy.md", "logs.md")
 """Pages whose blocks are run one after the other, in one folder; `plugins.md` is followed by the tests of plugins."""
 
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -14,6 +14,7 @@ from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
 from ..loop import Speculator
+from ..modes import tell_if_untrained
 from ..pair import Pair
 from ..records import Generation, Tally
 from ..settings import Settings
@@ -79,11 +80,18 @@ def bench(
     if not prompts:
         raise InputError("bench: expected at least one prompt")
     settings = settings or Settings()
+    for policy in policies:
+        tell_if_untrained(policy, settings)
     runs: list[Runner] = [Speculator(pair, policy, settings, profile) for policy in (FixedLength(0), *policies)]
     names = ["plain", *(policy.name for policy in policies)]
     if library is not None:
         for setting in (PLAIN, *SETTINGS):
-            runs.append(Assisted(library, setting, settings.temperature, settings.max_new_tokens, settings.ignore_eos))
+            runs.append(
+                Assisted(
+                    library, setting, settings.temperature, settings.max_new_tokens, settings.ignore_eos,
+                    settings.shaping,
+                )
+            )  # fmt: skip
             names.append(setting.name)
     texts = run_alternating(runs, prompts, seed=seed, progress=progress)
     return [bench_line(name, row, texts[0]) for name, row in zip(names, texts, strict=True)]

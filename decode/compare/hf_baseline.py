@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
 from ..pair import Pair
 from ..records import Generation
+from ..sampling import UNCHANGED, Shaping
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,20 @@ class Assisted:
         temperature: 0 = greedy.
         max_new_tokens: length limit.
         ignore_eos: go on after the end-of-text token.
+        shaping: what else changes the distribution that is sampled from.
 
     Raises:
         PairError: an assistant whose vocabulary is of another size, which the library refuses.
     """
 
     def __init__(
-        self, pair: Pair, setting: AssistedSetting, temperature: float, max_new_tokens: int, ignore_eos: bool = False
+        self,
+        pair: Pair,
+        setting: AssistedSetting,
+        temperature: float,
+        max_new_tokens: int,
+        ignore_eos: bool = False,
+        shaping: Shaping = UNCHANGED,
     ) -> None:
         sizes = [model.config.get_text_config().vocab_size for model in (pair.target, pair.draft)]
         if setting.tokens and sizes[0] != sizes[1]:
@@ -74,7 +82,14 @@ class Assisted:
         self._pair, self._setting = pair, setting
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
-            self._options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+            self._options |= {"temperature": temperature, "top_k": shaping.top_k, "top_p": shaping.top_p}
+            self._options |= {"min_p": shaping.min_p} if shaping.min_p else {}
+        self._options |= {
+            "repetition_penalty": shaping.repetition_penalty,
+            "no_repeat_ngram_size": shaping.no_repeat_ngram,
+            "min_new_tokens": shaping.min_new_tokens or None,
+            "logits_processor": LogitsProcessorList(shaping.processors),
+        }
         if ignore_eos:
             self._options["eos_token_id"] = None
 

@@ -25,6 +25,7 @@ from ...policies.progress import Progress, silent
 from ..loop import Speculator
 from ..pair import Pair
 from ..records import Generation
+from ..sampling import UNCHANGED, Shaping
 from ..settings import Settings
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
@@ -54,6 +55,7 @@ def measure_profile(
     progress: Progress = silent,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
+    shaping: Shaping = UNCHANGED,
 ) -> Profile:
     """Measure what draft steps, verifications and everything around them cost.
 
@@ -70,6 +72,7 @@ def measure_profile(
         progress: see `Progress`.
         tree: a topology whose rounds are timed too.
         clock: what the budget is counted by.
+        shaping: what else changes the distribution that is sampled from; processing logits takes time, too.
 
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
@@ -79,7 +82,9 @@ def measure_profile(
     effort = effort or Effort()
 
     def calibration(tokens: int) -> CalibrationRun:
-        return CalibrationRun(pair, prompts, depth=depth, temperature=temperature, new_tokens=tokens, tree=tree)
+        return CalibrationRun(
+            pair, prompts, depth=depth, temperature=temperature, new_tokens=tokens, tree=tree, shaping=shaping
+        )
 
     if effort.repetitions is None:
         new_tokens = _affordable(calibration(min(PROBED, new_tokens)), new_tokens, effort, clock)
@@ -108,7 +113,7 @@ class CalibrationRun:
     is best timed in the same minutes as the profile that it is made from.
 
     Args:
-        pair, prompts, depth, temperature, new_tokens, tree: as of `measure_profile`.
+        pair, prompts, depth, temperature, new_tokens, tree, shaping: as of `measure_profile`.
     """
 
     def __init__(
@@ -120,8 +125,9 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
+        shaping: Shaping = UNCHANGED,
     ) -> None:
-        self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True)
+        self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True, shaping=shaping)
         self._prompts = prompts
         self._lengths = _lengths(pair, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)
@@ -129,7 +135,9 @@ class CalibrationRun:
         self._plain = Speculator(pair, FixedLength(0), self.settings)
         for speculator in (self._script, self._plain):
             speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
-        self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens) if tree else None
+        self._tree = None
+        if tree:
+            self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens, shaping=shaping)
         self._played: list[Seconds] = []
         self._contexts: tuple[list[int], list[int]] = [], []
 
@@ -153,7 +161,8 @@ class CalibrationRun:
         depth, temperature = self.settings.max_depth, self.settings.temperature
         made = Profile.measured(measurements, (short, long), depth, temperature)
         noise = made.noise.to_dict() if made.noise else {}
-        return dataclasses.replace(made, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
+        known = {**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))}
+        return dataclasses.replace(made, facts=known, shaping=self.settings.shaping.facts)
 
     def _chains(self, number: int) -> Seconds:
         """Decode a text at each context, scripted and plain."""

@@ -24,6 +24,7 @@ from ..noise import mix_one
 from ..observer import Seen
 from ..pair import Pair
 from ..records import Round
+from ..sampling import UNCHANGED, Shaping
 from ..settings import Settings
 
 PATHS = 3
@@ -129,10 +130,13 @@ class TreeRun:
         tree: what `topology.parse_tree` reads.
         temperature: of the sampling.
         new_tokens: decoded from each context.
+        shaping: what else changes the distribution that is sampled from.
     """
 
-    def __init__(self, pair: Pair, tree: str, *, temperature: float, new_tokens: int = 96) -> None:
-        settings = Settings(temperature, new_tokens, ignore_eos=True, tree=tree)
+    def __init__(
+        self, pair: Pair, tree: str, *, temperature: float, new_tokens: int = 96, shaping: Shaping = UNCHANGED
+    ) -> None:
+        settings = Settings(temperature, new_tokens, ignore_eos=True, tree=tree, shaping=shaping)
         self._watching: list[_Watching] = [_Watching(), _Watching()]
         policy = RandomTree(settings.topology.deepest, settings.topology.width)
         self._runs = [Speculator(pair, policy, settings, observer=watching) for watching in self._watching]

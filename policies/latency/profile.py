@@ -56,6 +56,7 @@ class Profile:
         measurements: what the costs were estimated from; none of costs that nobody measured. A price of decisions is
             estimated from those that are kept under its name, all other costs from the rest.
         source: the file it was read from; None = none.
+        shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
     """
 
     low: CostTable
@@ -69,6 +70,7 @@ class Profile:
     tree_outside_s: tuple[float, float, float] | None = None
     measurements: Measurements = field(default_factory=Measurements)
     source: Path | None = field(default=None, repr=False, compare=False)
+    shaping: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def measured(
@@ -327,6 +329,7 @@ class Profile:
                 dict(entries.part("facts").values),
                 None if outside is None else (outside[0], outside[1], outside[2]),
                 check(Measurements.from_list(raw.get("measurements", []))),
+                shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None

@@ -23,6 +23,7 @@ class Facts:
 
     Attributes:
         temperature, verification, label: of the traces; several temperatures where the head reads the temperature.
+        shaping: what else changed the distribution that the traces were sampled from (`decode.Shaping.facts`).
         pair: hashes of target, draft and tokenizer.
         rho: tokens per second that the derived rule assumes.
         acceptance: a_1..a_K that it looks ahead with.
@@ -40,6 +41,7 @@ class Facts:
     profile: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    shaping: dict[str, Any] = field(default_factory=dict)
 
     def covers(self, temperature: float) -> bool:
         """Whether the policy was trained for this temperature: for it, or for some below and some above."""

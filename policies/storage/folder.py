@@ -24,6 +24,7 @@ from ..features import feature
 from ..files import write_atomic, write_json
 from ..heads.build import build_head
 from ..learned.calibration import Calibrator
+from ..learned.conditions import sampling_text
 from ..learned.continuation import ContinuationPolicy, head_names
 from ..learned.policy import Facts, LearnedPolicy
 from ..learned.survival import SurvivalMaps
@@ -76,7 +77,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "profile": dict,
     "provenance": dict,
     "metrics": dict,
+    "shaping": dict,
 }
+_LATER: Mapping[str, Any] = {"shaping": {}}
+"""Keys that older folders lack, and what is meant then."""
 
 
 def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
@@ -178,7 +182,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         if raw.get("schema") != POLICY_SCHEMA:
             raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}")
         _check_keys(raw)
-        policy = _build(raw, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
+        policy = _build({**_LATER, **raw}, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
     except (
@@ -199,10 +203,10 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
 
 def _check_keys(raw: Mapping[str, Any]) -> None:
     """Refuse a missing or unknown key, a value of another type, and contents that are not those that were written."""
-    if odd := sorted(set(raw) ^ set(_TYPES)):
+    if odd := sorted((set(raw) ^ set(_TYPES)) - (set(_LATER) - set(raw))):
         raise PolicyError(f"{POLICY_FILE} has keys missing or unknown: {', '.join(map(repr, odd))}")
     for name, kind in _TYPES.items():
-        if not isinstance(raw[name], kind) or isinstance(raw[name], bool):
+        if name in raw and (not isinstance(raw[name], kind) or isinstance(raw[name], bool)):
             raise PolicyError(f"{name}: {str(raw[name])[:80]!r} is not what is expected there")
     if raw["sha256"] != digest(raw):
         raise PolicyError(
@@ -282,7 +286,6 @@ def _calibrator(kind: str, temperature: float, knots: Array) -> Calibrator:
 def card(policy: LearnedPolicy) -> str:
     """Return the folder's README: what the policy is, what it was trained for, how it did."""
     facts = policy.facts
-    temperatures = facts.temperature if isinstance(facts.temperature, tuple) else (facts.temperature,)
     depths = policy.survival.changed if policy.survival is not None else []
     rows = [
         ("head", policy.head.kind),
@@ -292,7 +295,7 @@ def card(policy: LearnedPolicy) -> str:
         ("calibration", f"accept {policy.accept.kind}, next {policy.next.kind}"),
         ("survival recalibrated at depths", ", ".join(map(str, depths)) or "none"),
         ("deepest draft", str(policy.max_depth)),
-        ("trained for", f"{facts.verification}, temperature {', '.join(f'{t:g}' for t in temperatures)}"),
+        ("trained for", f"{facts.verification}, {sampling_text(facts.temperature, facts.shaping)}"),
         ("rate assumed (rho)", f"{facts.rho:.1f} tokens/s"),
         *((f"pair: {role}", value) for role, value in facts.pair.items()),
         *((name, _cell(value)) for name, value in facts.metrics.items() if not isinstance(value, list)),

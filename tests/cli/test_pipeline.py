@@ -268,12 +268,10 @@ def script(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_installed_script_decodes(home: Path, done: dict[str, Any], models: list[str]) -> None:
-    run = script("decode", "w7 w8 w9", "--policy", home / "policy", *models, "--max-new-tokens", 9, "--json")
+    same = [*models, "--max-new-tokens", 9, "--temperature", 0.7, "--verification", "match", "--json"]
+    run = script("decode", "w7 w8 w9", "--policy", home / "policy", *same)
     assert (run.returncode, run.stderr) == (0, "")
-    assert (
-        json.loads(run.stdout)["texts"]
-        == parsed(cli("decode", "w7 w8 w9", *models, "--max-new-tokens", 9, "--json"))["texts"]
-    )
+    assert json.loads(run.stdout)["texts"] == parsed(cli("decode", "w7 w8 w9", *same))["texts"]
 
 
 def test_the_installed_script_trains_an_mlp_in_silence(home: Path, done: dict[str, Any], tmp_path: Path) -> None:

@@ -32,18 +32,19 @@ def texts(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]) -> lis
     return plain_texts(pair, prompt_ids, keys, NEW + DEPTH, 0.7).tokens
 
 
-def test_of_given_answers_the_anchors_with_the_targets_own_continuation_are_kept(
-    pair: Pair, prompts: list[Prompt], texts: list[list[int]], tmp_path: Path
+def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kept(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     """The target's own text, one token of it changed: the rows elsewhere are the dense ones."""
     assert pair.tokenizer is not None
+    texts = plain_texts(pair, prompt_ids, [0] * len(prompts), NEW + DEPTH).tokens
     changed = {}
     for prompt, text in zip(prompts, texts, strict=True):
         other = list(text)
         if len(text) > 9:
             other[8] = 7 + (other[8] == 7)
         changed[prompt.id] = pair.tokenizer.decode(other)
-    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW}
+    options = {"depth": DEPTH, "max_new_tokens": NEW}
     dense = collect(pair, prompts, tmp_path / "dense", **options).rows.with_format("numpy")
     own = {(int(r["sequence"]), int(r["anchor"])): r for r in dense}
     given = collect(pair, prompts, tmp_path / "given", completions=changed, **options)
@@ -76,14 +77,15 @@ def test_anchors_look_two_tokens_ahead(text: list[int], own: list[int], ended: b
 
 
 def test_a_trace_of_given_answers_is_not_replayed_where_anchors_miss(
-    pair: Pair, prompts: list[Prompt], texts: list[list[int]], profile: Profile, tmp_path: Path
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path
 ) -> None:
     assert pair.tokenizer is not None
+    texts = plain_texts(pair, prompt_ids, [0] * len(prompts), NEW + DEPTH).tokens
     given = {
         p.id: pair.tokenizer.decode([*t[:4], 7 + (t[4] == 7) if len(t) > 4 else EOS, *t[5:]])
         for p, t in zip(prompts, texts, strict=True)
     }
-    trace = collect(pair, prompts, tmp_path / "a", depth=DEPTH, temperature=0.7, max_new_tokens=NEW, completions=given)
+    trace = collect(pair, prompts, tmp_path / "a", depth=DEPTH, max_new_tokens=NEW, completions=given)
     with pytest.raises(TraceError, match="its texts are completions"):
         replay(trace_arrays(trace), FixedLength(2), profile)
     with pytest.raises(InputError, match="--completions"):

@@ -11,11 +11,12 @@ import torch
 from conftest import EOS, NEW
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.schema import TIMES
+from specstop.collect.schema import NO_TOKEN, TIMES
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
+from specstop.decode.sampling import Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, TraceError
@@ -27,6 +28,13 @@ from zoo import DEPTH, ZOO
 FLOAT32 = 2e-6
 TREE = "3,2,1,1,1"
 SETUPS = [(tree, t) for tree in (None, TREE) for t in (0.0, 0.7)]
+MANY = Shaping(min_p=0.3, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9)
+FILTERED = [
+    (None, 0.0, Shaping(repetition_penalty=1.5, min_new_tokens=NEW)),
+    (None, 0.7, Shaping(top_p=0.7)),
+    (TREE, 0.7, Shaping(top_k=2)),
+    (TREE, 1.0, MANY),
+]
 
 
 def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
@@ -37,16 +45,18 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
     return collect(pair, prompts, out, depth=DEPTH, tree=tree, temperature=temperature, max_new_tokens=NEW, **more)
 
 
-@pytest.mark.parametrize(("tree", "temperature"), SETUPS)
+@pytest.mark.parametrize(("tree", "temperature", "shaping"), [*((*setup, Shaping()) for setup in SETUPS), *FILTERED])
 def test_dense_and_live_agree_at_the_anchors_that_both_have(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, shaping: Shaping
 ) -> None:
-    dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature))
-    live = by_anchor(run(pair, prompts, tmp_path / "live", tree, temperature, collector="live"))
+    dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, shaping=shaping))
+    live = by_anchor(run(pair, prompts, tmp_path / "live", tree, temperature, collector="live", shaping=shaping))
     seen = accepted = 0
     for key, row in live.items():
         other, drawn = dense[key], row["drawn"]
         assert (row["tokens"] == other["tokens"])[drawn].all()
+        assert (other["tokens"][row["tokens"] == NO_TOKEN] == NO_TOKEN).all()
+        assert not (other["tokens"][drawn] == NO_TOKEN).any()
         assert row["text_tokens"] == other["text_tokens"]
         for name in ANCHOR_FEATURES:
             assert row[name] == pytest.approx(other[name], abs=FLOAT32)

@@ -112,15 +112,15 @@ def test_a_source_gives_the_noise_of_its_key_wherever_it_is_asked(window: int) -
 
 def test_scores_are_logits_at_temperature_0_and_perturbed_log_probabilities_else() -> None:
     logits, noise = torch.randn(4, 9, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
-    assert torch.equal(match_scores(logits, 0.0, None), logits)
+    assert torch.equal(match_scores(logits, None), logits)
     expected = logits / 0.5 - torch.logsumexp(logits / 0.5, -1, keepdim=True) + noise
-    torch.testing.assert_close(match_scores(logits, 0.5, noise), expected)
+    torch.testing.assert_close(match_scores(logits / 0.5, noise), expected)
 
 
 def test_the_argmax_of_scores_is_a_draw_from_the_softmax() -> None:
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]], dtype=torch.float64)
     noise = gumbel(KEYS[3], torch.arange(20000), 4, torch.float64)
-    counts = torch.bincount(match_scores(logits, 0.8, noise).argmax(-1), minlength=4)
+    counts = torch.bincount(match_scores(logits / 0.8, noise).argmax(-1), minlength=4)
     expected = torch.softmax(logits[0] / 0.8, -1) * 20000
     assert math.isclose(float(expected.sum()), 20000)
     assert stats.chisquare(counts.numpy(), expected.numpy()).pvalue > FALSE_ALARM

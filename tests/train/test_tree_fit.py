@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.noise import stream_key
 from specstop.decode.pair import Pair
+from specstop.decode.sampling import Shaping
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.build import LinearHead
@@ -198,11 +200,15 @@ def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profi
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
 ) -> None:
-    for temperature, trace in forest.items():
+    two = Shaping(top_k=2)  # for which a third sibling is never there
+    options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
+    filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
+    for temperature, trace, shaping in (*((t, trace, Shaping()) for t, trace in forest.items()), (0.7, filtered, two)):
         part = on_subtree(trace_arrays(trace), SMALL)
         name = subtree(trace.header.tree, SMALL).name
-        folder = tmp_path / str(temperature)
-        whole = trace_arrays(collect(pair, prompts, folder, tree=name, temperature=temperature, max_new_tokens=NEW))
+        folder = tmp_path / f"{temperature} {shaping.top_k}"
+        options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
+        whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
         assert part.tree.parent == whole.tree.parent
         assert part.path is not None and whole.path is not None
         same = ~whole.cut & ~part.cut  # how near the end a round is cut depends on the depth

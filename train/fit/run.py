@@ -350,6 +350,7 @@ def _facts(header: Header, sampled_at: Sequence[float], sources: Sequence[str], 
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,
         label=header.label,
+        shaping=dict(header.shaping),
         pair=dict(header.pair),
         provenance={"traces": ", ".join(sources), "seed": plan.seed, "specstop": version("specstop")},
     )

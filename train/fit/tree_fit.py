@@ -112,6 +112,7 @@ def train_tree(
         temperature=header.temperature,
         verification=header.verification,
         label=header.label,
+        shaping=dict(header.shaping),
         pair=dict(header.pair),
         provenance={
             "traces": str(traces.folder),

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...collect.schema import NO_TOKEN
 from ...decode.topology import Topology
 from ...policies.errors import TraceError
 from ...policies.heads.base import Array
@@ -64,9 +65,9 @@ def accepted_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
 
 
 def askable_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
-    """Return [R, N + 1] bool, the nodes that a policy can be asked about: without an end of text on their path."""
+    """Return [R, N + 1] bool, the nodes that a policy can be asked about: without a gap or an end of text on the path."""
     there = torch.ones(len(row), len(arrays.tree), dtype=torch.bool)
-    there[:, 1:] = ~arrays.ends[row]
+    there[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
     for node, above in enumerate(arrays.tree.parent[1:], 1):
         there[:, node] &= there[:, above]
     return there

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ...collect.schema import Header, arrow_schema
+from ...collect.schema import UNKNOWN, Header, arrow_schema
 from ...collect.store import Trace
 from ...decode.noise import stream_key
 from ...decode.topology import Topology
@@ -89,9 +89,9 @@ class TraceArrays:
         if name in SIBLING_FEATURES and self.tree.is_chain:
             return self.column("noisy_margin") if name == "noisy_lead" else torch.zeros(self.ends.shape)
         if name == "drawn_token":
-            return self.tokens.float()
+            return self.tokens.clamp_min(UNKNOWN).float()
         if name == "above_token":
-            behind = torch.cat([self.column("anchor_token")[:, None], self.tokens.float()], 1)
+            behind = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
             return behind[:, list(self.tree.parent[1:])]
         if name in RUN_FEATURES and name not in self.columns:
             return torch.full((len(self.ends),), float(getattr(self.header, name)))

@@ -16,7 +16,8 @@ from .arrays import TraceArrays, trace_arrays
 from .hidden_states import StoredVectors
 
 _ALIKE = (
-    "pair", "vocabulary", "eos", "verification", "label", "topology", "max_new_tokens", "collector", "texts", "mix",
+    "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
+    "mix",
 )  # fmt: skip
 _BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
 _BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")

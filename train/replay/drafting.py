@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...collect.schema import NO_TOKEN
 from ...decode.topology import Topology
 from ...policies.contract import DraftTree, StopPolicy, checked_keep, checked_select
 from ...policies.errors import TraceError
@@ -112,7 +113,7 @@ def draft_trees(walk: Walk, shape: TreeShape, row: Array) -> Drafted:
             break
         fed[:, j] = feeding.sum(1)
         below = shape.levels[j + 1]
-        grown = feeding[:, shape.among[j + 1]]
+        grown = feeding[:, shape.among[j + 1]] & (walk.tokens[row][:, below] != NO_TOKEN)
         drawn[:, below] = grown
         alive = grown & ~ends[:, below]
         capped |= grown.any(1) & ~alive.any(1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...collect.schema import parents
+from ...collect.schema import NO_TOKEN, parents
 from ...decode.topology import Topology
 from ...policies.errors import TraceError
 from .arrays import TraceArrays
@@ -73,8 +73,9 @@ def _margins(arrays: TraceArrays, kept: Sequence[int], chosen: set[int]) -> Tens
     for below in arrays.tree.children:
         inside, outside = ([row - 1 for row in below if (row in chosen) is side] for side in (True, False))
         if inside and outside:
-            score = arrays.column(_SCORE)
-            margin[:, inside] = score[:, inside] - score[:, outside[:1]]
+            score, there = arrays.column(_SCORE), arrays.tokens[:, outside[:1]] != NO_TOKEN
+            nearer = torch.minimum(margin[:, inside], score[:, inside] - score[:, outside[:1]])
+            margin[:, inside] = torch.where(there, nearer, margin[:, inside])
     return margin[:, list(kept)]
 
 

@@ -14,7 +14,7 @@ from .intervals import Resamples
 from .records import Ratio
 
 PAIRED, UNPAIRED = "paired", "unpaired"
-_TOLD = ("traces", "prompts", "tokens", "temperature", "verification", "depth", "topology")
+_TOLD = ("traces", "prompts", "tokens", "temperature", "shaping", "verification", "depth", "topology")
 """Facts that are compared as they are; pair and profile are compared inside."""
 
 _OF_PROFILE = ("device", "dtype", "threads", "created", "versions")
@@ -160,6 +160,7 @@ def _unpaired(a: Ratio, b: Ratio) -> Ratio | None:
 
 def _differs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
     """Return (what, in A, in B) of the facts that are not the same."""
+    a, b = ({"shaping": {}, **facts} for facts in (a, b))  # older reports were of plain sampling
     rows: list[tuple[str, Any, Any]] = [(name, a.get(name), b.get(name)) for name in _TOLD]
     for part, names in (("pair", ("target", "draft", "tokenizer")), ("profile", _OF_PROFILE)):
         one, two = (dict(facts.get(part) or {}) for facts in (a, b))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...collect.store import Trace, open_trace
 from ...decode.modes import MODES, describe
+from ...decode.sampling import Shaping
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError, SpecstopWarning, TraceError
+from ...policies.errors import InputError, TraceError
 from ...policies.latency.profile import Profile
+from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.outputs import claim_folder
 from ...policies.progress import Progress, silent
@@ -62,6 +63,7 @@ def evaluate(
     detailed: bool | None = None,
     sweep: bool | None = None,
     transfer: Transfer | None = None,
+    shaping: Shaping | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Report:
@@ -86,12 +88,13 @@ def evaluate(
         sweep: also say from which cost of a draft step each of `policies` pays (`whatif.sweep`); by default where there is
             an `out` and it takes seconds.
         transfer: a table of `whatif.transfer` to put into the report.
+        shaping: what the traces must have been sampled from; None = whatever they were.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
     Raises:
-        TraceError: a policy does not fit the trace, both traces share prompts, or an achievable estimate is asked of traces
-            that are not dense chains.
+        TraceError: a policy does not fit the trace, traces were sampled otherwise, both traces share prompts, or an
+            achievable estimate is asked of traces that are not dense chains.
         InputError: `out` is not empty, or as `claim_folder`.
     """
     for policy in policies:
@@ -101,6 +104,9 @@ def evaluate(
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
         sources = [profile.source, *(policy.source for policy in policies)]
         claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
+    wanted = traces.header.shaping if shaping is None else shaping.facts
+    for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
+        _check_sampled(option, trace, wanted)
     for policy in policies:
         check_fit(policy, traces)
     live = traces.header.collector == "live"
@@ -109,8 +115,9 @@ def evaluate(
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
         raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
     folder = Path(out) if out is not None else None
-    profile, lacking = with_prices(profile, [Confidence(HUGGING_FACE), *policies], traces.header, folder)
-    jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth))
+    usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
+    profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)
+    jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
     draws = Draws(profile, seed)
     facts = _facts(traces, arrays, draws)
     limit = None
@@ -139,6 +146,23 @@ def evaluate(
     return report
 
 
+def check_fit(policy: StopPolicy, traces: Trace) -> None:
+    """Warn where a learned policy was trained for another temperature, filter, verification or pair."""
+    tell_other_conditions(policy, traces.header.conditions, "these traces")
+
+
+def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) -> None:
+    """Refuse traces that were sampled from another distribution than the one asked for."""
+    if trace is None:
+        return
+    asked, found = (shaping_text(options, trace.header.temperature) for options in (wanted, trace.header.shaping))
+    if asked != found:
+        raise TraceError(
+            f"{option}: {trace.folder} was sampled with the filter {found}, not {asked}; "
+            "collect traces with the options that will be served"
+        )
+
+
 def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:
     """Whether a sweep takes so little time that it is made without being asked for; the same on every machine."""
     derived = [p for p in policies if isinstance(p, LearnedPolicy) and p.rule.kind in PRICED]
@@ -156,32 +180,17 @@ def acceptance_by_depth(arrays: TraceArrays) -> tuple[float, ...]:
     return tuple(float((lengths >= k).float().mean()) for k in range(1, arrays.depth + 1))
 
 
-def check_fit(policy: StopPolicy, traces: Trace) -> None:
-    """Warn once where a learned policy was trained for another temperature, verification or pair."""
-    if not isinstance(policy, LearnedPolicy):
-        return
-    header = traces.header
-    for what, mine, theirs in (
-        ("temperature", policy.facts.temperature, header.temperature),
-        ("verification", policy.facts.verification, header.verification),
-        ("pair", policy.facts.pair, dict(header.pair)),
-    ):
-        covered = what == "temperature" and policy.facts.covers(header.temperature)
-        if mine != theirs and mine != {} and not covered:
-            warnings.warn(
-                f"{policy.name} was trained for another {what} ({mine}) than these traces ({theirs})",
-                SpecstopWarning,
-                stacklevel=3,
-            )
-
-
 Job = tuple[str, str, StopPolicy, str]
 
 
-def _policies(policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int) -> list[Job]:
+def _policies(
+    policies: Sequence[StopPolicy], tuning: TraceArrays | None, profile: Profile, depth: int, usual: bool
+) -> list[Job]:
     """Return (name, kind, policy, note) of everything but the fixed lengths; learned rates are solved for the profile."""
-    hugging_face = Confidence(HUGGING_FACE, depth)
-    jobs: list[Job] = [(HF_DEFAULT, "rule", hugging_face, f"confidence:{HUGGING_FACE}, at most {depth}")]
+    jobs: list[Job] = []
+    if usual:
+        at_most = f"confidence:{HUGGING_FACE}, at most {depth}"
+        jobs.append((HF_DEFAULT, "rule", Confidence(HUGGING_FACE, depth), at_most))
     replayable = tuning is not None and tuning.header.has_every_anchor
     if tuning is not None and replayable:
         tuned = tune_confidence(tuning, profile)
@@ -265,6 +274,7 @@ def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
         "tokens": int(arrays.text_tokens.sum()),
         "anchors": len(arrays.accepted),
         "temperature": header.temperature,
+        "shaping": dict(header.shaping),
         "verification": header.verification,
         "mode": describe(header.verification) if header.verification in MODES else header.verification,
         "depth": arrays.depth,

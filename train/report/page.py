@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ...policies.learned.conditions import sampling_text
 from .cells import Data, Num, Path
 from .pictures import DRAWN
 from .records import NO_VERDICT
@@ -79,9 +80,10 @@ def facts_text(data: Data) -> str:
     """Return what the report is about, in one sentence."""
     facts = data["facts"]
     device = facts["profile"].get("device", "unknown device")
+    sampled = sampling_text(facts["temperature"], facts.get("shaping", {}))
     rounds = f" {facts['rounds']:,} single rounds," if "rounds" in facts else ""
     return (
-        f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens,{rounds} temperature {facts['temperature']:g}, "
+        f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens,{rounds} {sampled}, "
         f"{facts['mode'].replace(' (', ' verification (', 1)}, candidates {shape_text(facts)}; {facts['intervals']}; latency "
         f"profile: {device}."
     )

@@ -13,6 +13,7 @@ from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.latency.profile import Profile
+from ...policies.learned.conditions import other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, silent
 from ..replay.arrays import TraceArrays, trace_arrays
@@ -133,9 +134,7 @@ def _groups(arrays: TraceArrays) -> dict[str, TraceArrays]:
 def _is_own(policy: StopPolicy, trace: Trace) -> bool:
     if not isinstance(policy, LearnedPolicy):
         return False
-    facts, header = policy.facts, trace.header
-    same = (facts.verification, facts.pair) == (header.verification, dict(header.pair))
-    return same and facts.covers(header.temperature)
+    return policy.facts.pair == trace.header.pair and not other_conditions(policy, trace.header.conditions)
 
 
 def _trained_on(policy: StopPolicy) -> str:

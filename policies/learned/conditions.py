@@ -1,0 +1,85 @@
+"""What acceptance rests on beside the text, and whether a policy was trained for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..contract import StopPolicy
+from ..errors import SpecstopWarning
+from .policy import LearnedPolicy
+
+_TRUNCATING = ("top_k", "top_p", "min_p")
+"""Options that leave tokens out by how likely they are, which greedy decoding never notices."""
+
+_LONGEST = 200
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a policy is used, or a trace was recorded.
+
+    Attributes:
+        temperature: of the sampling; 0 = greedy.
+        shaping: what else changes the distribution that is sampled from: options of `decode.Shaping` by name.
+        verification: whose acceptance counts; "" = any.
+        pair: hashes of target, draft and tokenizer; empty = any.
+    """
+
+    temperature: float
+    shaping: Mapping[str, Any] = field(default_factory=dict)
+    verification: str = ""
+    pair: Mapping[str, str] = field(default_factory=dict)
+
+
+def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
+    """Return the options that change what is sampled at a temperature, in words: `top-p 0.9, min-p 0.05`, or `none`."""
+    words = []
+    for name, value in sorted(shaping.items()):
+        if temperature > 0 or name not in _TRUNCATING:
+            shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words.append(f"{name.replace('_', '-')} {shown}")
+    return " ".join(", ".join(words).split())[:_LONGEST] or "none"  # a file may hold anything; messages are one line
+
+
+def sampling_text(temperature: float | Sequence[float], shaping: Mapping[str, Any]) -> str:
+    """Return `temperature 0.7, top-p 0.9`; of several temperatures all."""
+    several = temperature if isinstance(temperature, Sequence) else (temperature,)
+    options = shaping_text(shaping, max(several))
+    return f"temperature {', '.join(f'{t:g}' for t in several)}" + (f", {options}" if options != "none" else "")
+
+
+def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:
+    """Return in what a policy was trained for something else: (what, what it was trained for, what it is used for)."""
+    if not isinstance(policy, LearnedPolicy):
+        return []
+    facts = policy.facts
+    mine, theirs = (shaping_text(options, used.temperature) for options in (facts.shaping, used.shaping))
+    differs: dict[str, tuple[Any, Any]] = {}
+    if not facts.covers(used.temperature):
+        differs["temperature"] = facts.temperature, used.temperature
+    if mine != theirs:
+        differs["filter"] = mine, theirs
+    if used.verification and facts.verification != used.verification:
+        differs["verification"] = facts.verification, used.verification
+    if used.pair and facts.pair and facts.pair != used.pair:
+        differs["pair"] = facts.pair, dict(used.pair)
+    return [(what, *sides) for what, sides in differs.items()]
+
+
+def tell_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
+    """Warn of each thing that a learned policy was trained otherwise for: the text is not affected, only the speed.
+
+    Args:
+        policy: any.
+        used: what for.
+        where: "these traces" or "this run", for the message.
+    """
+    for what, mine, theirs in other_conditions(policy, used):
+        warnings.warn(
+            f"{policy.name} was trained for another {what} ({mine}) than {where} ({theirs})",
+            SpecstopWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,98 @@
+"""The options of filtered sampling: the same in every command, from collection to evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from commands import cli
+from specstop.cli.app import app
+from specstop.collect.store import Trace, open_trace
+from specstop.decode.sampling import Shaping
+from specstop.policies.latency.profile import Profile
+
+COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")
+FILTERS = ["--top-p", 0.8, "--repetition-penalty", 1.2]
+
+
+@pytest.fixture
+def models(pair_folder: Path, tmp_path: Path) -> list[object]:
+    lines = [f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 10)]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    named = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    return [*named, "--prompts", tmp_path / "prompts.jsonl"]
+
+
+def test_every_command_has_an_option_for_each_field_with_one_help_and_default() -> None:
+    fields = {f.name: f.default for f in dataclasses.fields(Shaping) if f.name != "processors"}
+    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    told = []
+    for name in COMMANDS:
+        options = {o.name: (o.default, o.help, tuple(o.opts)) for o in known[name].params if o.name in fields}
+        assert {option: default for option, (default, _, _) in options.items()} == fields
+        assert all(
+            words and flags == (f"--{option.replace('_', '-')}",) for option, (_, words, flags) in options.items()
+        )
+        told.append(options)
+    assert all(options == told[0] for options in told)
+
+
+def test_collect_records_the_filters_and_info_shows_them(models: list[object], tmp_path: Path) -> None:
+    for number, more in enumerate((["--depth", 2], ["--tree", "2,1"], ["--collector", "live", "--depth", 2])):
+        out = tmp_path / f"t{number}"
+        answer = cli("collect", *models, *FILTERS, "--temperature", 0.7, "--max-new-tokens", 8, "--out", out, *more)
+        assert answer.code == 0, answer.err
+        assert "--temperature 0.7 --repetition-penalty 1.2 --top-p 0.8 --prompts" in answer.out, (
+            "the command to go on with"
+        )
+        assert open_trace(out).header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+        assert json.loads(cli("info", out, "--json").out)["filter"] == "repetition-penalty 1.2, top-p 0.8"
+    again = cli("collect", "--config", tmp_path / "t0" / "run.yaml", "--out", tmp_path / "again", "--quiet")
+    assert again.code == 0, again.err
+    assert open_trace(tmp_path / "again").header.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+
+
+def test_a_profile_is_measured_with_the_filters_and_decisions_are_added_under_them(
+    models: list[object], tmp_path: Path
+) -> None:
+    command = ["profile", *models, "--repeats", 1, "--depth", 2, *FILTERS, "--temperature", 0.7, "--quiet"]
+    answer = cli(*command, "--out", tmp_path / "p.json")
+    assert answer.code == 0, answer.err
+    made = Profile.load(tmp_path / "p.json")
+    assert made.shaping == {"top_p": 0.8, "repetition_penalty": 1.2}
+    answer = cli("profile", *models, "--add-policy", "confidence:0.4", "--profile", tmp_path / "p.json", "--quiet")
+    assert answer.code == 0, answer.err
+    assert Profile.load(tmp_path / "p.json").shaping == made.shaping
+    raw = json.loads((tmp_path / "p.json").read_text())
+    (tmp_path / "odd.json").write_text(json.dumps(raw | {"shaping": {"colour": 1}}))
+    answer = cli("profile", *models, "--add-policy", "confidence:0.4", "--profile", tmp_path / "odd.json")
+    assert answer.code == 2 and "sampling options: colour cannot be restored" in answer.err
+
+
+def test_bench_runs_every_loop_with_the_filters(models: list[object]) -> None:
+    options = ["--temperature", 0.7, "--top-k", 1, "--max-new-tokens", 8, "--limit", 2, "--policy", "fixed:2", "--json"]
+    answer = cli("bench", *models, *options)
+    assert answer.code == 0, answer.err
+    lines = json.loads(answer.out)["lines"]
+    assert len(lines) > 5 and all(line["same_text"] == 2 for line in lines), "with one token left there is one text"
+
+
+def test_evaluate_refuses_traces_of_other_filters(
+    full_profile: Profile, sides: tuple[Trace, Trace], tmp_path: Path
+) -> None:
+    full_profile.save(tmp_path / "p.json")
+    command = ["evaluate", "--traces", sides[1].folder, "--profile", tmp_path / "p.json", "--out", tmp_path / "r"]
+    answer = cli(*command, "--top-p", 0.9)
+    assert answer.code == 2
+    assert "held was sampled with the filter none, not top-p 0.9; collect traces with the options" in answer.err
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_out_of_range_are_named_by_every_command(command: str, tmp_path: Path) -> None:
+    needed = {"collect": ["--out", tmp_path / "o"], "evaluate": ["--traces", "t", "--profile", "p", "--out", "o"]}
+    answer = cli(command, *needed.get(command, []), "--min-p", 1.5)
+    assert answer.code == 2 and "--min-p: expected between 0 and 1, not 1.5" in answer.err
