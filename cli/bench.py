@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import find_pair, find_prompts, open_pair
+from .common import find_pair, find_prompts, fitting, open_pair
 from .console import print_json, progress_bars, table
 from .options import (
     Config,
@@ -25,6 +25,7 @@ from .options import (
     Target,
     Temperature,
 )
+from .prompt_options import Chat, Long
 from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 @with_shaping
 def bench(
     prompts: Prompts = None,
+    chat: Chat = False,
+    long: Long = "skip",
     target: Target = None,
     draft: Draft = None,
     policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
@@ -65,8 +68,6 @@ def bench(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
-    from ..collect.prompts import encode
-    from ..collect.run import reading_room
     from ..decode.compare.bench import bench as run
     from ..decode.modes import describe
     from ..decode.settings import Settings
@@ -80,7 +81,7 @@ def bench(
         chosen = find_prompts(prompts, names[2], "test", limit)
         pair = open_pair(*names[:2], device, dtype, engine)
         stock = open_pair(*names[:2], device, dtype, "plain") if library else None
-        tokens = encode(chosen, pair.tokenizer, reading_room(pair, max_new_tokens))
+        chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,
             list(zip([p.id for p in chosen], tokens, strict=True)),

@@ -40,6 +40,7 @@ from .prompt_options import (
     Column,
     Deduplicate,
     Group,
+    Long,
     Preset,
     ShuffleSeed,
     Side,
@@ -146,6 +147,7 @@ def collect(
     deduplicate: Deduplicate = False,
     limit: Limit = None,
     chat: Chat = False,
+    long: Long = "skip",
     target: Target = None,
     draft: Draft = None,
     depth: Depth = 10,
@@ -245,6 +247,7 @@ def collect(
             vectors=_vectors(hidden),
             memory=memory,
             shaping=shaping,
+            long=long,
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)

@@ -52,6 +52,17 @@ def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | N
     return read_prompts(path if path is not None else Path(str(demo)) / f"prompts-{side}.jsonl", limit)
 
 
+def fitting(
+    prompts: list[Prompt], pair: Pair, new_tokens: int, chat: bool, long: str
+) -> tuple[list[Prompt], list[list[int]]]:
+    """Return the prompts that a pair can read with so many new tokens, and their token ids; see `collect.prompts.fit`."""
+    from ..collect.prompts import apply_chat_template, fit
+    from ..collect.run import reading_room
+
+    written = apply_chat_template(prompts, pair.tokenizer) if chat else prompts
+    return fit(written, pair.tokenizer, reading_room(pair, new_tokens), long)
+
+
 def percent(part: float, whole: float) -> str:
     """Return `part` of `whole` as a percentage."""
     return f"{100 * part / whole:.1f}%" if whole else "-"

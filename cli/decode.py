@@ -26,6 +26,7 @@ from .options import (
     Target,
     Temperature,
 )
+from .prompt_options import Chat
 from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 def decode(
     text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
     prompts: Prompts = None,
+    chat: Chat = False,
     target: Target = None,
     draft: Draft = None,
     policy: Annotated[
@@ -79,7 +81,8 @@ def decode(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
-    from ..collect.prompts import Prompt
+    from ..collect.prompts import Prompt, apply_chat_template, encode
+    from ..collect.run import reading_room
     from ..decode.modes import describe, resolve_mode
     from ..decode.records import Tally
     from ..decode.run import decode as run
@@ -106,6 +109,7 @@ def decode(
         stops=stop_strings(pair, stop),
         guard=guard,
     )
+    written = apply_chat_template(chosen, pair.tokenizer) if chat else chosen
     mode = resolve_mode(verification, rule, settings.topology, temperature)
     shown = -1
 
@@ -120,7 +124,7 @@ def decode(
 
     generations = run(
         pair,
-        [p.text for p in chosen],
+        encode(written, pair.tokenizer, reading_room(pair, max_new_tokens)),
         rule,
         settings=settings,
         ids=[p.id for p in chosen],

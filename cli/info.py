@@ -103,6 +103,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "nodes": len(header.topology),
         "prompts": header.prompts,
         "prompts with rows": len(columns["prompt_id"].unique()),
+        **({"prompts left out": out} if (out := header.facts.get("prompts left out")) else {}),
         "prompts from": header.facts.get("prompts from") or "not recorded",
         "groups": f"{len(groups)}: {', '.join(map(str, groups[:_NAMED]))}{', ...' if len(groups) > _NAMED else ''}",
         "positions": len(length),

@@ -9,7 +9,7 @@ import typer
 
 from ..policies.deferral import uninterrupted
 from ..policies.errors import InputError
-from .common import find_pair, find_prompts, flat, open_pair
+from .common import find_pair, find_prompts, fitting, flat, open_pair
 from .config import given_config, save_config
 from .console import next_step, print_json, progress_bars, table
 from .options import (
@@ -28,6 +28,7 @@ from .options import (
     Target,
     Temperature,
 )
+from .prompt_options import Chat, Long
 from .sampling_options import UNUSED, with_shaping
 from .streams import say
 
@@ -42,6 +43,8 @@ NEW_TOKENS = 96
 def profile(
     out: Annotated[Path | None, typer.Option(help="JSON file that the profile is written to.")] = None,
     prompts: Prompts = None,
+    chat: Chat = False,
+    long: Long = "skip",
     target: Target = None,
     draft: Draft = None,
     policy: Policies = [],  # noqa: B006
@@ -71,8 +74,7 @@ def profile(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
-    from ..collect.prompts import encode
-    from ..collect.run import facts, reading_room
+    from ..collect.run import facts
     from ..decode.profile import measure_profile
     from ..decode.profile.measuring import Effort
     from ..policies.latency.profile import MARK
@@ -81,7 +83,18 @@ def profile(
 
     if add_policy:
         pair_options = (target, draft, device, dtype, engine)
-        _add_policies(profile, add_policy, out, prompts, pair_options, overwrite=overwrite, json=json, quiet=quiet)
+        _add_policies(
+            profile,
+            add_policy,
+            out,
+            prompts,
+            pair_options,
+            chat=chat,
+            long=long,
+            overwrite=overwrite,
+            json=json,
+            quiet=quiet,
+        )
         return
     if out is None:
         raise InputError("--out: expected a JSON file for the profile to go to")
@@ -95,7 +108,7 @@ def profile(
         pair = open_pair(*names[:2], device, dtype, engine)
         measured = measure_profile(
             pair,
-            encode(chosen, pair.tokenizer, reading_room(pair, 1)),
+            fitting(chosen, pair, 1, chat, long)[1],
             depth=depth,
             tree=tree,
             temperature=temperature,
@@ -122,13 +135,13 @@ def _add_policies(
     prompts: Path | None,
     pair_options: tuple[str | None, str | None, str, str, str],
     *,
+    chat: bool,
+    long: str,
     overwrite: bool,
     json: bool,
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
-    from ..collect.prompts import encode
-    from ..collect.run import reading_room
     from ..decode.profile import loop_decisions
     from ..decode.sampling import Shaping
     from ..decode.settings import Settings
@@ -145,7 +158,7 @@ def _add_policies(
     with progress_bars(quiet or json) as progress:
         names = find_pair(target, draft, progress)
         pair = open_pair(*names[:2], device, dtype, engine)
-        tokens = encode(find_prompts(prompts, names[2], "train", 32), pair.tokenizer, reading_room(pair, 1))
+        tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
         shaping = Shaping.of(costs.shaping)
         settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping)
         timed = loop_decisions(pair, rules, tokens, settings)

@@ -31,6 +31,13 @@ TestShare = Annotated[float, typer.Option(help="Share of the prompts on the test
 SplitSeed = Annotated[int, typer.Option(help="Seed of the split by prompt.")]
 ShuffleSeed = Annotated[int | None, typer.Option(help="Shuffle the prompts with this seed; default: as they come.")]
 Deduplicate = Annotated[bool, typer.Option("--deduplicate", help="Drop prompts whose text has come before.")]
+Long = Annotated[
+    str,
+    typer.Option(
+        help="Prompts longer than the pair reads (less --max-new-tokens and --depth): skip, left and right (leave out tokens "
+        "on that side), refuse."
+    ),
+]
 Chat = Annotated[bool, typer.Option("--chat", help="Write prompts through the tokenizer's chat template.")]
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from ..policies.errors import InputError
+from ..policies.errors import InputError, SpecstopWarning, close_match
 from ..policies.text import HALF, is_text
+
+LONG = ("skip", "left", "right", "refuse")
+"""What becomes of prompts that are too long."""
+
+_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -60,21 +66,48 @@ def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenize
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, room: int) -> list[list[int]]:
-    """Return the token ids of each prompt.
+    """Return the token ids of each prompt; one that does not fit is refused, see `fit`."""
+    return fit(prompts, tokenizer, room, "refuse")[1]
+
+
+def fit(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, room: int, long: str = "skip"
+) -> tuple[list[Prompt], list[list[int]]]:
+    """Return the prompts that the models can read, and the token ids of each.
+
+    Args:
+        prompts: to be read.
+        tokenizer: of the pair.
+        room: tokens of the longest prompt: what the models read, less the new tokens and the depth.
+        long: what becomes of longer ones: "skip" leaves them out, "left" and "right" leave out tokens on that side, with
+            a `SpecstopWarning` that counts them; "refuse" is an error.
 
     Raises:
-        InputError: there is no room, or a prompt has no token or more than `room`, what the models can read beside the new
-            tokens.
+        InputError: there is no room, a prompt has no token, or none is left.
     """
     if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
+    if long not in LONG:
+        raise InputError(f"--long: expected one of {', '.join(LONG)}, not {long!r}{close_match(long, LONG)}")
     if room < 1:
         raise InputError("--max-new-tokens: leaves no room for a prompt in what this pair can read; lower it")
     encoded = [list(tokenizer(p.text, add_special_tokens=not p.templated)["input_ids"]) for p in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
-        if not 0 < len(ids) <= room:
-            raise InputError(
-                f"--prompts: prompt {prompt.id!r} has {len(ids)} tokens; expected 1 to {room} with this pair and "
-                "--max-new-tokens"
-            )
-    return encoded
+        if not ids:
+            raise InputError(f"--prompts: prompt {prompt.id!r} has 0 tokens; expected 1 to {room}")
+    longer = [f"{p.id!r} has {len(ids)}" for p, ids in zip(prompts, encoded, strict=True) if len(ids) > room]
+    if not longer:
+        return list(prompts), encoded
+    named = ", ".join(longer[:_NAMED]) + (", ..." if len(longer) > _NAMED else "")
+    text = f"{len(longer)} of {len(prompts)} prompts have more than {room} tokens ({named})"
+    if long == "refuse" or (long == "skip" and len(longer) == len(prompts)):
+        raise InputError(
+            f"--prompts: {text}; that is what the pair reads, less --max-new-tokens and --depth. --long skip leaves such "
+            "prompts out, left or right cuts them"
+        )
+    done = {"skip": "are left out", "left": "have lost their beginning", "right": "have lost their end"}[long]
+    warnings.warn(f"{text} and {done} (--long)", SpecstopWarning, stacklevel=2)
+    if long == "skip":
+        kept = [(p, ids) for p, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+        return [p for p, _ in kept], [ids for _, ids in kept]
+    return list(prompts), [ids[-room:] if long == "left" else ids[:room] for ids in encoded]

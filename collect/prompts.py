@@ -13,9 +13,9 @@ from ..policies.limits import check_limits
 from ..policies.text import HALF, is_text
 from .presets import PLAIN, Layout, find_preset
 from .prompt_files import records
-from .prompt_tokens import Prompt, apply_chat_template, encode
+from .prompt_tokens import LONG, Prompt, apply_chat_template, encode, fit
 
-__all__ = ["Choice", "Columns", "Prompt", "apply_chat_template", "encode", "read_prompts"]
+__all__ = ["LONG", "Choice", "Columns", "Prompt", "apply_chat_template", "encode", "fit", "read_prompts"]
 
 SIDES = ("train", "test")
 TEST_SHARE = 0.2

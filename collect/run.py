@@ -26,7 +26,7 @@ from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, silent
 from .given import Completions
 from .given_check import check_sampled
-from .prompts import Prompt, encode
+from .prompts import Prompt, fit
 from .schema import Header, parents
 from .shards import Plan, Work, record
 from .store import Trace
@@ -63,6 +63,7 @@ def collect(
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
     shaping: Shaping = UNCHANGED,
+    long: str = "skip",
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -80,7 +81,7 @@ def collect(
         overwrite: replace an older result there, once the new one is complete.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions, vectors, memory, shaping: see `plan_run`.
+        collector, policy, verification, explore, mix, completions, vectors, memory, shaping, long: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
@@ -106,6 +107,7 @@ def collect(
         vectors=vectors,
         memory=memory,
         shaping=shaping,
+        long=long,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -132,6 +134,7 @@ def plan_run(
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
     shaping: Shaping = UNCHANGED,
+    long: str = "skip",
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -158,6 +161,7 @@ def plan_run(
         vectors: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
             2 bytes x width x nodes for the draft's, at each anchor.
         memory: MiB for the scores of the positions that the dense collector unrolls together.
+        long: what becomes of prompts that are too long; see `prompt_tokens.fit`.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
     Raises:
@@ -174,7 +178,8 @@ def plan_run(
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
     topology = chain(depth) if tree is None else parse_tree(tree)
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest))
+    asked = len(prompts)
+    prompts, ids = fit(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest), long)
     if shards is not None and shards > len(prompts):
         raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
     check_processors(shaping.processors, pair.vocabulary)
@@ -184,6 +189,8 @@ def plan_run(
     widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
     way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory)
     told: dict[str, Any] = {"prompts from": source}
+    if len(prompts) < asked:
+        told["prompts left out"] = f"{asked - len(prompts)} of {asked}, longer than the pair reads"
     if completions is not None and temperature > 0:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
         told["given texts"] = check_sampled(pair, settings, named, completions, max_new_tokens + topology.deepest)

@@ -19,7 +19,7 @@ from .settings import Settings
 
 def decode(
     pair: Pair,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     policy: StopPolicy,
     *,
     settings: Settings | None = None,
@@ -33,7 +33,7 @@ def decode(
 
     Args:
         pair: with a tokenizer.
-        prompts: texts.
+        prompts: texts, or their token ids.
         policy: when to stop drafting.
         settings: temperature, limits, verification, tree, processors, stops.
         ids: of the prompts, part of the key of their noise; by default their numbers.
@@ -53,7 +53,7 @@ def decode(
     generations = []
     for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         stream = _TextStream(pair, number, on_text) if on_text else None
-        tokens = list(pair.tokenizer(prompt)["input_ids"])
+        tokens = list(pair.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
         made = speculator.generate(tokens, stream_key(seed, name), stream.push if stream else None)
         text = str(pair.tokenizer.decode(list(made.tokens), skip_special_tokens=True))
         generations.append(replace(made, text=text))

@@ -335,3 +335,18 @@ def test_options_that_do_not_go_together_are_one_line(collect: list[object], hom
         answer = cli(*collect, *options, "--out", home / "refused")
         assert answer.code == 2 and expected in answer.err and answer.err.count("\n") == 1
         assert not (home / "refused").exists()
+
+
+def test_long_prompts_are_left_out_and_counted(collect: list[object], home: Path, pair: Pair, tmp_path: Path) -> None:
+    lines = [{"turns": ["w7 w8"]}, {"turns": [" ".join(["w9"] * 200)]}, {"turns": ["w10"]}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    command = [*collect, "--prompts", tmp_path / "mixed.jsonl", "--shards", 1]
+    answer = cli(*command, "--out", tmp_path / "skipped")
+    assert answer.code == 0, answer.err
+    assert answer.err.startswith(f"warning: 1 of 3 prompts have more than {pair.readable - 5 - 2} tokens (")
+    assert answer.err.endswith(" has 200) and are left out (--long)\n")
+    assert json.loads(answer.out)["prompts left out"] == "1 of 3, longer than the pair reads"
+    refused = cli(*command, "--long", "refuse", "--out", tmp_path / "refused")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    cut = json.loads(cli(*command, "--long", "left", "--out", tmp_path / "cut").out)
+    assert (cut["prompts"], "prompts left out" in cut) == (3, False)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specstop.collect.prompts import Choice, Prompt, apply_chat_template, encode, read_prompts
-from specstop.policies.errors import InputError
+from specstop.collect.prompts import Choice, Prompt, apply_chat_template, encode, fit, read_prompts
+from specstop.policies.errors import InputError, SpecstopWarning
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -114,10 +114,35 @@ def test_encode_gives_the_tokenizers_ids(tokenizer: PreTrainedTokenizerFast) -> 
     assert encode([Prompt("a", "w7 w9 </s>"), Prompt("b", "w6")], tokenizer, 3) == [[7, 9, 16], [6]]
 
 
-@pytest.mark.parametrize(("text", "count"), [("w7 w8 w9 w10", 4), (" ", 0)])
-def test_a_prompt_that_does_not_fit_is_named(tokenizer: PreTrainedTokenizerFast, text: str, count: int) -> None:
-    with pytest.raises(InputError, match=f"prompt 'me' has {count} tokens; expected 1 to 3"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("w7 w8 w9 w10", r"1 of 2 prompts have more than 3 tokens \('me' has 4\);"), (" ", "'me' has 0 tokens")],
+)
+def test_a_prompt_that_does_not_fit_is_named(tokenizer: PreTrainedTokenizerFast, text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
         encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, 3)
+
+
+@pytest.mark.parametrize(("long", "ids"), [("skip", [[7]]), ("left", [[7], [9, 10]]), ("right", [[7], [8, 9]])])
+def test_what_becomes_of_long_prompts_is_told(
+    tokenizer: PreTrainedTokenizerFast, long: str, ids: list[list[int]]
+) -> None:
+    prompts = [Prompt("ok", "w7"), Prompt("me", "w8 w9 w10")]
+    with pytest.warns(
+        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and .* \(--long\)$"
+    ):
+        kept, found = fit(prompts, tokenizer, 2, long)
+    assert found == ids
+    assert [p.id for p in kept] == ["ok", "me"][: len(ids)]
+
+
+def test_where_no_prompt_fits_nothing_is_skipped_in_silence(tokenizer: PreTrainedTokenizerFast) -> None:
+    many = [Prompt(str(i), "w7 w8") for i in range(7)]
+    named = "'0' has 2, '1' has 2, '2' has 2, '3' has 2, '4' has 2, ..."
+    with pytest.raises(InputError, match=rf"7 of 7 prompts have more than 1 tokens \({named}\)"):
+        fit(many, tokenizer, 1)
+    with pytest.raises(InputError, match="--long: expected one of skip, left, right, refuse, not 'rihgt'"):
+        fit(many, tokenizer, 9, "rihgt")
 
 
 @pytest.fixture
