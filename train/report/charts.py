@@ -78,7 +78,7 @@ class Chart:
         y_axis: bool = True,
     ) -> None:
         self._x, self._y, self._log, self._height = x, y, log_x, height
-        self._left = _LEFT if y_axis else 8
+        self._left = _LEFT if y_axis else 18  # half the first tick of the other axis
         self.root = ET.Element("svg", viewBox=f"0 0 {WIDTH} {height}", role="img")
         self.root.set("aria-label", title)
         ET.SubElement(self.root, "title").text = title

@@ -65,7 +65,7 @@ def _series(chart: Chart, points: Sequence[Point], look: str, hint: str, size: f
 def acceptance(data: Data) -> list[Picture]:
     """P(A >= k) with its band."""
     bands = list(enumerate(data["bands"], 1))
-    title = "Share of anchors with at least k accepted tokens, 95% band"
+    title = "Share of positions with at least k accepted tokens, 95% band"
     chart = Chart(title, (0.5, len(bands) + 0.5), (0.0, 1.0), "k", "P(A >= k)", x_ticks=_counts(1, len(bands)))
     _band(chart, bands, "s0")
     _series(chart, [(float(k), b["value"]) for k, b in bands], "s0", "k = {0:g}: {1:.3f}")

@@ -100,7 +100,7 @@ def acceptance(data: Data) -> Section | None:
         "acceptance",
         "Acceptance by depth",
         (
-            "Share of anchors at which the target accepts at least so many drafted tokens; the band is the 95% interval.",
+            "Share of positions at which the target accepts at least so many drafted tokens; the band is the 95% interval.",
         ),
         (Table("P(A >= k)", ("k", "P(A >= k)"), rows),),
     )
@@ -133,7 +133,7 @@ def lengths(data: Data) -> Section | None:
         "Chosen against ideal length",
         (
             f"Rounds of {mine['name']} by the depth it drafted to, beside what the oracle would have drafted at the "
-            "same anchors.",
+            "same positions.",
         ),
         (
             Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),
