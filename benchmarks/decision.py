@@ -27,7 +27,8 @@ import xgboost as xgb
 from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
-from specstop.decode.decide import Decider, Logits
+from specstop.decode.decide import Logits, Reader
+from specstop.decode.runner import PolicyRunner
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
@@ -132,9 +133,9 @@ def draw_rows(names: Sequence[str], count: int, missing: float) -> np.ndarray[An
 def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int, temperature: float = 0.0) -> float:
     """Return the median microseconds of one decision at depth 1, as the loop asks for it."""
     generator = torch.Generator().manual_seed(0)
-    decider, tree = Decider(policy), chain(2)
+    reader, tree, runner = Reader(policy), chain(2), PolicyRunner(policy)
     history = History.start(1).after(np.array([2]), np.array([3]))
-    state = np.full((1, 1), 0.9)
+    runner.state, one = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool)
     noise = -torch.rand(1, vocabulary, generator=generator).log_().neg_().log_()
     logits = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
     scratch = torch.ones(512 * megabytes, 512) if megabytes else None
@@ -146,10 +147,10 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int,
         row = logits[i % 8]
         scores = torch.log_softmax(row / temperature, -1) + noise if temperature else row
         place = found.add(0, 1, int(scores.argmax(-1)))  # the loop draws right before it asks
-        base = decider.base(row, 0, 0, history, temperature)
+        base = reader.base(row, 0, 0, history, temperature)
         begin = time.perf_counter()
-        level = decider.level(found, [place], Logits(row, None, scores, [0]), temperature, None)
-        decider(1, base, level, state, found, [place])
+        level = reader.level(found, [place], Logits(row, None, scores, [0]), temperature, None)
+        runner.keep(reader.step(1, base, level, found, one))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)
 

@@ -232,7 +232,7 @@ class _Marking:
         """See `Observer.round`."""
         self._recorder.round(seen)
         explored = False
-        state = seen.text.policy_state
+        state = seen.state
         if self._policy is not None and isinstance(state, tuple) and len(state) == 3:
             inner, key, number = state
             explored = bool(self._policy.explores((inner, key, number - 1)))

@@ -63,7 +63,7 @@ class CachedModel:
     """
 
     def __init__(self, model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False) -> None:
-        self.model = model
+        self.model, self._device = model, torch.device(model.device)
         self.capacity = capacity
         self.vocabulary = vocabulary
         self.states: Tensor | None = None
@@ -190,7 +190,7 @@ class CachedModel:
         if topology not in self._trees:
             self._trees[topology] = TreeMasks(topology, self.capacity, self._behind_prefix)
         mask, depth = self._trees[topology].part(base, before, rows)
-        return self.read(upload([list(tokens)], self.model.device), 0, mask, base + depth)
+        return self.read(upload([list(tokens)], self._device), 0, mask, base + depth)
 
     def _by_layer(self, mask: Tensor | None, positions: Tensor, end: int) -> Any:
         """Return the mask of the first `end` slots as the model wants it: one for all layers, or one for each kind."""

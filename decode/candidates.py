@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from ..policies.contract import DraftTree
+from ..policies.contract import Array, DraftTree
 from .topology import Topology
 
 
@@ -21,10 +21,7 @@ class Candidates:
         tokens, depth: at each place.
         parent: the place above; -1 for roots.
         children: the places below, in drawing order.
-        dropped: drawn, but not sent to the target.
         drawn_from: by place, the distribution (or scores) that its children were drawn from, [V].
-        decisions: times the policy was asked.
-        capped: EOS or a length limit ended drafting, not the policy.
     """
 
     topology: Topology
@@ -33,16 +30,13 @@ class Candidates:
     depth: list[int]
     parent: list[int]
     children: list[list[int]]
-    dropped: list[bool]
     drawn_from: dict[int, Tensor] = field(default_factory=dict)
-    decisions: int = 0
-    capped: bool = False
 
     @staticmethod
     def at(roots: list[int], topology: Topology) -> Candidates:
         """Return the state before any draft: the roots alone."""
         n = len(roots)
-        return Candidates(topology, list(range(n)), list(roots), [0] * n, [-1] * n, [[] for _ in roots], [False] * n)
+        return Candidates(topology, list(range(n)), list(roots), [0] * n, [-1] * n, [[] for _ in roots])
 
     def add(self, above: int, row: int, token: int) -> int:
         """Append a drawn token below place `above` and return its place."""
@@ -53,7 +47,6 @@ class Candidates:
         self.parent.append(above)
         self.children.append([])
         self.children[above].append(place)
-        self.dropped.append(False)
         return place
 
     @property
@@ -74,13 +67,6 @@ class Candidates:
                 count[depth] += 1
         return count
 
-    def sent(self) -> list[int]:
-        """Return the places that the target verifies: the roots and all nodes without a dropped one above or at them."""
-        out: list[bool] = []
-        for place, above in enumerate(self.parent):
-            out.append(not self.dropped[place] and (above < 0 or out[above]))
-        return [place for place, goes in enumerate(out) if goes]
-
     def path(self, place: int) -> list[int]:
         """Return the places from a root down to `place`."""
         out = [place]
@@ -92,17 +78,17 @@ class Candidates:
         """Return the tokens from a root down to `place`."""
         return [self.tokens[above] for above in self.path(place)]
 
-    def tree(self, hide_tokens: bool = False) -> DraftTree:
-        """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those kept are `drawn`.
+    def tree(self, sent: Array, hide_tokens: bool = False) -> DraftTree:
+        """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those `sent` are `drawn`.
 
         Args:
+            sent: [1, rows] bool of the topology.
             hide_tokens: show -1 in the place of every token.
         """
         topology, first = self.topology, self.topology.roots
-        tokens, drawn = [-1] * len(topology), [False] * len(topology)
-        for place in self.sent():
-            drawn[self.rows[place]] = True
-            if not hide_tokens:
-                tokens[self.rows[place]] = self.tokens[place]
+        drawn = sent[:, first:]
+        tokens = np.full((1, len(topology)), -1, dtype=np.int64)
+        if not hide_tokens:
+            tokens[0, self.rows] = self.tokens
         parent, depth = (values[None].copy() for values in (topology.node_parents, topology.node_depths))
-        return DraftTree(np.array([tokens[first:]]), parent, depth, np.array([drawn[first:]]))
+        return DraftTree(np.where(drawn, tokens[:, first:], -1), parent, depth, drawn.copy())

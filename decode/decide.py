@@ -1,4 +1,4 @@
-"""The policy's side of a round: features of what was just drawn, and the policy's answer."""
+"""What a policy is shown of a live round: the features of what was just drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..policies.contract import Array, DraftStep, State, StopPolicy, checked_keep
+from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import Columns, Drawn, Layout, Summary
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ..policies.features.history import History
@@ -64,8 +64,8 @@ class Logits:
         return lead_over_truncated(self.untruncated, self.sampled, drawn)
 
 
-class Decider:
-    """Asks a policy about one stream.
+class Reader:
+    """Reads, of one stream, what a policy wants to know.
 
     Args:
         policy: any stop policy.
@@ -81,11 +81,12 @@ class Decider:
         self._columns = Columns(self.layout.node, self.layout.node_at)
         self._anchor = Columns(self.layout.anchor, self.layout.anchor_at)
         self._follows_path = self._columns.plan.path
+        self._looks = bool(self.layout.node or policy.hidden)
         self._widths = dict(widths or {})
 
     def wants(self, depth: int, deepest: int) -> bool:
-        """Whether the tokens of a depth matter: the policy is asked there, or follows paths through it."""
-        return self._follows_path or self.policy.first <= depth < deepest
+        """Whether the tokens of a depth matter: the policy is asked there and looks at them, or follows paths through it."""
+        return self._follows_path or (self._looks and self.policy.first <= depth < deepest)
 
     def level(
         self, found: Candidates, places: Sequence[int], logits: Logits, temperature: float, above: Level | None
@@ -153,52 +154,34 @@ class Decider:
                 out[name] = seen(level.states[level.drawn.ids[:, 0]]).cpu().numpy()
         return out
 
-    def __call__(
-        self,
-        depth: int,
-        base: Base,
-        level: Level | None,
-        state: State,
-        found: Candidates,
-        alive: Sequence[int],
-    ) -> tuple[list[int], State]:
-        """Return the places to draft on from, and the policy's new state; raises what the policy raises.
+    def step(self, depth: int, base: Base, level: Level | None, found: Candidates, alive: Array) -> DraftStep:
+        """Return what the policy is shown.
 
         Args:
             depth: j.
             base: of the round.
-            level: of depth j; None at depth 0.
-            state: of the policy.
+            level: of depth j; None at depth 0, and where the policy looks at no token.
             found: drafted so far.
-            alive: places of depth j that could be extended.
+            alive: [1, B] bool, the branches of depth j that could be extended.
         """
         features = base.features
         if level is not None:
             features = features.copy() if len(level.places) == 1 else features.repeat(len(level.places), 0)
             self._columns.write(level.summary, level.drawn, level.temperature, features)
         hidden = self._hidden(base, level) if self.policy.hidden else _NOTHING
-        if level is None or found.topology.is_chain:
-            keep, state = checked_keep(self.policy, draft_step(depth, features, hidden), state)
-            return list(alive) if keep[0, 0] else [], state
-        first, width = found.topology.levels[depth][0], len(found.topology.levels[depth])
-        at, going = ([found.rows[place] - first for place in places] for places in (level.places, alive))
-        mask = [False] * width
-        for branch in going:
-            mask[branch] = True
-        if len(going) < width or at != sorted(at):
-            features = _spread(features, at, mask)
-            hidden = {name: _spread(states, at, mask) for name, states in hidden.items()}
-        step = DraftStep(
-            depth,
-            np.array([mask]),
-            found.topology.above_in_level[depth][None],
-            features[None],
-            {name: states[None] for name, states in hidden.items()} if hidden else hidden,
-            _BATCH,
-        )
-        keep, state = checked_keep(self.policy, step, state)
-        kept: list[bool] = keep[0].tolist()
-        return [place for place, branch in zip(alive, going, strict=True) if kept[branch]], state
+        tree = found.topology
+        if depth == 0 or tree.is_chain:
+            return draft_step(depth, features, hidden)
+        if level is None:  # nothing of the tokens themselves
+            features = features * alive[0][:, None]
+            return DraftStep(depth, alive, tree.above_in_level[depth][None], features[None], hidden, _BATCH)
+        first, width = tree.spans[depth].start, alive.shape[1]
+        at = [found.rows[place] - first for place in level.places]
+        if np.count_nonzero(alive) < width or at != sorted(at):
+            features = _spread(features, at, alive[0])
+            hidden = {name: _spread(states, at, alive[0]) for name, states in hidden.items()}
+        shown = {name: states[None] for name, states in hidden.items()} if hidden else hidden
+        return DraftStep(depth, alive, tree.above_in_level[depth][None], features[None], shown, _BATCH)
 
 
 def drawn_tokens(found: Candidates, places: Sequence[int], owner: Sequence[int]) -> Drawn:
@@ -220,11 +203,11 @@ def drawn_tokens(found: Candidates, places: Sequence[int], owner: Sequence[int])
     )
 
 
-def _spread(values: Array, at: Sequence[int], mask: Sequence[bool]) -> Array:
+def _spread(values: Array, at: Sequence[int], mask: Array) -> Array:
     """Return a row for each branch that the topology has at a depth: those drawn at their places, 0 where none is alive."""
     full = np.zeros((len(mask), values.shape[1]), dtype=values.dtype)
     full[at] = values
-    full[np.logical_not(mask)] = 0.0
+    full[~mask] = 0.0
     return full
 
 

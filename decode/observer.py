@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..policies.contract import State
 from .candidates import Candidates
 from .decide import Logits
 from .records import Round
@@ -27,6 +28,7 @@ class Seen:
         raw, sampled: [len(sent), V] the target's logits behind the places sent, and the processed ones.
         record: counts and times of the round; looking on is no part of them.
         anchor_hidden: [1, H] the target's last hidden state that `anchor_row` is of, where it is kept.
+        state: of the policy, the round taken in.
     """
 
     text: Text
@@ -38,6 +40,7 @@ class Seen:
     sampled: Tensor
     record: Round
     anchor_hidden: Tensor | None = None
+    state: State = None
 
 
 class Observer(Protocol):

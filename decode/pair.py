@@ -58,9 +58,9 @@ class Pair:
     engines: tuple[str, str] = ("plain", "plain")
     hashes: tuple[str, str] | None = None
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        """Where both models are."""
+        """Where both models are. A model looks through its weights to tell, so it is asked once."""
         return torch.device(self.target.device)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StopStringCriteria
 
-from ..policies.contract import State
 from ..policies.errors import InputError
-from ..policies.features.history import History
 from ..policies.limits import check_limits
 from .noise import Source
 from .pair import Pair
@@ -62,7 +60,7 @@ class Settings:
 
 
 class Stopwatch:
-    """Seconds by phase of one round.
+    """Seconds by phase of a round, around calls that know nothing of it.
 
     On CUDA a lap lies between two events in the stream: the host does not wait, and what it does while the device is still
     busy counts for nothing, as it costs nothing.
@@ -70,8 +68,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._waits = device, device.type == "cuda"
-        self._seconds = {"first": 0.0, "draft": 0.0, "verify": 0.0, "policy": 0.0}
-        self._mark: Any = 0.0
+        self._laps: dict[str, list[float]] = {}
         self._pending: list[tuple[str, Any, Any]] = []
 
     def now(self) -> float:
@@ -80,26 +77,44 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def start(self) -> None:
-        """Begin a lap."""
-        self._mark = self._event() if self._waits else self.now()
+    def wrap(self, owner: object, phases: Mapping[str, str]) -> None:
+        """Have methods of an object timed, each as laps of a phase."""
+        for name, phase in phases.items():
+            setattr(owner, name, self.timed(phase, getattr(owner, name)))
 
-    def lap(self, phase: str) -> None:
-        """Add the time since `start` to a phase."""
-        if self._waits:
-            self._pending.append((phase, self._mark, self._event()))
-        else:
-            self._seconds[phase] += self.now() - self._mark
+    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what does as `call` does, each time as a lap of a phase; a lap has no other within it."""
+        laps, now = self._laps.setdefault(phase, []), self.now
+
+        def lap(*args: Any) -> Any:
+            begin = now()
+            out = call(*args)
+            laps.append(now() - begin)
+            return out
+
+        def lap_on_device(*args: Any) -> Any:
+            begin = self._event()
+            out = call(*args)
+            self._pending.append((phase, begin, self._event()))
+            return out
+
+        return lap_on_device if self._waits else lap
+
+    def restart(self) -> None:
+        """Forget the laps."""
+        self._pending.clear()
+        for laps in self._laps.values():
+            laps.clear()
 
     @property
-    def laps(self) -> dict[str, float]:
-        """Seconds of the laps so far, by phase."""
+    def laps(self) -> dict[str, list[float]]:
+        """Seconds of each lap since `restart`, by phase."""
         if self._pending:
             self._pending[-1][2].synchronize()
         for phase, begin, end in self._pending:
-            self._seconds[phase] += begin.elapsed_time(end) * 1e-3
+            self._laps[phase].append(begin.elapsed_time(end) * 1e-3)
         self._pending.clear()
-        return self._seconds
+        return self._laps
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -128,8 +143,6 @@ class Text:
     sampler: Sampler
     roots: list[int]
     anchor_row: Tensor
-    policy_state: State
-    history: History
     hidden: Tensor | None = None
     round: int = 0
     ended: bool = False

@@ -80,6 +80,31 @@ class Topology:
         return np.array(self.depth[self.roots :], dtype=np.int64)
 
     @cached_property
+    def parents(self) -> Array:
+        """[rows] int64: `parent`."""
+        return np.array(self.parent, dtype=np.int64)
+
+    @cached_property
+    def depths(self) -> Array:
+        """[rows] int64: `depth`."""
+        return np.array(self.depth, dtype=np.int64)
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        """By depth, its rows: they follow one another."""
+        return [slice(level[0], level[-1] + 1) for level in self.levels]
+
+    @cached_property
+    def extends(self) -> list[Array]:
+        """By depth, bool by row of that depth: whether anything may be drawn below it."""
+        return [np.array([bool(self.children[row]) for row in level]) for level in self.levels]
+
+    @cached_property
+    def all_extend(self) -> list[bool]:
+        """By depth, whether something may be drawn below each of its rows."""
+        return [bool(rows.all()) for rows in self.extends]
+
+    @cached_property
     def above_in_level(self) -> list[Array]:
         """By depth and row of that depth: the place of the row above in its own level; 0 for the roots."""
         firsts = [0, *(level[0] for level in self.levels)]

@@ -13,7 +13,7 @@ from .candidates import Candidates
 from .noise import Choices
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Drawn:
     """Candidates below the places that were fed.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...policies.checking import check_policy
-from ...policies.contract import StopPolicy, checked_start
+from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import History
@@ -18,9 +18,10 @@ from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ..candidates import Candidates
-from ..decide import Decider, Logits
+from ..decide import Base, Level, Logits, Reader
 from ..loop import Speculator
 from ..pair import Pair
+from ..runner import PolicyRunner
 from ..settings import Settings, Stopwatch
 from ..topology import chain
 from .measuring import Case, Effort, Seconds, measure
@@ -104,31 +105,35 @@ def _decision_alone(
     sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
     hidden = {name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.hidden}
     asked = max(1, policy.first)
-    decide, tree = Decider(policy, widths=sizes), chain(asked + 1)
-    state = checked_start(policy, 1, np.zeros(1, dtype=np.int64))
+    reader, tree, runner = Reader(policy, widths=sizes), chain(asked + 1), PolicyRunner(policy)
+    runner.start(np.zeros(1, dtype=np.int64))
+    one = np.ones((1, 1), dtype=bool)
+    watch = Stopwatch(scratch.device)
+
+    def ask(depth: int, base: Base, found: Candidates, drawn: Logits, above: Level | None) -> None:
+        level = reader.level(found, [depth], drawn, temperature, above)
+        runner.keep(reader.step(depth, base, level, found, one))
+
+    timed = watch.timed("policy", ask)
 
     def decision() -> float:
-        nonlocal state
         logits = (3.0 * torch.randn(1, vocabulary, generator=generator, device="cpu")).to(device)
         found = Candidates.at([0], tree)
         for depth in range(asked):
             found.add(depth, depth + 1, int(logits.argmax(-1)))
-        base = decide.base(
+        base = reader.base(
             logits, found.tokens[1], found.tokens[0], History.start(1), temperature, hidden.get(TARGET_HIDDEN)
         )
         if policy.first == 0:
-            _, state = decide(0, base, None, state, found, [0])
+            runner.keep(reader.step(0, base, None, found, one))
         drawn = Logits(logits, None, logits, [0], hidden.get(DRAFT_HIDDEN))
         level = None
         for depth in range(1, asked):
-            level = decide.level(found, [depth], drawn, temperature, level)
+            level = reader.level(found, [depth], drawn, temperature, level)
         scratch @ scratch[:8].T
-        watch = Stopwatch(scratch.device)
-        watch.start()
-        level = decide.level(found, [asked], drawn, temperature, level)
-        _, state = decide(asked, base, level, state, found, [asked])
-        watch.lap("policy")
-        return watch.laps["policy"]
+        watch.restart()
+        timed(asked, base, found, drawn, level)
+        return sum(watch.laps["policy"])
 
     return decision
 

@@ -28,24 +28,15 @@ def test_places_go_by_the_order_of_drawing() -> None:
     assert found.tokens_to(3) == [7, 12, 23]
 
 
-def test_what_stands_below_a_dropped_node_is_not_sent() -> None:
-    found = drawn()
-    assert found.sent() == list(range(6))
-    found.dropped[1] = True
-    assert found.sent() == [0, 2, 3]
-    found.dropped[3] = True
-    assert found.sent() == [0, 2]
-
-
 def test_a_policy_sees_the_nodes_in_the_order_of_the_tree() -> None:
     found = drawn()
-    found.dropped[2] = True
-    tree = found.tree()
+    sent = np.array([[True, True, False, True, True, False, False]])
+    tree = found.tree(sent)
     assert tree.tokens.tolist() == [[11, -1, 21, 22, -1, -1]]
     assert tree.drawn.tolist() == [[True, False, True, True, False, False]]
     assert tree.parent.tolist() == [[-1, -1, 0, 0, 1, 1]]
     assert tree.depth.tolist() == [[1, 1, 2, 2, 2, 2]]
-    hidden = found.tree(hide_tokens=True)
+    hidden = found.tree(sent, hide_tokens=True)
     assert hidden.tokens.tolist() == [[-1] * 6]
     assert np.array_equal(hidden.drawn, tree.drawn)
 
@@ -55,7 +46,7 @@ def test_alternatives_to_the_anchor_are_no_nodes() -> None:
     place = found.add(1, 4, 31)
     assert (found.roots, found.drafted) == (2, 1)
     assert found.path(place) == [1, place]
-    tree = found.tree()
+    tree = found.tree(np.array([[True, True, False, False, True, False]]))
     assert tree.tokens.tolist() == [[-1, -1, 31, -1]]
     assert tree.parent.tolist() == [[-1, -1, -1, -1]]
     assert tree.depth.tolist() == [[1, 1, 1, 1]]

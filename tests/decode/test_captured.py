@@ -14,7 +14,7 @@ from specstop.decode import (
     Speculator,
     captured as captured_module,
     drafters as drafters_module,
-    loop as loop_module,
+    model_source,
     parse_tree,
 )
 from specstop.decode.cache import CachedModel
@@ -136,7 +136,7 @@ def test_texts_from_recorded_calls_are_the_same(
         settings = Settings(0.7, 20, tree=tree)
         texts = [Speculator(pair, FixedLength(3), settings).generate(ids, 5).tokens for ids in prompt_ids[:4]]
         with monkeypatch.context() as patch:
-            for module in (loop_module, drafters_module):
+            for module in (model_source, drafters_module):
                 patch.setattr(module, "open_cache", functools.partial(CapturedModel, recorder=recorder))
             before = graphs.played
             speculator = Speculator(pair, FixedLength(3), settings)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from specstop.collect.explore import exploring
 from specstop.decode.candidates import Candidates
-from specstop.decode.decide import Decider, Level
+from specstop.decode.decide import Level, Reader
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.pair import Pair
 from specstop.decode.topology import parse_tree
@@ -40,13 +40,13 @@ def test_tokens_that_no_decision_looks_at_are_not_read(
     tree: str | None,
 ) -> None:  # fmt: skip
     seen: set[int] = set()
-    level = Decider.level
+    level = Reader.level
 
-    def noted(self: Decider, found: Candidates, places: Sequence[int], *more: Any) -> Level:
+    def noted(self: Reader, found: Candidates, places: Sequence[int], *more: Any) -> Level:
         seen.add(found.depth[places[0]])
         return level(self, found, places, *more)
 
-    monkeypatch.setattr(Decider, "level", noted)
+    monkeypatch.setattr(Reader, "level", noted)
     Speculator(pair, policy, Settings(0.0, 30, tree=tree, ignore_eos=True)).generate(prompt_ids[0])
     assert seen == read
 

@@ -56,11 +56,10 @@ def test_laps_on_a_gpu_are_read_from_its_stream_and_waited_for_once(monkeypatch:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     watch = Stopwatch(torch.device("cuda:1"))
     for phase in ("draft", "verify", "draft"):
-        watch.start()
-        watch.lap(phase)
+        watch.timed(phase, lambda: None)()
     assert stream.waits == 0
-    assert watch.laps == {"first": 0.0, "draft": 4.0, "verify": 2.0, "policy": 0.0}
-    assert watch.laps["draft"] == 4.0 and stream.waits == 1
+    assert watch.laps == {"draft": [2.0, 2.0], "verify": [2.0]}
+    assert watch.laps["draft"] == [2.0, 2.0] and stream.waits == 1
 
 
 def model_with(head: nn.Module, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -206,7 +206,7 @@ def test_no_other_drafter_pays_for_hidden_states(pair: Pair, prompt_ids: list[li
     for drafter in (ModelDrafter(pair), LookupDrafter(pair)):
         speculator = Speculator(pair, FixedLength(2), Settings(0.0, 6), drafter=drafter)
         speculator.generate(prompt_ids[3])
-        assert speculator._target.states is None
+        assert speculator._source.target.states is None
 
 
 def test_one_drafter_may_serve_one_loop_after_the_other(pair: Pair, prompt_ids: list[list[int]]) -> None:

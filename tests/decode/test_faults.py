@@ -13,9 +13,10 @@ import torch
 from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
-from specstop.decode import drafting, loop, modes, rejection, slots
+from specstop.decode import loop, modes, rejection, slots
 from specstop.decode.candidates import Candidates
 from specstop.decode.lossy import TargetInit
+from specstop.decode.model_source import ModelSource
 from specstop.decode.noise import Choices, Purpose
 from specstop.decode.rejection import Block, Rejection, RejectionReplace
 from specstop.decode.topology import Topology
@@ -123,26 +124,26 @@ class SelectsEven(StopPolicy):
 def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
     monkeypatch.setitem(DECIDERS, "selects-even", SelectsEven)
     shipped = Candidates.tree
-    shown = (Candidates, "tree", lambda found, hide_tokens=False: shipped(found))
+    shown = (Candidates, "tree", lambda found, sent, hide_tokens=False: shipped(found, sent))
     assert is_seen(replace(TREE, decider="selects-even"), monkeypatch, shown)
 
 
 def test_selecting_once_all_is_drafted(monkeypatch: Patch) -> None:
     """What could be drafted below a token tells whether it ends the text."""
     case = replace(TREE, decider="selects-by-token")
-    assert is_seen(case, monkeypatch, (drafting, "is_trimming", lambda policy: False))
+    assert is_seen(case, monkeypatch, (loop, "is_trimming", lambda policy: False))
 
 
 def test_trimming_that_spares_what_ends_a_text(monkeypatch: Patch) -> None:
     case = Case("rejection", "chain:2", "trims-unsure", "mixed", 2, eos=True)
     assert is_exact(case)
-    shipped = drafting.DraftPhase.__init__
+    shipped = ModelSource.__init__
 
-    def spares(self: drafting.DraftPhase, *args: Any) -> None:
+    def spares(self: ModelSource, *args: Any) -> None:
         shipped(self, *args)
-        self._asks_ended = False
+        self.asks_ended = False
 
-    monkeypatch.setattr(drafting.DraftPhase, "__init__", spares)
+    monkeypatch.setattr(ModelSource, "__init__", spares)
     assert prove(case).distance > SEEN
 
 
@@ -176,13 +177,13 @@ def test_acceptance_and_residual_that_share_a_number(monkeypatch: Patch) -> None
 
 def test_rounds_that_share_their_numbers(monkeypatch: Patch) -> None:
     """All choices of a round after the first are made by the numbers of round 1."""
-    shipped = loop.Speculator._choices
+    shipped = ModelSource._choices
 
-    def stuck(self: loop.Speculator, text: Any, position: int) -> Choices:
-        text.round = min(text.round, 1)
-        return shipped(self, text, position)
+    def stuck(self: ModelSource, position: int) -> Choices:
+        self.text.round = min(self.text.round, 1)
+        return shipped(self, position)
 
-    assert is_seen(CHAIN, monkeypatch, (loop.Speculator, "_choices", stuck))
+    assert is_seen(CHAIN, monkeypatch, (ModelSource, "_choices", stuck))
 
 
 def test_siblings_tried_against_a_draft_that_is_not_reduced(monkeypatch: Patch) -> None:

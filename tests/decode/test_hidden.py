@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY, build_draft, build_model
-from specstop.decode import drafters as drafters_module, loop as loop_module
+from specstop.decode import drafters as drafters_module, model_source
 from specstop.decode.captured import CapturedModel
 from specstop.decode.drafters import LookupDrafter, ModelDrafter
 from specstop.decode.engine import speed_up
@@ -109,7 +109,7 @@ def test_fixed_shapes_show_the_same_states(
         return [v for steps, _ in policy.rounds for step in steps for v in step.hidden.values()]
 
     grown = shown()
-    for module in (loop_module, drafters_module):
+    for module in (model_source, drafters_module):
         monkeypatch.setattr(module, "open_cache", CapturedModel)
     fixed = shown()
     assert len(grown) == len(fixed) > 20
@@ -165,10 +165,10 @@ def test_who_reads_none_pays_for_none(pair: Pair, prompt_ids: list[list[int]]) -
     drafter = ModelDrafter(pair)
     speculator = Speculator(pair, FixedLength(2), Settings(0.0, 6), drafter=drafter)
     speculator.generate(prompt_ids[3])
-    assert drafter.states is None and drafter._model.states is None and speculator._target.states is None
+    assert drafter.states is None and drafter._model.states is None and speculator._source.target.states is None
     speculator = Speculator(pair, ReadsDraftStates(), Settings(0.0, 6), drafter=drafter)
     speculator.generate(prompt_ids[3])
-    assert drafter.states is not None and speculator._target.states is None, "only what is declared"
+    assert drafter.states is not None and speculator._source.target.states is None, "only what is declared"
 
 
 def test_a_drafter_without_states_is_refused(pair: Pair) -> None:

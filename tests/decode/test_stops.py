@@ -182,7 +182,7 @@ def test_nothing_is_drafted_below_an_end_of_text(pair: Pair, prompt_ids: list[li
     for tree in TREES:
         settings = Settings(0.0, NEW, tree=tree)
         speculator = Speculator(pair, FixedLength(5), settings)
-        speculator._phase._eos = frozenset(ends.eos)
+        speculator._source.eos = frozenset(ends.eos)
         for prompt in prompt_ids[:3]:
             rounds = speculator.generate(prompt).rounds
             assert {r.drafted for r in rounds} <= {0, speculator.topology.limited(1).nodes}

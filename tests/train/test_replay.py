@@ -152,12 +152,11 @@ class Looking(StopPolicy):
         self.seen: list[tuple[int, int, Array]] = []
 
     def start(self, streams: int, keys: Array) -> State:
-        return self.arrays.first_anchor.numpy().copy()
+        return self.arrays.offset.numpy()
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        rows = self.arrays.offset.numpy() + state - self.arrays.first_anchor.numpy()
         for s in step.alive[:, 0].nonzero()[0].tolist():
-            self.seen.append((int(rows[s]), step.depth, step.features[s, 0]))
+            self.seen.append((int(state[s]), step.depth, step.features[s, 0]))
         return step.alive, state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:

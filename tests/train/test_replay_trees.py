@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +20,7 @@ from specstop.decode.records import Generation
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.latency.profile import Profile
+from specstop.train.replay import run
 from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import Replayed, replay, replay_orders
 from zoo import DEPTH, ZOO, SelectingByToken
@@ -189,22 +191,26 @@ def test_a_sequence_is_replayed_alike_in_any_company(forests: dict[object, Trace
 
 
 def test_a_chain_is_the_tree_of_width_one(traces: dict[float, Trace], profile: Profile) -> None:
-    """The general way gives what the one for chains gives."""
-    from specstop.train.replay.drafting import TreeShape, draft_chains, draft_trees
-    from specstop.train.replay.state import Walk
-
+    """A chain whose accepted nodes are told one by one, as those of a tree are, is replayed as one whose length is told."""
     arrays = trace_arrays(traces[0.7])
+    path = torch.arange(arrays.depth) < arrays.accepted[:, None]
     for policy in POLICIES.values():
-        if policy.carries:
-            continue
-        one, other = (Walk(arrays, policy, profile, np.arange(arrays.sequences)[:, None]) for _ in range(2))
-        shape = TreeShape(arrays.tree.limited(policy.max_depth))
-        for _ in range(4):
-            a, b = draft_chains(one, one.rows()), draft_trees(other, shape, other.rows())
-            for name in ("drafted", "verified", "accepted", "decisions", "capped"):
-                assert np.array_equal(*((getattr(made, name) * one.active) for made in (a, b))), (policy.name, name)
-            one.advance(a)
-            other.advance(b)
+        one, other = (replay(told, policy, profile) for told in (arrays, dataclasses.replace(arrays, path=path)))
+        assert torch.equal(one.log, other.log), policy.name
+        assert torch.equal(one.seconds, other.seconds), policy.name
+
+
+def test_streams_that_take_several_texts_decode_them_as_streams_of_one_do(
+    forests: dict[object, TraceArrays], profile: Profile
+) -> None:
+    """A stream that goes on to the next text gets a fresh state and history, the others keep theirs."""
+    arrays = forests["odd", 0.7]
+    for name in ("reads-history", "adaptive", "randomised", "by-parent", "tree"):
+        whole = replay(arrays, POLICIES[name], profile)
+        queues = np.arange(arrays.sequences).reshape(-1, 2)[:, ::-1]
+        part = run._played(arrays, POLICIES[name], profile, queues, [POLICIES[name]])[0]
+        assert torch.equal(part.log, whole.log) and torch.equal(part.history, whole.history), name
+        assert part.seconds.tolist() == pytest.approx(whole.seconds.tolist(), rel=1e-12)
 
 
 def test_a_policy_deeper_than_the_tree_is_refused(forests: dict[object, TraceArrays], profile: Profile) -> None:

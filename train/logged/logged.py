@@ -18,12 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...policies.contract import RoundOutcome, StopPolicy, checked_keep
+from ...decode.drafted import Drafted
+from ...decode.rounds import draft
+from ...decode.runner import PolicyRunner
+from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_observe
 from ...policies.errors import TraceError
 from ...policies.latency.profile import Profile
 from ..replay.arrays import TraceArrays
-from ..replay.rounds import recorded_anchors
-from ..replay.state import Array, Walk
+from ..replay.rounds import RecordedRounds, recorded_anchors
+from ..replay.source import Array
 
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")
 """What `shown_rounds` wants of `trace_arrays` as `extra`."""
@@ -66,26 +69,30 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         TraceError: the trace is dense or of trees, or the policy reads what it does not hold.
     """
     check_logged(arrays, policy)
-    walk = Walk(arrays, policy, profile, np.arange(arrays.sequences)[:, None])
-    trace, cut = _Recorded(arrays), arrays.cut.numpy()
-    offset, rows = arrays.offset.numpy(), arrays.rows.numpy()
+    source, trace, cut = _Drawn(arrays, policy), _Recorded(arrays), arrays.cut.numpy()
+    runner, price = _Overruled(policy, profile), profile.decision(policy.cost_name)
+    runner.start(arrays.keys.numpy())
     out = np.zeros((5, len(cut)))
-    for turn in range(int(rows.max())):
-        row = offset + np.minimum(turn, rows - 1)
-        active = turn < rows
-        walk.active, walk.anchor, walk.backlog = active, trace.anchors[row], trace.backlog[row]
-        drafted, verified, decisions, unseen = _draft(walk, trace, row, trace.explored[row] & recorded)
+    while source.visit(np.ones(len(cut), dtype=bool)):
+        active, alive, context, backlog, limit = source.begin()
+        row = source.row
+        runner.overrule(trace.explored[row] & recorded)
+        found = draft(source, runner, alive, limit)
+        drafted, verified, decisions = runner.own(found)
+        unseen = (source.unseen & runner.drafting) | (verified > trace.sent[row])
         tokens = trace.tokens(row, verified)
-        seconds = profile.round_seconds(walk.context(), drafted, verified, walk.backlog, decisions, walk.price)
+        seconds = profile.round_seconds(context, drafted, verified, backlog, decisions, price)
         own = ~unseen & (not recorded)
         sent = np.where(own, verified, trace.sent[row])
-        accepted = np.minimum(walk.accepted[row], sent)
+        accepted = np.minimum(arrays.accepted.numpy()[row], sent)
         heard = np.zeros_like(seconds) if recorded else seconds
         drew = np.where(own, drafted, trace.drawn[row])
-        walk.history = walk.history.after(accepted, sent, active & ~cut[row])
         line = np.stack([~unseen, drafted, verified, tokens * ~unseen, seconds * ~unseen])
         out[:, row[active]] = line[:, active]
-        walk.observe(RoundOutcome(active, drew, sent, accepted, cut[row], heard))
+        runner.history = runner.history.after(accepted, sent, active & ~cut[row])
+        runner.state = checked_observe(
+            policy, RoundOutcome(active, drew, sent, accepted, cut[row], heard), runner.state
+        )
     seen, drafted, verified, tokens, seconds = out
     return Shown(seen > 0, drafted.astype(np.int64), verified.astype(np.int64), tokens, seconds)
 
@@ -93,7 +100,7 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
 def recorded_rounds(arrays: TraceArrays, profile: Profile) -> tuple[Array, Array]:
     """Return [N] tokens and [N] modelled seconds of the rounds as they were recorded; arguments as of `shown_rounds`."""
     trace, row = _Recorded(arrays), np.arange(len(arrays.accepted))
-    context = np.repeat(arrays.prompt_tokens.numpy(), arrays.rows.numpy()) + trace.anchors
+    context = np.repeat(arrays.prompt_tokens.numpy(), arrays.rows.numpy()) + recorded_anchors(arrays)
     price = profile.decision(arrays.header.policy.partition(":")[0])
     decisions = arrays.extra["decisions"].numpy()
     seconds = profile.round_seconds(context, trace.drawn, trace.sent, trace.backlog, decisions, price)
@@ -129,7 +136,6 @@ class _Recorded:
         self.explored = arrays.extra["explored"].numpy().astype(bool)
         ends = arrays.ends.numpy() & drawn  # tokens that were not drawn are zeros, which may be an id that ends texts
         self.first_end = np.where(ends.any(1), ends.argmax(1) + 1, depth + 1)
-        self.anchors = recorded_anchors(arrays)
         self._soft = header.verification.startswith(("rejection", "block")) and header.texts == "target"
         self._survival = _survival(arrays) if self._soft else np.zeros((0, depth))
         self._accepted, self._node = arrays.accepted.numpy(), np.arange(depth)
@@ -160,33 +166,51 @@ def _survival(arrays: TraceArrays) -> Array:
     return out
 
 
-def _draft(walk: Walk, trace: _Recorded, row: Array, overruled: Array) -> tuple[Array, Array, Array, Array]:
-    """Ask the policy along what was drawn; return [R] drafted, verified, decisions, and whether it wants more than that.
+class _Drawn(RecordedRounds):
+    """Grows what was drawn, and no more.
 
-    Where the recorded run `overruled` it [R], the policy was asked on after it had stopped, and its state with it.
+    Attributes:
+        unseen: [R] bool, streams that were to grow further.
     """
-    policy, drawn = walk.policy, trace.drawn[row]
-    depth = min(walk.arrays.depth, policy.max_depth)
-    bound = np.minimum(np.minimum(walk.allowed(), depth), trace.first_end[row])
-    base = walk.base(row)
-    drafting = walk.active
-    drafted, dropped, decisions = np.zeros((3, len(row)), dtype=np.int64)
-    unseen = np.zeros(len(row), dtype=bool)
-    for j in range(depth):
-        drafting = drafting & (bound > j)
-        asked = drafting | (overruled & walk.active & (bound > j))
-        if not asked.any():
-            break
-        if j >= policy.first:
-            step = walk.step(row, base, j, asked[:, None], np.array([j - 1]) if j else None)
-            keep, walk.state = checked_keep(policy, step, walk.state)
-            decisions += drafting
-            kept = drafting & keep[:, 0]
-            if policy.trims and j > 0:
-                dropped += drafting & ~kept
-            drafting = kept
-        unseen |= drafting & (drawn <= j)
-        drafting = drafting & ~unseen
-        drafted += drafting
-    verified = drafted - dropped
-    return drafted, verified, decisions, unseen | (verified > trace.sent[row])
+
+    def __init__(self, arrays: TraceArrays, policy: StopPolicy) -> None:
+        super().__init__(arrays, policy)
+        assert arrays.drawn is not None
+        self._drawn = arrays.drawn.numpy()
+        self._ends = self._ends & self._drawn if self._ends is not None else None
+
+    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+        """See `RoundSource`."""
+        self.unseen = np.zeros(len(self.row), dtype=bool)
+        return super().begin()
+
+    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
+        """See `RoundSource`."""
+        there = self._drawn[self.row, depth]
+        self.unseen |= feeding[:, 0] & ~there
+        return super().grow(depth, feeding & there[:, None])
+
+
+class _Overruled(PolicyRunner):
+    """Asks on after the policy has stopped where the recorded run overruled it: its state went on too."""
+
+    def overrule(self, streams: Array) -> None:
+        """Begin a round in which these streams [R] are drafted on whatever the policy says."""
+        self._streams, self.drafting = streams, np.ones(len(streams), dtype=bool)
+        self._stopped = np.zeros(len(streams), dtype=np.int64)
+
+    def keep(self, step: DraftStep) -> Array:
+        """See `PolicyRunner`."""
+        kept = super().keep(step)
+        overruled = step.alive & self._streams[:, None] & ~kept
+        stops = overruled[:, 0] & self.drafting
+        self._stopped[stops] = step.depth
+        self.drafting &= ~stops
+        return kept | overruled
+
+    def own(self, found: Drafted) -> tuple[Array, Array, Array]:
+        """Return [R] drafted, verified and decisions as they are without being overruled."""
+        stopped = ~self.drafting
+        drafted = np.where(stopped, self._stopped, found.drafted)
+        verified = np.where(stopped, self._stopped - (self.trims & (self._stopped > 0)), found.verified)
+        return drafted, verified, np.where(stopped, self._stopped - self.first + 1, found.decisions)

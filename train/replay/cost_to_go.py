@@ -15,15 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ...policies.errors import TraceError
-from ...policies.features.history import History
 from ...policies.latency.profile import Profile
 from .arrays import TraceArrays
+from .run import replay
 from .seconds import prompt_seconds, round_seconds
-from .state import Array
+from .source import Array
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,35 @@ class Played:
     seconds: Tensor
     visits: Tensor
     history: Tensor
+
+
+class ScriptedLengths(StopPolicy):
+    """Drafts the length that is laid down for each anchor of a dense trace of chains; the state is, by stream, its row.
+
+    Args:
+        arrays: the trace; a stream for each sequence.
+        lengths: [N] int64.
+        depth: K.
+    """
+
+    name, first = "lengths", 0
+
+    def __init__(self, arrays: TraceArrays, lengths: Tensor, depth: int) -> None:
+        self.max_depth = depth
+        self._lengths, self._offset = lengths.numpy(), arrays.offset.numpy()
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the first rows of the sequences."""
+        assert streams == len(self._offset)
+        return self._offset
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep up to the length of the anchor."""
+        return step.alive & (step.depth < self._lengths[state])[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Go on to the anchor after what was committed."""
+        return np.minimum(state + (outcome.accepted + 1) * outcome.active, len(self._lengths) - 1)
 
 
 class ToGo:
@@ -71,7 +102,6 @@ class ToGo:
         ends = arrays.ends[:, : self.depth]
         first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, self.depth + 1)
         self.bound = torch.minimum(allowed, first_end)
-        self._capped = (first_end <= allowed) | (allowed < self.depth)
         context = arrays.prompt_tokens[self.sequence] + self.anchor
         one = torch.ones(rows, dtype=torch.int64)
         each = [round_seconds(profile, context, one * k, one * k, one) for k in range(self.depth + 1)]
@@ -128,30 +158,12 @@ class ToGo:
             decided_s: [N] seconds of its decisions.
         """
         arrays = self.arrays
-        lengths = torch.minimum(lengths, self.bound)
-        decided = torch.as_tensor(decided_s, dtype=torch.float64).expand(len(lengths))
-        total = prompt_seconds(self.profile, arrays.prompt_tokens)
-        at = arrays.offset.clone()
-        backlog = arrays.prompt_tokens + arrays.first_anchor
-        active = arrays.text_tokens > arrays.first_anchor
-        past, visits = History.start(arrays.sequences), torch.zeros(len(lengths), dtype=torch.bool)
-        record = torch.zeros(len(lengths), past.record.shape[1])
-        while bool(active.any()):
-            row = torch.where(active, at, arrays.offset)
-            visits[row[active]], record[row[active]] = True, torch.from_numpy(past.values())[active]
-            k = lengths[row]
-            context = arrays.prompt_tokens + self.anchor[row]
-            seconds = round_seconds(self.profile, context, k, k, backlog) + decided[row]
-            total = total + seconds * active
-            accepted = torch.minimum(arrays.accepted[row], k)
-            committed = torch.minimum(accepted + 1, self.left[row])
-            read = torch.minimum(accepted, k - 1)
-            backlog = committed + torch.where(k > 0, -read, backlog)
-            goes_on = active & (committed < self.left[row])
-            counts = goes_on & ~(self._capped[row] & (k == self.bound[row]))
-            past = past.after(accepted.numpy(), k.numpy(), counts.numpy())
-            active = goes_on
-            at = torch.where(active, row + committed, at)
+        played = replay(arrays, ScriptedLengths(arrays, lengths, self.depth), self.profile)
+        row = arrays.offset[played.log[:, 0]] + played.log[:, 1] - arrays.first_anchor[played.log[:, 0]]
+        decided = torch.as_tensor(decided_s, dtype=torch.float64).expand(len(lengths))[row]
+        total = played.seconds.index_add(0, played.log[:, 0], decided)
+        visits, record = torch.zeros(len(lengths), dtype=torch.bool), torch.zeros(len(lengths), played.history.shape[1])
+        visits[row], record[row] = True, played.history
         latest = torch.where(visits, torch.arange(len(visits)), 0).cummax(0).values  # each text begins with a visit
         return Played(total, visits, record[latest])
 

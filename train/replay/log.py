@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
-from ...policies.latency.tables import CostTable, Price
+from ...policies.latency.tables import CostTable
 from .arrays import TraceArrays
 from .counted import Counted, count_rounds
 from .run import Replayed, replay
 from .seconds import prompt_seconds, round_seconds
-from .state import Array
-
-_Call = tuple[Array, Array, Array, Array, Array, "Array | None"]
-
-
-@dataclass(frozen=True)
-class _Meter(Profile):
-    """A profile that keeps the arguments of every call of `round_seconds`."""
-
-    calls: list[_Call] = field(default_factory=list, compare=False)
-
-    def round_seconds(
-        self,
-        context: Array,
-        drafted: Array,
-        verified: Array,
-        backlog: Array,
-        decisions: Array,
-        decision: float | Price,
-        fed: Array | None = None,
-    ) -> Array:
-        """See `Profile.round_seconds`."""
-        self.calls.append((context, drafted, verified, backlog, decisions, fed))
-        return super().round_seconds(context, drafted, verified, backlog, decisions, decision, fed)
 
 
 @dataclass(frozen=True)
@@ -123,36 +98,16 @@ class Played:
 
 def play(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Played:
     """Replay a policy and keep what its rounds consisted of; arguments and errors as of `replay`."""
-    meter = _Meter(**{f.name: getattr(profile, f.name) for f in dataclasses.fields(profile)})
-    result = replay(arrays, policy, meter)
-    return Played(policy, result, _rounds(result, meter.calls, policy))
-
-
-def _rounds(result: Replayed, calls: list[_Call], policy: StopPolicy) -> Rounds:
-    """Bring the calls, one a turn for all streams, into the order of the log: by sequence."""
-    sequences, turns = len(result.rounds), len(calls)
-    if not turns:
-        none = torch.zeros(0, dtype=torch.int64)
-        return Rounds(none, none, none, none, none, none, none, none, none, None, policy.cost_name)
-    streams = len(calls[0][0])
-    if streams == sequences and not policy.carries:  # a stream for each sequence; it is idle once its text has ended
-        place = np.arange(turns) < result.rounds.numpy()[:, None]
-        order = np.arange(turns * streams).reshape(turns, streams).T[place]
-    else:  # one stream, all sequences in their order
-        order = np.arange(turns)
-
-    def column(at: int) -> Tensor:
-        parts = [part for call in calls if (part := call[at]) is not None]
-        return torch.from_numpy(np.concatenate(parts)[order])
-
-    context, drafted, verified, backlog, decisions = (column(at) for at in range(5))
-    fed = None if calls[0][5] is None else column(5)
-    sequence, anchor, drafted_then, verified_then, accepted = result.log.unbind(1)
-    assert torch.equal(drafted, drafted_then) and torch.equal(verified, verified_then), "calls and log fall apart"
+    result = replay(arrays, policy, profile, details=True)
+    assert result.details is not None
+    sequence, anchor, drafted, verified, accepted = result.log.unbind(1)
+    context, backlog, decisions = result.details[:, :3].unbind(1)
+    fed = None if arrays.tree.limited(policy.max_depth).is_chain else result.details[:, 3:]
     steps = drafted if fed is None else (fed > 0).sum(1)
-    return Rounds(
+    rounds = Rounds(
         sequence, anchor, context, drafted, verified, accepted, backlog, decisions, steps, fed, policy.cost_name
     )
+    return Played(policy, result, rounds)
 
 
 def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: float = 1.0) -> Profile:

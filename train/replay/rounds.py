@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import RoundOutcome, StopPolicy
+from ...decode.drafted import Drafted
+from ...decode.rounds import play_round
+from ...decode.runner import PolicyRunner
+from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.latency.profile import Profile
 from .arrays import TraceArrays
-from .drafting import TreeShape, draft_trees
 from .log import Rounds
-from .state import Array, Drafted, Walk
+from .source import Array, TraceSource
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
 """What `evaluate_rounds` wants of `trace_arrays` as `extra`."""
@@ -74,49 +76,70 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     unknown = [name for name in policy.hidden if name not in arrays.vectors]
     if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
-    walk = Walk(arrays, policy, profile, np.arange(arrays.sequences)[:, None])
-    shape = TreeShape(arrays.tree.limited(policy.max_depth))
+    source, runner = RecordedRounds(arrays, policy), PolicyRunner(policy, profile)
+    runner.start(arrays.keys.numpy())
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
     full = (arrays.extra["explored"] | (header.explore == 0.0)).numpy() & ~arrays.cut.numpy()
-    anchors, unread = recorded_anchors(arrays), arrays.extra["backlog"].numpy().astype(np.int64)
-    offset, rows = arrays.offset.numpy(), arrays.rows.numpy()
     lines, counts, feeds = [], [], []
-    for turn in range(int(rows.max())):
-        row = offset + np.minimum(turn, rows - 1)
-        walk.active = (turn < rows) & full[row]
-        walk.anchor, walk.backlog = anchors[row], unread[row]
-        made = draft_trees(walk, shape, row)
-        context, on = walk.context(), walk.active
-        seconds = profile.round_seconds(
-            context, made.drafted, made.verified, walk.backlog, made.decisions, walk.price, made.fed
-        )
-        expected = _expected(arrays, row, made) if soft else made.accepted
-        walk.history = walk.history.after(made.accepted, made.verified, on & ~made.capped)
-        lines.append(np.stack([expected + 1.0, seconds, made.drafted, made.verified], 1)[on])
-        columns = (walk.sequence, walk.anchor, context, made.drafted, made.verified, made.accepted, walk.backlog)
-        steps = made.drafted if made.fed is None else (made.fed > 0).sum(1)
-        counts.append(np.stack([*columns, made.decisions, steps], 1)[on])
-        feeds += [] if made.fed is None else [made.fed[on]]
-        walk.observe(RoundOutcome(on, made.drafted, made.verified, made.accepted, made.capped, seconds))
+    while source.visit(full):
+        on, sequence, anchor = source.active, source.sequence, source.anchor
+        made = play_round(source, runner)
+        found, fed = made.found, made.found.fed_by_step
+        expected = _expected(arrays, source.row, found) if soft else made.accepted
+        lines.append(np.stack([expected + 1.0, made.seconds, found.drafted, found.verified], 1)[on])
+        columns = (sequence, anchor, made.context, found.drafted, found.verified, made.accepted, made.backlog)
+        steps = found.drafted if fed is None else (fed > 0).sum(1)
+        counts.append(np.stack([*columns, found.decisions, steps], 1)[on])
+        feeds += [] if fed is None else [fed[on]]
     table = torch.from_numpy(np.concatenate(lines))
     if not len(table):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
-    sequence, anchor, whole, drafted, verified, accepted, owed, decided, passes = torch.from_numpy(
+    fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
+    at, start, context, drafted, verified, accepted, backlog, asked, passes = torch.from_numpy(
         np.concatenate(counts)
     ).unbind(1)
     taken = Rounds(
-        sequence, anchor, whole, drafted, verified, accepted, owed, decided, passes,
-        torch.from_numpy(np.concatenate(feeds)) if feeds else None, policy.cost_name,
-    )  # fmt: skip
+        at, start, context, drafted, verified, accepted, backlog, asked, passes, fed_by_step, policy.cost_name
+    )
     return RoundValues(policy.name, len(table), table[:, 0], table[:, 1], table[:, 2], table[:, 3], caveats, taken)
 
 
-def _expected(arrays: TraceArrays, row: Array, made: Drafted) -> Array:
+class RecordedRounds(TraceSource):
+    """The rounds of a live trace as they were recorded: each text's one after the other, wherever a policy would have gone.
+
+    Args:
+        arrays: with the extra column `backlog`.
+        policy: that asks for what it holds.
+    """
+
+    def __init__(self, arrays: TraceArrays, policy: StopPolicy) -> None:
+        super().__init__(arrays, policy, np.arange(arrays.sequences)[:, None])
+        self._anchors_at, self._unread = recorded_anchors(arrays), arrays.extra["backlog"].numpy().astype(np.int64)
+        self._rounds, self._next = arrays.rows.numpy(), 0
+
+    def visit(self, wanted: Array) -> bool:
+        """Go on to the next round of each text; those that are `wanted` [N] are active. Return whether there was any."""
+        turn, self._next = self._next, self._next + 1
+        self.row = self._offset + np.minimum(turn, self._rounds - 1)
+        self.active = (turn < self._rounds) & wanted[self.row]
+        self.anchor, self.backlog = self._anchors_at[self.row], self._unread[self.row]
+        return turn < int(self._rounds.max())
+
+    def rows(self) -> Array:
+        """Return [R], the rows visited."""
+        return self.row
+
+    def commit(self, found: Drafted) -> tuple[Array, Array]:
+        """Stay: the next round is the one that was recorded."""
+        return self._taken + 1, np.zeros(len(self.row), dtype=bool)
+
+
+def _expected(arrays: TraceArrays, row: Array, found: Drafted) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
     q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
     survival = np.where(q > 0, np.minimum(p / np.maximum(q, 1e-300), 1.0), 0.0).cumprod(1)
-    out: Array = (survival * (np.arange(arrays.depth) < made.verified[:, None])).sum(1)
+    out: Array = (survival * (np.arange(arrays.depth) < found.verified[:, None])).sum(1)
     return out
 
 

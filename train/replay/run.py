@@ -1,30 +1,36 @@
 """Replay: what a policy would have done on a trace, round by round, exactly, in the time of a profile.
 
-One loop over rounds with many streams side by side. A round looks the features of (anchor, node) up in the trace, asks the
-policy as the live loop does, commits min(A, k) + 1 tokens and moves the anchor.
+The live loop's own rounds (`decode.rounds`), with many streams side by side and the trace as their source (`source`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...decode.rounds import play_round
+from ...decode.runner import PolicyRunner
 from ...policies.contract import StopPolicy
+from ...policies.features.history import HISTORY_FEATURES
 from ...policies.latency.profile import Profile
 from .arrays import TraceArrays
-from .drafting import TreeShape, draft_chains, draft_trees
+from .checking import check_replayable
+from .source import Array, TraceSource
 from .stacking import stacked
-from .state import Array, Walk, check_replayable, concatenated, orders
 
 MOST_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""
 
 MOST_HIDDEN_BYTES = 1 << 26
 """Of the hidden states that they are shown at once."""
+
+CROWDED = 0.75
+"""Share of the streams that still have a text below which the others are left out."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Replayed:
         log: [R, 5] int64, one line a round: sequence, anchor, drafted, verified, accepted; in order within a sequence.
         history: [R, 4], what the HISTORY features were when each round began.
         committed: [S] tokens committed by rounds.
+        details: [R, 3 + K] int64, further columns of the log, where they were asked for: context, backlog, decisions, and
+            the rows fed at each depth.
     """
 
     name: str
@@ -50,6 +58,7 @@ class Replayed:
     committed: Tensor
     log: Tensor
     history: Tensor
+    details: Tensor | None = None
 
     @property
     def rate(self) -> float:
@@ -62,20 +71,21 @@ class Replayed:
         return float(self.committed.sum() / self.rounds.sum().clamp_min(1))
 
 
-def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Replayed:
+def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile, details: bool = False) -> Replayed:
     """Replay a policy on all sequences; one that carries its state decodes them in their order, as the live loop does.
 
     Args:
         arrays: a trace.
         policy: any policy but one that reads the clock.
         profile: the latency profile that rounds are timed with.
+        details: keep more of each round.
 
     Raises:
         TraceError: the policy drafts deeper than the trace, reads what the trace does not hold, or comes where it has no
             round.
     """
     check_replayable(arrays, policy, profile)
-    return _played(arrays, policy, profile, _queues(arrays, policy), [policy])[0]
+    return _played(arrays, policy, profile, _queues(arrays, policy), [policy], details)[0]
 
 
 def replay_orders(
@@ -83,7 +93,7 @@ def replay_orders(
 ) -> list[Replayed]:
     """Replay a policy that carries its state in several orders of the texts: that of the trace, then shuffled ones."""
     check_replayable(arrays, policy, profile)
-    return _played(arrays, policy, profile, orders(arrays.sequences, count, seed), [policy] * count)
+    return _played(arrays, policy, profile, _orders(arrays.sequences, count, seed), [policy] * count)
 
 
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
@@ -120,33 +130,51 @@ def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
 
 
 def _played(
-    arrays: TraceArrays, policy: StopPolicy, profile: Profile, queues: Array, names: Sequence[StopPolicy]
+    arrays: TraceArrays,
+    policy: StopPolicy,
+    profile: Profile,
+    queues: Array,
+    names: Sequence[StopPolicy],
+    details: bool = False,
 ) -> list[Replayed]:
     """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
-    walk = Walk(arrays, policy, profile, queues)
-    shape = None if arrays.tree.is_chain and arrays.drawn is None else TreeShape(arrays.tree.limited(policy.max_depth))
-    part = np.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
+    source, runner = TraceSource(arrays, policy, queues), PolicyRunner(policy, profile)
+    runner.start(arrays.keys.numpy()[source.sequence])
     bins = len(names) * arrays.sequences
+    part = np.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
+    by_stream = policy is not names[0]  # stacked: each stream has thresholds of its own, and no stream may move
     lines: list[Array] = []
     histories: list[Array] = []
     owners = [np.arange(bins)]  # seconds begin with those of reading the prompts
     spent = [np.tile(profile.prefill_seconds(arrays.prompt_tokens.numpy()), len(names))]
-    while walk.active.any():
-        row, owner = walk.rows(), (part + walk.sequence)[walk.active]
-        made = draft_chains(walk, row) if shape is None else draft_trees(walk, shape, row)
-        line, seconds, before = walk.advance(made)
-        owners.append(owner)
-        spent.append(seconds)
-        lines.append(line)
-        histories.append(before)
+    while on := int(np.count_nonzero(source.active)):
+        if not by_stream and on <= CROWDED * len(part):
+            left = np.flatnonzero(source.active)
+            part = part[left]
+            source.take(left)
+            runner.take(left)
+        before, sequence, anchor, active = runner.history.values(), source.sequence, source.anchor, source.active
+        made = play_round(source, runner)
+        found = made.found
+        columns = [sequence, anchor, found.drafted, found.verified, made.accepted, made.committed]
+        if details:
+            columns += [made.context, made.backlog, found.decisions, *found.steps.T]
+        owners.append((part + sequence)[active])
+        lines.append(np.stack(columns, 1)[active])
+        spent.append(made.seconds[active])
+        histories.append(before[active])
+        begun = source.next_texts()
+        if len(begun):
+            runner.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
     seconds = np.bincount(np.concatenate(owners), np.concatenate(spent), bins)
     owner = np.concatenate([np.zeros(0, dtype=np.int64), *owners[1:]])
-    log, history = concatenated(lines, 6, np.int64), concatenated(histories, 4, np.float32)
+    width = 6 + details * (3 + max(source.topology.deepest, 1))
+    table, history = _joined(lines, width, np.int64), _joined(histories, len(HISTORY_FEATURES), np.float32)
     del owners, spent, lines, histories  # those of a large trace
     rounds = np.bincount(owner, minlength=bins)
-    sums = np.stack([np.bincount(owner, column, bins) for column in log.T[2:]]).astype(np.int64)
+    sums = np.stack([np.bincount(owner, column, bins) for column in table.T[2:6]]).astype(np.int64)
     order = np.argsort(owner, kind="stable")
-    log, history = log[order, :5], history[order]
+    log, more, history = table[order, :5], table[order, 6:], history[order]
     first = np.concatenate([[0], np.cumsum(rounds)])
     out = []
     for at, named in enumerate(names):
@@ -165,6 +193,19 @@ def _played(
                 committed,
                 torch.from_numpy(log[here]),
                 torch.from_numpy(history[here]),
+                torch.from_numpy(more[here]) if details else None,
             )
         )
     return out
+
+
+def _orders(sequences: int, count: int, seed: int) -> Array:
+    """Return [count, S]: the order of the trace, then shuffled ones."""
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = [torch.randperm(sequences, generator=generator).numpy() for _ in range(count - 1)]
+    return np.stack([np.arange(sequences), *shuffled])
+
+
+def _joined(parts: Sequence[Array], width: int, dtype: Any) -> Array:
+    """Return the parts below each other; [0, width] for none."""
+    return np.concatenate([np.zeros((0, width), dtype=dtype), *parts])

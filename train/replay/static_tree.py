@@ -18,7 +18,7 @@ from ...policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ...policies.latency.profile import Profile
 from .arrays import TraceArrays, typical_context
 from .run import Replayed, replay
-from .state import Array
+from .source import Array
 
 SHORTLIST = 12
 _LARGEST = 96

@@ -16,10 +16,9 @@ from ...policies.contract import DraftStep
 from ...policies.learned.policy import LearnedPolicy
 from ..heads.scores import BINS, calibration_error, perfect_error
 from ..replay.arrays import TraceArrays, seen_features
-from ..replay.drafting import TreeShape
 from ..replay.log import Rounds
 from ..replay.run import Replayed
-from ..replay.state import Array
+from ..replay.source import Array
 
 MOST_ROUNDS = 20_000
 _DRAWS = 20
@@ -80,15 +79,15 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
         history: [R, 4] when the rounds began.
     """
     seen = seen_features(arrays, policy.features, row, history).numpy()
-    shape, streams = TreeShape(arrays.tree.limited(policy.max_depth)), len(row)
+    tree, streams = arrays.tree.limited(policy.max_depth), len(row)
     out = np.full((streams, arrays.tree.nodes), np.nan)
     state = policy.start(streams, np.zeros(streams, dtype=np.int64))
-    for depth in range(policy.first, shape.tree.deepest + 1):
-        level = shape.levels[depth]
+    for depth in range(policy.first, tree.deepest + 1):
+        level = np.array(tree.levels[depth]) - 1
         step = DraftStep(
             depth,
             np.ones((streams, len(level)), dtype=bool),
-            np.tile(shape.among[depth], (streams, 1)),
+            np.tile(tree.above_in_level[depth], (streams, 1)),
             np.ascontiguousarray(seen[:, level + 1]),
             _hidden(policy, arrays, row, level if depth else None),
             np.arange(streams),

@@ -17,6 +17,7 @@ from specstop.decode.cache import CachedModel
 from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.matching import Match
+from specstop.decode.model_source import ModelSource
 from specstop.decode.pair import Pair
 from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -44,7 +45,7 @@ STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5,
 def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that only known work moves; its second entry is the price of a token of context to the target."""
     now = [0.0, 0.0]
-    read, call, commit = CachedModel.read, Sampler.__call__, Speculator._commit
+    read, call, commit = CachedModel.read, Sampler.__call__, ModelSource.commit
 
     def timed_read(self: CachedModel, tokens: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
         count = tokens.shape[1]
@@ -58,14 +59,14 @@ def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         now[0] += STEP
         return call(self, *args)
 
-    def timed_commit(self: Speculator, *args: object) -> int:
+    def timed_commit(self: ModelSource, *args: Any) -> Any:
         now[0] += ROUND
         return commit(self, *args)
 
     monkeypatch.setattr(Stopwatch, "now", lambda self: now[0])
     monkeypatch.setattr(CachedModel, "read", timed_read)
     monkeypatch.setattr(Sampler, "__call__", timed_call)
-    monkeypatch.setattr(Speculator, "_commit", timed_commit)
+    monkeypatch.setattr(ModelSource, "commit", timed_commit)
     return now
 
 
@@ -85,10 +86,10 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_stopwatch_adds_up_what_the_clock_says(ticking: list[float]) -> None:
     watch = Stopwatch(torch.device("cpu"))
     for phase, spent in (("draft", 3.0), ("verify", 0.0), ("draft", 4.0)):
-        watch.start()
-        ticking[0] += spent
-        watch.lap(phase)
-    assert watch.laps == pytest.approx({"first": 0.0, "draft": 7.0 + 2 * TICK, "verify": TICK, "policy": 0.0})
+        watch.timed(phase, lambda seconds: ticking.__setitem__(0, ticking[0] + seconds))(spent)
+    assert watch.laps == {"draft": pytest.approx([3.0 + TICK, 4.0 + TICK]), "verify": pytest.approx([TICK])}
+    watch.restart()
+    assert watch.laps == {"draft": [], "verify": []}
 
 
 def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:

@@ -1,0 +1,78 @@
+"""What S streams drafted in a round, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..policies.contract import Array
+from ..policies.kernels import on_first_use
+from .topology import Topology
+
+kernels = on_first_use("rounds")
+
+_UNKNOWN = np.zeros(0)
+
+
+class Drafted:
+    """What S streams drafted; [S, N] bool by row of the tree, whose roots are the first rows.
+
+    Args:
+        streams: S.
+        tree: of N rows, K deep.
+
+    Attributes:
+        drawn: tokens were drawn there (roots are not drawn).
+        dropped: the policy leaves them out.
+        fed: the draft read them, to draw below.
+        asked: the policy was asked whether to extend them.
+        sent: what the target reads.
+        capped: [S] bool, an end of text or a length limit ended drafting, not the policy.
+        drafted, verified, decisions: [S] int64, tokens drawn, tokens sent, depths at which the policy was asked.
+        steps: [S, K] int64, rows fed at each depth.
+    """
+
+    def __init__(self, streams: int, tree: Topology) -> None:
+        self._tree = tree
+        self._marks = np.zeros((4, streams, len(tree)), dtype=bool)
+        self.drawn, self.dropped, self.fed, self.asked = self._marks
+        self.capped = np.zeros(streams, dtype=bool)
+
+    def count(self) -> None:
+        """Work out `sent`, the sums and the steps."""
+        tree, marks = self._tree, self._marks
+        streams = marks.shape[1]
+        self.sent, counts = np.empty_like(marks[0]), np.empty((3, streams), dtype=np.int64)
+        self.steps = np.empty((streams, max(tree.deepest, 1)), dtype=np.int64)
+        kernels().count_round(tree.parents, tree.depths, marks, self.sent, counts, self.steps)
+        self.drafted, self.verified, self.decisions = counts
+
+    @property
+    def fed_by_step(self) -> Array | None:
+        """`steps` of a tree; None for a chain, where the number of tokens says it."""
+        return None if self._tree.is_chain else self.steps
+
+
+@dataclass(slots=True)
+class Finished:
+    """A round of S streams; all arrays are [S].
+
+    Attributes:
+        active: bool, streams that had a round; the other rows are void.
+        context: tokens committed before it, the prompt's included.
+        backlog: committed tokens that the draft had not read.
+        found: what was drafted.
+        accepted, committed: min(A, k), and the tokens that were added to the text.
+        cut: bool, it met an end of text or a limit.
+        seconds: as the latency profile has it, where somebody wants to know; else empty.
+    """
+
+    active: Array
+    context: Array
+    backlog: Array
+    found: Drafted
+    accepted: Array
+    committed: Array
+    cut: Array
+    seconds: Array = field(default_factory=lambda: _UNKNOWN)

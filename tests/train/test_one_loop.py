@@ -1,0 +1,99 @@
+"""Live loop, replay, single rounds and the cost-to-go fit play the same rounds: one function drafts, one plays a round."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NEW
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.store import Trace
+from specstop.decode import rounds
+from specstop.decode.loop import Settings, Speculator
+from specstop.decode.pair import Pair
+from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.cost_to_go import ToGo
+from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.run import replay
+from zoo import DEPTH
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What drafted, by the function that it was called from."""
+    callers: Counter[str] = Counter()
+    draft: Callable[..., Any] = rounds.draft
+
+    def counting(*args: Any) -> Any:
+        code = sys._getframe(1).f_code
+        callers["play_round" if code is rounds.play_round.__code__ else code.co_name] += 1
+        return draft(*args)
+
+    monkeypatch.setattr(rounds, "draft", counting)
+    return callers
+
+
+POLICY = Confidence(0.4, DEPTH)
+
+
+def test_live_rounds(pair: Pair, prompt_ids: list[list[int]], played: Counter[str]) -> None:
+    count = 0
+    for tree in (None, "2,2,1"):
+        for mode in ("match", "rejection", "target_init"):
+            settings = Settings(0.7, NEW, tree=tree, verification=mode)
+            count += len(Speculator(pair, POLICY, settings).generate(prompt_ids[2]).rounds)
+    assert played == {"play_round": count}
+
+
+def test_replayed_rounds_and_rounds_of_scripted_lengths(
+    traces: dict[float, Trace], profile: Profile, played: Counter[str]
+) -> None:
+    arrays = trace_arrays(traces[0.7])
+    turns = int(replay(arrays, POLICY, profile).rounds.max())
+    assert played == {"play_round": turns}
+    togo = ToGo(arrays, profile)
+    for length in (0, 3):
+        played.clear()
+        visits = togo.play(torch.full_like(togo.bound, length)).visits
+        by_text = torch.zeros(arrays.sequences, dtype=torch.int64).index_add(0, togo.sequence, visits.long())
+        assert played == {"play_round": int(by_text.max())}
+
+
+def test_single_rounds(
+    pair: Pair, prompts: list[Prompt], profile: Profile, played: Counter[str], tmp_path: Path
+) -> None:
+    live: dict[str, Any] = {"collector": "live", "verification": "rejection", "policy": POLICY, "explore": 1.0}
+    trace = collect(pair, prompts[:3], tmp_path / "t", depth=DEPTH, temperature=0.7, max_new_tokens=12, **live)
+    arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
+    played.clear()
+    evaluate_rounds(arrays, POLICY, profile)
+    assert played == {"play_round": int(arrays.rows.max())}
+
+
+def test_nobody_else_asks_a_policy_depth_by_depth() -> None:
+    """`keep` is asked by the runner of the round loop; by policies that hold others, and by hosts with loops of their own."""
+    asks = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("policies", "decode", "collect", "train")
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "checked_keep"
+    }
+    assert asks == {
+        "collect/explore.py",
+        "decode/hf.py",
+        "decode/runner.py",
+        "policies/baselines/bandit.py",
+        "policies/testing.py",
+    }

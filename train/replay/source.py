@@ -1,0 +1,199 @@
+"""A trace as the source of rounds: what a policy sees is looked up, and so is what the target accepts."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...collect.schema import NO_TOKEN
+from ...decode.drafted import Drafted
+from ...policies.contract import DraftStep, DraftTree, StopPolicy
+from ...policies.errors import TraceError
+from ...policies.features import Layout
+from ...policies.features.history import History
+from ...policies.kernels import on_first_use
+from .arrays import TraceArrays
+
+Array = np.ndarray[Any, Any]
+
+kernels = on_first_use("rounds")
+
+_NO_HISTORY = np.zeros((0, 0), dtype=np.float32)
+
+
+class TraceSource:
+    """See `decode.rounds.RoundSource`. R streams, each with a queue of texts that are decoded one after the other.
+
+    The trace is tensors, replay works on views of them as arrays: what it does between two decisions is many small steps.
+
+    Args:
+        arrays: a trace.
+        policy: that asks for what it holds.
+        queues: [R, Q] int64 sequences.
+
+    Attributes:
+        active: [R] bool, streams that have a round.
+        sequence, anchor, backlog: [R] int64, where they are, and the tokens that the draft has not read.
+        row: [R] int64, of the round, in the trace; any row of a stream without one.
+    """
+
+    asks_ended = selects_levels = False
+
+    def __init__(self, arrays: TraceArrays, policy: StopPolicy, queues: Array) -> None:
+        self.arrays, self.policy, self.queues = arrays, policy, queues
+        self.topology = arrays.tree.limited(policy.max_depth)
+        layout = Layout(policy.features)
+        self._names, self._width = layout.history, len(layout.names)
+        columns = layout.anchor_at, layout.history_at, layout.node_at
+        self._anchor_at, self._history_at, self._node_at = (np.array(at, dtype=np.int64) for at in columns)
+        anchors, nodes = arrays.tensors(policy.features)
+        self._anchors, self._nodes = anchors.float().contiguous().numpy(), nodes.float().numpy()
+        self._hidden = {name: arrays.vector(name) for name in policy.hidden}
+        self._accepted, self._tokens = arrays.accepted.numpy(), arrays.tokens.numpy()
+        self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
+        self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()
+        self._turn = np.zeros(len(queues), dtype=np.int64)
+        self.sequence = queues[:, 0]
+        self.anchor = self._first_anchor[self.sequence]
+        self.backlog = self.context()
+        self.active = np.ones(len(queues), dtype=bool)
+        self.row = np.zeros(len(queues), dtype=np.int64)
+        self.next_texts()
+
+    def context(self) -> Array:
+        """Return [R], the tokens committed, the prompts' included."""
+        out: Array = self._prompt[self.sequence] + self.anchor
+        return out
+
+    def next_texts(self) -> Array:
+        """Go on to the next text of each stream whose text has ended; return the streams that have."""
+        begun = np.zeros(len(self.queues), dtype=bool)
+        while True:
+            ended = self.active & (self.anchor >= self._text[self.sequence])
+            if not ended.any():
+                return np.flatnonzero(begun)
+            self._turn = self._turn + ended
+            self.active = self._turn < self.queues.shape[1]
+            at = np.minimum(self._turn, self.queues.shape[1] - 1)
+            self.sequence = np.take_along_axis(self.queues, at[:, None], 1)[:, 0]
+            begins = ended & self.active
+            begun |= begins
+            self.anchor = np.where(begins, self._first_anchor[self.sequence], self.anchor)
+            self.backlog = np.where(begins, self.context(), self.backlog)
+
+    def take(self, streams: Array) -> None:
+        """Go on with these streams [R'] alone."""
+        self.queues, self._turn, self.sequence = self.queues[streams], self._turn[streams], self.sequence[streams]
+        self.anchor, self.backlog, self.active = self.anchor[streams], self.backlog[streams], self.active[streams]
+
+    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+        """See `decode.rounds.RoundSource`."""
+        self.row = self.rows()
+        allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # one place is the target's
+        limit = np.minimum(allowed, self.topology.deepest)
+        limit[~self.active] = self.topology.deepest  # who has no round holds nobody back
+        return self.active, self.active[:, None], self.context(), self.backlog, limit
+
+    def rows(self) -> Array:
+        """Return [R], the row of each stream's anchor; any row for those without a round.
+
+        Raises:
+            TraceError: the trace has no round there: it was recorded under a policy that did not visit it.
+        """
+        row = self.arrays.find(self.sequence, self.anchor)
+        missing = self.active & (row < 0)
+        if missing.any():
+            at = int(missing.argmax())
+            name = self.arrays.prompt_ids[int(self.sequence[at])]
+            raise TraceError(
+                f"{self.policy.name} comes to anchor {int(self.anchor[at])} of {name!r}, where the trace has no round "
+                f"({self._origin()}); collect dense traces to replay any policy"
+            )
+        return np.where(self.active, row, self._offset[self.sequence])
+
+    def _origin(self) -> str:
+        header = self.arrays.header
+        return f"it was recorded under {header.policy}" if header.policy else f"its texts are {header.texts}"
+
+    def step(self, depth: int, alive: Array, history: History) -> DraftStep:
+        """See `decode.rounds.RoundSource`."""
+        first = self.topology.spans[depth].start - 1 if depth else -1
+        features = np.zeros((*alive.shape, self._width), dtype=np.float32)
+        if self._width:
+            past = history.values(self._names) if self._names else _NO_HISTORY
+            kernels().look_up(
+                self._anchors, self._anchor_at, past, self._history_at, self._nodes, self._node_at, self.row, first,
+                np.ascontiguousarray(alive), features,
+            )  # fmt: skip
+        parent = np.zeros(alive.shape, dtype=np.int64)
+        parent += self.topology.above_in_level[depth]
+        hidden = {name: self._states(name, first, alive) for name in self._hidden}
+        return DraftStep(depth, alive.copy(), parent, features, hidden, np.arange(len(alive)))
+
+    def _states(self, name: str, first: int, alive: Array) -> Array:
+        """Return [R, B, H] float32, a hidden state of the branches that are alive, which begin at node `first`."""
+        recorded = self._hidden[name]
+        full = np.zeros((*alive.shape, recorded.width), dtype=np.float32)
+        if first >= 0 or not recorded.of_nodes:
+            stream, branch = alive.nonzero()
+            at = None if first < 0 else torch.from_numpy(first + branch)
+            full[stream, branch] = recorded.at(torch.from_numpy(self.row[stream]), at).float().numpy()
+        return full
+
+    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
+        """See `decode.rounds.RoundSource`."""
+        span = self.topology.spans[depth + 1]
+        nodes = slice(span.start - 1, span.stop - 1)
+        drawn = feeding if self.topology.is_chain else feeding[:, self.topology.above_in_level[depth + 1]]
+        if self._missing is not None:
+            drawn = drawn & ~self._missing[self.row, nodes]
+        return drawn, drawn if self._ends is None else drawn & ~self._ends[self.row, nodes]
+
+    @cached_property
+    def _missing(self) -> Array | None:
+        """[N, K] bool, nodes for which a filter had left no token; None where there are none."""
+        missing: Array = self._tokens == NO_TOKEN
+        return missing if missing.any() else None
+
+    @cached_property
+    def _ends(self) -> Array | None:
+        """[N, K] bool, nodes that drew an end of text; None where none did."""
+        ends: Array = self.arrays.ends.numpy()
+        return ends if ends.any() else None
+
+    def tree(self, sent: Array) -> DraftTree:
+        """See `decode.rounds.RoundSource`."""
+        tree, drawn = self.topology, sent[:, 1:]
+        tokens = np.where(drawn, self._tokens[self.row, : tree.nodes].astype(np.int64), -1)
+        parent, depth = (np.tile(values, (len(sent), 1)) for values in (tree.node_parents, tree.node_depths))
+        return DraftTree(tokens, parent, depth, drawn.copy())
+
+    def verify(self, found: Drafted) -> Array:
+        """See `decode.rounds.RoundSource`; candidates that a live run did not draft are a `TraceError`."""
+        arrays, tree = self.arrays, self.topology
+        if arrays.drawn is not None and (found.drawn[:, 1:] & ~arrays.drawn.numpy()[self.row, : tree.nodes]).any():
+            raise TraceError(
+                f"{self.policy.name} drafts what {arrays.header.policy} did not when the trace was recorded; "
+                "collect dense traces, or live ones with --explore"
+            )
+        if arrays.path is None:  # a chain, of which a first part is sent
+            self._taken = np.minimum(self._accepted[self.row], found.verified)
+            self._read = np.minimum(self._taken, found.drafted - 1)
+        else:
+            path = arrays.path.numpy()[self.row, : tree.nodes] & found.sent[:, 1:]
+            self._taken, self._read = path.sum(1), (path & found.fed[:, 1:]).sum(1)
+        accepted: Array = self._taken * self.active
+        return accepted
+
+    def commit(self, found: Drafted) -> tuple[Array, Array]:
+        """See `decode.rounds.RoundSource`."""
+        left = self._text[self.sequence] - self.anchor
+        committed = np.minimum(self._taken + 1, left) * self.active
+        # The draft has read what was fed of the accepted path; what was rejected is forgotten.
+        unread = committed + np.where(found.drafted > 0, -self._read, self.backlog)
+        self.backlog = np.where(self.active, unread, self.backlog)
+        self.anchor = self.anchor + committed
+        return committed, committed >= left
