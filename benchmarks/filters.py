@@ -1,12 +1,13 @@
-"""Filtered sampling and given texts: replay as live, heads with and without the filter that is served, texts of an engine.
+"""Filtered sampling and completions: replay as live, heads with and without the filter that is served, texts of an engine.
 
     python benchmarks/filters.py --check --pair path/to/15m
 
-Four filters, three temperatures, chains and trees on a tiny random pair in float64: rounds of replay beside those of the
-live loop. Then on the embedded pair and each of `--pair`, at temperature 0.7: heads of `specstop train` trained without a
-filter and decoded under ones that leave few tokens, each no more than 2% below the best fixed length there, by the profile's
-time; heads trained under top-p 0.9 and replayed there, beside those trained without; and texts that transformers' own
-`generate` has sampled, as traces: labels, acceptance beside keyed collection, refusals of other temperatures, training.
+Every choice of the rejection family under a filter, enumerated; and rounds of replay beside those of the live loop on a tiny
+random pair in float64, under four filters, at three temperatures, as chains and trees. Then on the embedded pair and each of
+`--pair`, at temperature 0.7: heads of `specstop train` trained without a filter and decoded under ones that leave few tokens,
+each no more than 2% below the best fixed length there, by the profile's time; heads trained under top-p 0.9 and replayed
+there, beside those trained without; and texts that transformers' own `generate` has sampled, as traces: labels,
+acceptance beside keyed collection, refusals of other temperatures, training.
 The last line is one JSON object.
 """
 
@@ -19,13 +20,14 @@ from typing import Any
 
 from attacks.random_pair import save_pair
 from bars import Bars, arguments
-from filtered.given_texts import given
-from filtered.heads import Place, alike, unlike
+from filtered.completions import completed
+from filtered.enumerated import enumerated
+from filtered.heads import TRAINED, Place, alike, unlike
 from filtered.same_rounds import FILTERS, SHAPES, TEMPERATURES, same_rounds
 from pairs import effort, own_pair
 from specstop.cli.console import progress_bars
 from specstop.collect.prompts import Prompt, read_prompts
-from specstop.decode import Shaping, load_pair
+from specstop.decode import load_pair
 
 ROUNDS = 3000
 """Compared of each filter, temperature and shape."""
@@ -35,7 +37,7 @@ def compared(options: Any, room: Path, bars: Bars) -> None:
     """Compare replay with the live loop under every filter."""
     folder = save_pair(room / "tiny")
     pair = load_pair(folder / "target", folder / "draft", dtype="float64")
-    count, tokens = (3, 16) if options.quick else (48, 40)
+    count, tokens = (3, 16) if options.quick else (36, 40)
     prompts = [
         Prompt(f"p{at}", " ".join(f"w{3 + (at * 7 + n * 13) % 40}" for n in range(1 + at % 6))) for at in range(count)
     ]
@@ -56,13 +58,14 @@ def main() -> int:
     parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
     parser.add_argument("--prompts", type=int, default=40, help="test prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--train-prompts", type=int, default=160, help="training prompts")
-    parser.add_argument("--texts", type=int, default=400, help="given texts; a check needs 400")
+    parser.add_argument("--texts", type=int, default=400, help="completions; a check needs 400")
     options = parser.parse_args()
     count, tests, tokens, texts = (24, 4, 32, 32) if options.quick else (
         options.train_prompts, options.prompts, 128, options.texts
     )  # fmt: skip
     bars = Bars()
     with tempfile.TemporaryDirectory(prefix="specstop-filters-") as room, progress_bars() as progress:
+        enumerated(100 if options.quick else 4, bars)
         compared(options, Path(room), bars)
         folders = [*options.pair] if options.quick and options.pair else [own_pair(options, progress), *options.pair]
         for folder in folders:
@@ -72,11 +75,11 @@ def main() -> int:
             )
             inner = Path(room) / f"pair-{len(bars.figures)}"
             place = Place(folder.name, pair, known, tested, tokens, effort(options), inner, progress)
-            costs = place.profile(Shaping())
+            costs = place.profile(TRAINED)  # one for all, so that nothing hangs on a lucky moment
             plain = place.fitted(place.traces("plain", known), costs, "")
             bars.figures[f"filters, {folder.name}"] = unlike(place, plain, costs, bars)
-            bars.figures[f"trained, {folder.name}"] = alike(place, plain, bars)
-            bars.figures[f"given, {folder.name}"] = given(place, stock, texts, costs, bars)
+            bars.figures[f"trained, {folder.name}"] = alike(place, plain, costs, bars)
+            bars.figures[f"completions, {folder.name}"] = completed(place, stock, texts, costs, bars)
     names = ", ".join(folder.name for folder in folders)
     whole = options.prompts >= 40 and options.texts >= 400 and len(folders) > 1
     return bars.finish(options, f"{tests} prompts and {texts} texts of {names}", whole)

@@ -114,7 +114,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "bytes": sum(path.stat().st_size for path in (trace.folder / "data").glob("*.parquet")),
         "features": ", ".join((*header.anchor_features, *header.features)),
         "hidden states": hidden_text(header),
-        **({"given texts": balance_text(checked)} if (checked := header.facts.get("given texts")) else {}),
+        **({"completions": balance_text(checked)} if (checked := header.facts.get("completions")) else {}),
         "seed": header.seed,
         "made on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
     }

@@ -1,4 +1,4 @@
-"""Trees of anchors, put together of what was drafted behind each place of a text."""
+"""Trees of anchors, put together of what was drafted after each place of a text."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def gather(places: Places, start: Tensor, tree: Topology) -> Unrolled:
     """Return the trees of the anchors at the places `start` [n]: each follows the text as far as it can.
 
     Args:
-        places: with all that is drafted behind them.
+        places: with all that is drafted after them.
         start: where anchors are.
         tree: of each.
     """
     parent = torch.tensor(tree.parent, device=start.device)
     rank = torch.tensor([0, *(tree.children[tree.parent[row]].index(row) for row in range(1, len(tree)))])
     rank = rank.to(start.device)
-    place, row = (start.new_zeros(len(start), len(tree)) for _ in range(2))  # of what each node is drawn behind
+    place, row = (start.new_zeros(len(start), len(tree)) for _ in range(2))  # of what each node is drawn after
     next_place, next_row = (start.new_zeros(len(start), len(tree)) for _ in range(2))
     next_place[:, 0] = start
     for level in map(torch.tensor, tree.levels[1:]):

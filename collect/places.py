@@ -28,7 +28,7 @@ assert TREE_FEATURES[: len(PRE_FEATURES)] == CHAIN_FEATURES[: len(PRE_FEATURES)]
 BYTES_PER_SCORE = 48
 """Peak bytes per row and token of vocabulary while features are computed (logits, noise, scores, softmax)."""
 
-_BEHIND_END = -3
+_AFTER_END = -3
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,8 @@ class Places:
         device, dtype = self.pair.device, self.pair.logits_dtype
         self.last = last
         place = torch.arange(first, end + 1, device=device)
-        generated = torch.tensor([*anchors.text[anchors.prompt :], _BEHIND_END], device=device)
-        self.own = generated[
-            place.clamp_max(len(generated) - 1)
-        ]  # [P], the text's token there; negative behind its end
+        generated = torch.tensor([*anchors.text[anchors.prompt :], _AFTER_END], device=device)
+        self.own = generated[place.clamp_max(len(generated) - 1)]  # [P], the text's token there; negative after its end
         processors = job.shaping.build(self.temperature, self.prompt, self.pair.eos, device)
         self.sampler = Sampler(processors, self.temperature)
         self.fed = [row for row in range(len(self.shape)) if self.shape.children[row]]
@@ -205,7 +203,7 @@ class Places:
             if not self.is_chain:
                 own &= self.sees[behind[:, None], row[:end]]
             mask = backend_mask(torch.cat([text[begin:end], own], 1)[None, None], self.pair.draft)
-            tokens = self.token[at, fed[begin:end], rank[begin:end]].clamp_min(0)  # behind no token nothing is kept
+            tokens = self.token[at, fed[begin:end], rank[begin:end]].clamp_min(0)  # after no token nothing is kept
             logits = model.read(tokens[None], 0, mask, (position[begin:end] + depth)[None])[0]
             self._record(logits, model.states, at, behind, depth + 1)
 

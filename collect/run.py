@@ -24,8 +24,8 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, silent
-from .given import Completions
-from .given_check import check_sampled
+from .completion_check import check_sampled
+from .completions import Completions
 from .prompts import Prompt, fit
 from .schema import Header, parents
 from .shards import Plan, Work, record
@@ -156,7 +156,7 @@ def plan_run(
         explore: share of the rounds of a live run that are drafted to full depth whatever the policy says.
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
-        completions: text (or token ids) behind each prompt, by prompt id, to label in the place of the target's own; above
+        completions: text (or token ids) after each prompt, by prompt id, to label in the place of the target's own; above
             temperature 0 they must have been sampled from the target as `temperature` and `shaping` say.
         vectors: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
             2 bytes x width x nodes for the draft's, at each anchor.
@@ -193,7 +193,7 @@ def plan_run(
         told["prompts left out"] = f"{asked - len(prompts)} of {asked}, longer than the pair reads"
     if completions is not None and temperature > 0:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
-        told["given texts"] = check_sampled(pair, settings, named, completions, max_new_tokens + topology.deepest)
+        told["completions"] = check_sampled(pair, settings, named, completions, max_new_tokens + topology.deepest)
     carries = policy is not None and policy.carries
     count = shards or (1 if carries else _shard_count(len(prompts), max_new_tokens, widths, topology.nodes))
     header = Header(

@@ -63,8 +63,8 @@ class Header:
         shards: number of shards of a complete trace.
         prompts: number of prompts, and `prompts_hash` of their ids and token ids.
         collector: "dense", or "live".
-        texts: "target": the target's own; "sampled": given ones that were sampled from the target; "completions": given ones,
-            of which the anchors count behind which the target says the same.
+        texts: "target": the target's own; "sampled": completions that were sampled from it; "completions": ones of any
+            origin, of which the anchors count after which the target says the same.
         policy: that a live run was under, "" for dense traces.
         explore: share of its rounds that were drafted to full depth whatever the policy said.
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.

@@ -13,8 +13,8 @@ from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.limits import check_limits
+from .completions import Completions, completion_rows
 from .dense import dense_rows
-from .given import Completions, completion_rows
 from .live import LiveCollector
 from .mixed import mixed_rows
 from .shards import nothing

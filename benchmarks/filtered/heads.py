@@ -107,9 +107,8 @@ def unlike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: B
     return figures
 
 
-def alike(place: Place, plain: Sequence[LearnedPolicy], bars: Bars) -> dict[str, Any]:
+def alike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: Bars) -> dict[str, Any]:
     """Train under a filter and replay there, beside heads trained without; the head is named on training prompts."""
-    costs = place.profile(TRAINED)
     known = place.traces("filtered", place.train, TRAINED)
     heads = place.fitted(known, costs, ", filtered")
     if not heads or not plain:

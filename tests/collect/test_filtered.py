@@ -80,7 +80,7 @@ def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
     third = [2, 5, 8, 9, 10, 11]  # the third of each three siblings, and all below that of the first level
     assert missing[:, third].all()
     assert not missing[:, [0, 1, 3, 4, 6, 7]].any()
-    assert missing[:, 12:].sum(1).tolist() == [15] * len(missing), "and what would be drawn behind those of depth 2"
+    assert missing[:, 12:].sum(1).tolist() == [15] * len(missing), "and what would be drawn after those of depth 2"
     assert not any(values.numpy()[missing].any() for values in arrays.columns.values() if values.dim() == 2)
 
 
@@ -108,7 +108,7 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(pair: Pair, prompts: list
     assert {key(row): bool(row["accepted"][0]) for row in mixed} == labels
     assert all(row["draft_prob"][0] == 1.0 for row in mixed)
     chances = {float(row["drawn_prob"][0]) for row in mixed}
-    assert chances == {0.0, 1.0}, "behind the mixed text another token may be the only one left"
+    assert chances == {0.0, 1.0}, "after the mixed text another token may be the only one left"
     assert all(np.isfinite(row[name]).all() for row in mixed for name in CHAIN_FEATURES)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from bars import Bars
 from scipy import stats
-from specstop.collect.given_check import MOST_ERRORS, balance
+from specstop.collect.completion_check import MOST_ERRORS, balance
 from specstop.collect.prompts import Prompt, encode
 from specstop.collect.run import reading_room
 from specstop.collect.store import Trace
@@ -37,7 +37,7 @@ def repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 @torch.inference_mode()
 def sampled(stock: Pair, prompts: Sequence[Prompt], tokens: int, temperature: float, seed: int) -> dict[str, list[int]]:
-    """Return the ids of a text behind each prompt, as transformers' own `generate` samples them."""
+    """Return the ids of a text after each prompt, as transformers' own `generate` samples them."""
     torch.manual_seed(seed)
     ids, made = encode(prompts, stock.tokenizer, reading_room(stock, tokens)), {}
     for start in range(0, len(ids), BATCH):
@@ -82,7 +82,7 @@ def same_acceptance(one: Trace, two: Trace) -> tuple[float, np.ndarray]:
     return float(stats.chi2.sf(statistic, int(use.sum()))), a - b
 
 
-def given(place: Place, stock: Pair, texts: int, costs: Profile, bars: Bars) -> dict[str, Any]:
+def completed(place: Place, stock: Pair, texts: int, costs: Profile, bars: Bars) -> dict[str, Any]:
     """Collect texts of transformers and keyed ones, and check the bars on them.
 
     Args:
@@ -94,7 +94,7 @@ def given(place: Place, stock: Pair, texts: int, costs: Profile, bars: Bars) -> 
     """
     prompts, length = repeated(place.train, texts), place.tokens + DEPTH
     written = sampled(stock, prompts, length, TEMPERATURE, 1)
-    one = place.traces("given", prompts, completions=written)
+    one = place.traces("completions", prompts, completions=written)
     two = place.traces("keyed", prompts)
     arrays = trace_arrays(one, features=())
     labels, expected = len(arrays.accepted), _anchors(place, written)
@@ -105,7 +105,7 @@ def given(place: Place, stock: Pair, texts: int, costs: Profile, bars: Bars) -> 
     p_value, off = same_acceptance(one, two)
     bars.add(
         f"{place.name}, acceptance by depth", p_value, p_value > LEVEL,
-        f"p = {p_value:.3f} that given and keyed texts are accepted alike, differences "
+        f"p = {p_value:.3f} that completions and keyed texts are accepted alike, differences "
         f"{' '.join(f'{d:+.4f}' for d in off)}; above {LEVEL}",
     )  # fmt: skip
     refusals = _refusals(place, stock, prompts, written, length, bars)
@@ -155,7 +155,7 @@ def _refusals(
 
 
 def _trained(place: Place, one: Trace, two: Trace, costs: Profile, bars: Bars) -> dict[str, Any]:
-    """Replay policies trained on given and on keyed texts, on keyed texts of other prompts."""
+    """Replay policies trained on completions and on keyed texts, on keyed texts of other prompts."""
     test = trace_arrays(place.traces("keyed-test", place.test))
     rates = [
         replay(test, train(traces, costs, head="logistic", progress=place.progress).policy, costs).rate
@@ -163,7 +163,7 @@ def _trained(place: Place, one: Trace, two: Trace, costs: Profile, bars: Bars) -
     ]
     ratio = rates[0] / rates[1]
     bars.add(
-        f"{place.name}, trained on given texts", ratio, abs(ratio - 1) <= NEAR,
+        f"{place.name}, trained on completions", ratio, abs(ratio - 1) <= NEAR,
         f"{ratio:.4f} of the policy trained on keyed ones; within {NEAR:.0%}",
     )  # fmt: skip
-    return {"trained on given over keyed": ratio}
+    return {"trained on completions over keyed": ratio}

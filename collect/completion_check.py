@@ -1,4 +1,4 @@
-"""Whether given texts were sampled from the target as a run assumes: surprise and entropy of the tokens must balance.
+"""Whether completions were sampled from the target as a run assumes: surprise and entropy of the tokens must balance.
 
 For a token x drawn from p the mean of log p(x) is -H(p), whatever p is. Texts of another temperature, filter or model differ
 from that by some hundredths of a nat a token, which a few dozen texts show.
@@ -17,7 +17,7 @@ from ..decode.pair import Pair
 from ..decode.settings import Settings
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.learned.conditions import sampling_text
-from .given import Completions, completion_ids, sampled_rows, target_rows
+from .completions import Completions, completion_ids, sampled_rows, target_rows
 
 MOST_ERRORS = 4.0
 """Standard errors from 0 beyond which texts are refused."""

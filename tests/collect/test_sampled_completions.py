@@ -1,4 +1,4 @@
-"""Given texts above temperature 0: noise given a text has the law of plain sampling, every position is an exact anchor."""
+"""Completions above temperature 0: noise given a text has the law of plain sampling, every position is an exact anchor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import EOS, make_prompts
 from scipy import stats
-from specstop.collect.given import given_noise, sampled_rows, target_rows
-from specstop.collect.given_check import balance
+from specstop.collect.completion_check import balance
+from specstop.collect.completions import given_noise, sampled_rows, target_rows
 from specstop.collect.prompts import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
@@ -193,7 +193,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     assert impossible > 5
     with pytest.warns(SpecstopWarning, match=r"% of the tokens cannot be drawn at temperature 0.7, top-k 6"):
         trace = collect(pair, asked, tmp_path / "a", completions=written["plain"], shaping=few, **options)
-    assert trace.header.facts["given texts"]["impossible"] == impossible
+    assert trace.header.facts["completions"]["impossible"] == impossible
     rows = {}
     for row in trace.rows.with_format("numpy"):
         rows.setdefault(str(row["prompt_id"]), []).append(int(row["anchor"]))

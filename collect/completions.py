@@ -1,6 +1,6 @@
 """Texts that exist already, whoever wrote them, labelled in the place of the target's own: one target pass a text.
 
-At temperature 0 the positions count behind which a text goes on as the target itself would. Above it a text is taken for what
+At temperature 0 the positions count after which a text goes on as the target itself would. Above it a text is taken for what
 it says it is, a sample of the target's: then noise is drawn given the text (`noise.gumbel_given`), so that text and noise
 together have the law of plain sampling, and every position is an exact anchor. Texts that were not sampled so are refused.
 """
@@ -40,7 +40,7 @@ def completion_rows(
     completions: Completions,
     max_new_tokens: int,
 ) -> list[Mapping[str, Any]]:
-    """Return the rows of given texts.
+    """Return the rows of completions.
 
     Args:
         pair: target and draft.
@@ -96,7 +96,7 @@ def completion_ids(pair: Pair, completions: Completions, name: str) -> list[int]
 
 
 def own_anchors(text: Sequence[int], own: Sequence[int], last: int, depth: int, ended: bool) -> list[int]:
-    """Return the anchors 1 .. last - 1 behind which `depth` tokens of the text, or all up to its EOS, are the target's own.
+    """Return the anchors 1 .. last - 1 after which `depth` tokens of the text, or all up to its EOS, are the target's own.
 
     Args:
         text: given.

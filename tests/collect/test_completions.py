@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import EOS
 from reference_features import Rows, compute
-from specstop.collect.given import own_anchors
+from specstop.collect.completions import own_anchors
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.noise import gumbel, stream_key
