@@ -29,6 +29,7 @@ from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import train
+from specstop.train.logged.offpolicy import estimate_offline
 from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.concatenate import joined_arrays
 from specstop.train.report.evaluate import evaluate
@@ -185,6 +186,10 @@ def test_other_filters_and_temperatures_are_told_of(
     other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW)
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
         evaluate(other, full_profile, [policy])
+    explored = collect(pair, prompts, tmp_path / "live", depth=5, temperature=0.7, max_new_tokens=NEW, collector="live",
+                       policy=FixedLength(3), explore=0.5)  # fmt: skip
+    with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
+        estimate_offline(explored, policy, full_profile)
     with pytest.raises(TraceError, match=r"--traces: .*plain was sampled with the filter none, not top-p 0.8"):
         evaluate(other, full_profile, shaping=TOP_P)
     with warnings.catch_warnings():

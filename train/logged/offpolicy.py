@@ -18,6 +18,7 @@ from ...collect.store import Trace
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.latency.profile import Profile
+from ...policies.learned.conditions import tell_other_conditions
 from ...policies.storage.registry import BUILTINS
 from ..replay.arrays import TraceArrays, trace_arrays
 from ..replay.rounds import CAVEATS
@@ -124,6 +125,7 @@ def estimate_offline(
             recorded; or one of `logged.check_logged`.
     """
     header = traces.header
+    tell_other_conditions(policy, header.conditions, "these traces")
     arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
     asked = logging is not None
     logging = logging or _named(header.policy)
