@@ -148,7 +148,7 @@ class Bare:
 
     def __init__(self, pair: Pair, shape: Topology) -> None:
         self._shape = shape
-        self._target, self._draft = (CachedModel(m, LONG, pair.vocabulary) for m in (pair.target, pair.draft))
+        self._target, self._draft = (CachedModel(m, LONG, pair.vocabulary) for m in (pair.target, pair.draft_model))
 
     @torch.inference_mode()
     def play(self, prompt: list[int], text: Generation) -> float:

@@ -94,7 +94,7 @@ def main() -> int:
     prompts = [
         torch.randint(pair.vocabulary, (size.prompt,), generator=generator).tolist() for _ in range(size.prompts)
     ]
-    for model, name, most in ((pair.target, size.pair[0], 1.6), (pair.draft, size.pair[1], 2.0)):
+    for model, name, most in ((pair.target, size.pair[0], 1.6), (pair.draft_model, size.pair[1], 2.0)):
         steps(model, name, size, rate, most, bars)
     equal_texts(pair, after, prompts, size, bars)
     loops(pair, prompts, size, "shapes", bars)

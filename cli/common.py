@@ -22,6 +22,16 @@ def quiet_libraries() -> None:
     transformers.logging.disable_progress_bar()
 
 
+def find_target(
+    target: str | None, draft: str | None, drafter: str, progress: Progress = silent
+) -> tuple[str, str | None, Path | None]:
+    """Do as `find_pair`, but with a target alone where candidates come from elsewhere than a draft model."""
+    if target is not None and draft is None and drafter != "model":
+        kernels.load(progress)
+        return target, None, None
+    return find_pair(target, draft, progress)
+
+
 def find_pair(target: str | None, draft: str | None, progress: Progress = silent) -> tuple[str, str, Path | None]:
     """Return the names of target and draft, and the folder of the demo pair where it stands in for them."""
     if (target is None) != (draft is None):
@@ -35,7 +45,7 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
     return str(folder / "target"), str(folder / "draft"), folder
 
 
-def open_pair(target: str, draft: str, device: str, dtype: str, engine: str = "auto") -> Pair:
+def open_pair(target: str, draft: str | None, device: str, dtype: str, engine: str = "auto") -> Pair:
     """Load both models, without the libraries' own output."""
     from ..decode.pair import load_pair
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..policies.errors import InputError
-from .common import find_pair, find_prompts, open_pair, percent
+from .common import find_prompts, find_target, open_pair, percent
 from .console import print_json, progress_bars, table
 from .options import (
     Config,
@@ -59,7 +59,10 @@ def decode(
         typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
     ] = None,
     drafter: Annotated[
-        str, typer.Option(help="Where candidates come from: model (the draft model) or lookup (the text itself).")
+        str,
+        typer.Option(
+            help="Where candidates come from: model (the draft model), lookup (the text itself, no --draft), or a plugin."
+        ),
     ] = "model",
     shaping: Shaping = UNUSED,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
@@ -93,7 +96,7 @@ def decode(
         raise InputError("expected prompts as arguments or --prompts, not both")
     rule = load_policy(policy)
     with progress_bars(quiet or json) as progress:
-        names = find_pair(target, draft, progress)
+        names = find_target(target, draft, drafter, progress)
     if text:
         chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
     else:

@@ -82,7 +82,7 @@ def _mixed(
     is_own = chance >= share
     read = torch.where(is_own, own, torch.tensor(text[1:], device=pair.device))
     ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
-    model = CachedModel(pair.draft, ids.shape[1], pair.vocabulary, hidden)
+    model = CachedModel(pair.draft_model, ids.shape[1], pair.vocabulary, hidden)
     logits = model.read(ids, rows=len(text) - 1)[0]
     check_rows(logits, "draft")
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)

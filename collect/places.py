@@ -202,7 +202,7 @@ class Places:
             own = at[:, None] == place[:end]
             if not self.is_chain:
                 own &= self.sees[behind[:, None], row[:end]]
-            mask = backend_mask(torch.cat([text[begin:end], own], 1)[None, None], self.pair.draft)
+            mask = backend_mask(torch.cat([text[begin:end], own], 1)[None, None], self.pair.draft_model)
             tokens = self.token[at, fed[begin:end], rank[begin:end]].clamp_min(0)  # after no token nothing is kept
             logits = model.read(tokens[None], 0, mask, (position[begin:end] + depth)[None])[0]
             self._record(logits, model.states, at, behind, depth + 1)

@@ -220,7 +220,7 @@ def plan_run(
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
-    models = (target, draft, pair.target.config.name_or_path, pair.draft.config.name_or_path)
+    models = (target, draft, pair.target.config.name_or_path, pair.draft_model.config.name_or_path)
     read = (*models, policy.source if policy is not None else None)
     return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read)
 

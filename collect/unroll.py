@@ -70,8 +70,8 @@ class Unroller:
         most = _MOST_ROWS.get(pair.device.type, 512) if rows is None else rows
         self._rows = max(8, min(most, memory_bytes // (BYTES_PER_SCORE * pair.vocabulary)))
         self.vectors = tuple(vectors)
-        self._hidden = hidden_width(pair.draft) if DRAFT_HIDDEN in vectors else 0
-        self._model = CachedModel(pair.draft, 0, pair.vocabulary, bool(self._hidden))
+        self._hidden = hidden_width(pair.draft_model) if DRAFT_HIDDEN in vectors else 0
+        self._model = CachedModel(pair.draft_model, 0, pair.vocabulary, bool(self._hidden))
         self._crew = [self]
         self._job = Job(pair, self._shape, self.features, temperature, memory_bytes, shaping, self._hidden)
 
@@ -101,10 +101,10 @@ class Unroller:
 
         There is but one where the memory budget has no room for more, and where the draft's code is not known to bear it.
         """
-        if self.pair.device.type != "cpu" or not isinstance(self.pair.draft, CompactModel):
+        if self.pair.device.type != "cpu" or not isinstance(self.pair.draft_model, CompactModel):
             return [self]
         scores = max(self._rows, _SEGMENT) * BYTES_PER_SCORE * self.pair.vocabulary
-        each = scores + self._rows * len(self._shape) * token_bytes(self.pair.draft)
+        each = scores + self._rows * len(self._shape) * token_bytes(self.pair.draft_model)
         while len(self._crew) < min(most, self.memory_bytes // each):
             self._crew.append(
                 Unroller(
@@ -116,7 +116,7 @@ class Unroller:
     def _room(self, tokens: int, nodes: int) -> CachedModel:
         capacity = tokens + self._rows * nodes
         if self._model.capacity < capacity:
-            self._model = CachedModel(self.pair.draft, capacity + 64, self.pair.vocabulary, bool(self._hidden))
+            self._model = CachedModel(self.pair.draft_model, capacity + 64, self.pair.vocabulary, bool(self._hidden))
         self._model.roll_back(0)
         return self._model
 

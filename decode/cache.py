@@ -56,18 +56,20 @@ class CachedModel:
         capacity: slots, a bound on the tokens in the cache at any time.
         vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
             scores the others -inf and reads them as its first token.
-        hidden: keep the last hidden states of each call in `states`.
+        hidden: keep hidden states of each call in `states`: of these layers, as transformers counts them; True = the last.
 
     Attributes:
-        states: [B, n, H] of the last call, if asked for.
+        states: [B, n, H] of the last call, if asked for; of several layers [B, n, layers x H].
     """
 
-    def __init__(self, model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool | Sequence[int] = False
+    ) -> None:
         self.model, self._device = model, torch.device(model.device)
         self.capacity = capacity
         self.vocabulary = vocabulary
         self.states: Tensor | None = None
-        self._hidden = hidden
+        self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
         # Layers of several kinds may differ in shape: then each has buffers of its own.
@@ -163,7 +165,10 @@ class CachedModel:
                 logits_to_keep=rows,
                 **({"output_hidden_states": True} if self._hidden else {}),
             )
-        states = out.hidden_states[-1] if self._hidden else None
+        states = None
+        if self._hidden:
+            layers = [out.hidden_states[layer] for layer in self._hidden]
+            states = layers[0] if len(layers) == 1 else torch.cat(layers, -1)
         return self._scores(out.logits, rows or tokens.shape[1]), states
 
     def _scores(self, logits: Tensor, rows: int) -> Tensor:

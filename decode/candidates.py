@@ -22,6 +22,7 @@ class Candidates:
         parent: the place above; -1 for roots.
         children: the places below, in drawing order.
         drawn_from: by place, the distribution (or scores) that its children were drawn from, [V].
+        accepted: the path that the target has accepted, from a root on; none before.
     """
 
     topology: Topology
@@ -31,6 +32,7 @@ class Candidates:
     parent: list[int]
     children: list[list[int]]
     drawn_from: dict[int, Tensor] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
 
     @staticmethod
     def at(roots: list[int], topology: Topology) -> Candidates:

@@ -116,7 +116,7 @@ class CapturedModel(CachedModel):
         model: PreTrainedModel,
         capacity: int,
         vocabulary: int,
-        hidden: bool = False,
+        hidden: bool | Sequence[int] = False,
         batch: int = 1,
         recorder: Callable[[torch.device], Recorder] = Recorder,
     ) -> None:
@@ -236,7 +236,7 @@ def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
 
 
 def open_cache(
-    model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool = False, batch: int = 1
+    model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool | Sequence[int] = False, batch: int = 1
 ) -> CachedModel:
     """Return the cached model for B streams: one that records its calls where all of the model lies on one GPU."""
     spread = set(getattr(model, "hf_device_map", {}).values())

@@ -99,7 +99,7 @@ def specstop_generate(
         stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
     )
     ends = end_tokens(generation_config.eos_token_id)
-    pair = dataclasses.replace(join(model, draft_model or model), eos=ends)
+    pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
     tell_if_untrained(rule, settings)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))

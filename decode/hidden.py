@@ -10,22 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..policies.errors import PolicyError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, MOST, TARGET_HIDDEN
+from ..policies.features.hidden_states import DRAFT_HIDDEN, MOST
 from .pair import Pair
 
 
 @runtime_checkable
 class KeepsStates(Protocol):
-    """A drafter that scores by hidden states and can hand them over.
-
-    Attributes:
-        states: [R, H] of the last call of `feed`, a row for each row of logits; None where they are not kept.
-    """
-
-    states: Tensor | None
+    """A drafter that scores by hidden states and can hand them over with its proposals."""
 
     def keep_states(self) -> int:
-        """Keep the states of every call from now on and return their width H."""
+        """Hand over the states with every proposal from now on, and return their width H."""
 
 
 def hidden_width(model: PreTrainedModel) -> int:
@@ -36,8 +30,7 @@ def hidden_width(model: PreTrainedModel) -> int:
 
 def vector_widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
     """Return the width of each of these vectors of a pair."""
-    models = {DRAFT_HIDDEN: pair.draft, TARGET_HIDDEN: pair.target}
-    return {name: hidden_width(models[name]) for name in names}
+    return {name: hidden_width(pair.draft_model if name == DRAFT_HIDDEN else pair.target) for name in names}
 
 
 def ask_for_states(drafter: object, who: str) -> int:

@@ -75,7 +75,7 @@ class Speculator:
         self._drafter, self._observer = drafter or ModelDrafter(pair), observer
         self._sizes = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
         check_sizes(policy, self._sizes)
-        keeps = TARGET_HIDDEN in self._sizes or self._drafter.reads_hidden, DRAFT_HIDDEN in self._sizes
+        keeps = TARGET_HIDDEN in self._sizes, DRAFT_HIDDEN in self._sizes
         padded = profile.padded() if profile and chain else ()
         trimming = policy.trims, is_trimming(policy)
         self._source = ModelSource(

@@ -19,9 +19,8 @@ from .candidates import Candidates
 from .captured import open_cache
 from .decide import Base, Level, Logits, Reader
 from .drafted import Drafted
-from .drafters import Drafter
+from .drafters import Drafter, Proposal
 from .finite import FiniteRows, check_rows
-from .hidden import KeepsStates
 from .noise import Choices, KeyedSource, Source
 from .pair import Pair, readable
 from .sampling import Sampler
@@ -78,10 +77,14 @@ class ModelSource:
         # the same reason a token that ends its branch is dropped as readily as any other: trimming is asked about it.
         self.asks_ended, self.selects_levels = mode.hides and trimming[0], mode.hides and trimming[1]
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
-        self._keeps_target, self._states = keeps[0], drafter if keeps[1] and isinstance(drafter, KeepsStates) else None
+        self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
+        if pair.engines[0] == "compact" and set(self._layers) - {-1}:
+            raise InputError(
+                f"{type(drafter).__name__} wants states of the target's layers: load it with --engine plain"
+            )
         self._padded, self._source, self._temperature = padded, source, settings.temperature
         self._whole = [np.ones((1, len(level)), dtype=bool) for level in topology.levels]
-        self.target = open_cache(pair.target, 0, pair.vocabulary, self._keeps_target)
+        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
@@ -93,8 +96,7 @@ class ModelSource:
         """Empty both caches, with room for `tokens` and a round beyond them."""
         capacity = tokens + max(len(self.topology), len(self._padded)) + 1
         self._readable = capacity
-        for role, model in (("target", self.pair.target), ("draft", self.pair.draft)):
-            limit = readable(model)
+        for role, limit in (("target", readable(self.pair.target)), ("draft", self.drafter.readable)):
             self._readable = min(self._readable, limit)
             if tokens > limit:
                 raise InputError(
@@ -102,9 +104,9 @@ class ModelSource:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self.target.capacity < capacity:
-            self.target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._keeps_target)
+            self.target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._layers)
         self.target.roll_back(0)
-        self.drafter.reserve(capacity)
+        self.drafter.reserve(1, capacity)
 
     def open(self, prompt: list[int], key: int, padding: Sequence[int]) -> Text:
         """Read a prompt with the target and draw the first roots; the drafter reads when it is first asked."""
@@ -116,6 +118,7 @@ class ModelSource:
         processors = settings.shaping.build(settings.temperature, seen, tuple(self.eos), device)
         logits = self.target.read(upload([prompt], device), rows=1)[0]
         check_rows(logits)
+        self.drafter.committed(0, prompt, self._told(slice(None)))
         sampler = Sampler(processors, settings.temperature, padding)
         self.text = text = Text(prompt, len(prompt), self._open_source(key), sampler, [], logits, self._hidden(-1))
         sampled = sampler(logits, lambda: [prompt])[0]
@@ -131,8 +134,19 @@ class ModelSource:
         return KeyedSource(key, pair.vocabulary, window, pair.logits_dtype, pair.device)
 
     def _hidden(self, row: int) -> Tensor | None:
+        """Return [1, H], the target's last hidden state of a row of its last call, if a policy or an observer wants it."""
         states = self.target.states
-        return None if states is None else states[:, row]
+        if states is None or not self._keeps[0]:
+            return None
+        width, at = states.shape[-1] // len(self._layers), self._layers.index(-1)
+        return states[:, row, at * width : (at + 1) * width]
+
+    def _told(self, rows: slice | list[int]) -> Tensor | None:
+        """Return [n, layers x H], what the drafter is told of rows of the target's last call."""
+        states, layers = self.target.states, len(self.drafter.layers)
+        if states is None or not layers:
+            return None
+        return states[0, rows, : states.shape[-1] // len(self._layers) * layers]
 
     def _choices(self, position: int) -> Choices:
         """Return the random choices of the next round, whose roots stand at `position`."""
@@ -154,7 +168,7 @@ class ModelSource:
         allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
         alive = self._grown = self._marked(0, [place for place in self._latest if text.roots[place] not in self.eos])
         limit = np.array([allowed]) if allowed < self.topology.deepest else None
-        return _ACTIVE, alive, np.array([context]), np.array([self.drafter.backlog(text.tokens)]), limit
+        return _ACTIVE, alive, np.array([context]), self.drafter.backlog(), limit
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""
@@ -194,11 +208,11 @@ class ModelSource:
         """Feed places, draw below them, and return the new places with the logits that they were drawn from."""
         text, found, base = self.text, self.found, self.base
         self._ended = set()
-        raw = self.feed(feeding)
-        states = self._states.states if self._states is not None else None
+        proposal = self.feed(feeding)
+        raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
         sampler = text.sampler
         sampled = sampler(raw, lambda: [[*text.tokens[:base], *found.tokens_to(place)] for place in feeding])
-        if self.drafter.partial:
+        if proposal.ids is not None:  # it may know of no token
             known = torch.isfinite(sampled).any(-1).tolist()
             feeding = [place for place, any_ in zip(feeding, known, strict=True) if any_]
             raw, sampled = raw[known], sampled[known]
@@ -224,9 +238,9 @@ class ModelSource:
         untruncated = sampler.untruncated if shaped is not None else None
         return places, Logits(raw, shaped, drawn.scores, owner, states, drawn.best, untruncated)
 
-    def feed(self, feeding: list[int]) -> Tensor:
-        """Return the draft's logits of what follows places."""
-        return self.drafter.feed(self.text.tokens, self.base, self.found, feeding, self.text.hidden)
+    def feed(self, feeding: list[int]) -> Proposal:
+        """Return what the drafter proposes after places."""
+        return self.drafter.propose([self.found], [feeding])
 
     def note(self, places: Sequence[int], logits: Logits) -> None:
         """Take from the logits of the tokens just drawn what a policy will be shown."""
@@ -248,6 +262,7 @@ class ModelSource:
         self.sampled = text.sampler(self.raw, lambda: [[*text.tokens[:base], *drawn.tokens_to(p)] for p in sent])
         with finite:
             self.path, text.roots = self.mode.accept(drawn, sent, self.sampled, self.choices)
+        drawn.accepted = self.path
         return np.array([len(self.path) - 1])
 
     def read(self, sent: list[int]) -> tuple[Tensor, FiniteRows]:
@@ -272,10 +287,11 @@ class ModelSource:
         """Append the accepted path, and the next root unless it is deferred; compact both caches along the path."""
         text, drawn, path, base = self.text, self.found, self.path, self.base
         row = {place: at for at, place in enumerate(self.sent)}
-        self.target.keep(base, [base + row[place] for place in path])
-        self.drafter.commit(base, path)
+        rows = [row[place] for place in path]
+        self.target.keep(base, [base + at for at in rows])
         accepted = [drawn.tokens[place] for place in path]
-        last = row[path[-1]]
+        self.drafter.committed(0, accepted, self._told(rows))
+        last = rows[-1]
         text.anchor_row, text.hidden = self.raw[last : last + 1], self._hidden(last)
         committed = self._extend(accepted if self.mode.deferred else [*accepted[1:], *text.roots])
         return np.array([committed]), np.array([text.ended])

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +42,8 @@ class Pair:
     """Target p, draft q and their tokenizer.
 
     Attributes:
-        target, draft: causal language models in evaluation mode on one device.
+        target, draft: causal language models in evaluation mode on one device; no draft where the candidates come from
+            elsewhere (prompt lookup).
         tokenizer: of both.
         vocabulary: number of token ids that the target scores, padding beyond the tokenizer's tokens included, as its own
             `generate` has it; a draft that knows fewer never proposes the others.
@@ -51,7 +53,7 @@ class Pair:
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase | None
     vocabulary: int
     eos: tuple[int, ...] = ()
@@ -64,6 +66,13 @@ class Pair:
         return torch.device(self.target.device)
 
     @property
+    def draft_model(self) -> PreTrainedModel:
+        """The draft; `InputError` where there is none."""
+        if self.draft is None:
+            raise InputError("this needs a draft model: give --draft, or candidates of another sort (--drafter lookup)")
+        return self.draft
+
+    @property
     def logits_dtype(self) -> torch.dtype:
         """In which scores are computed: float64 for float64 models, else float32."""
         return torch.float64 if self.target.dtype == torch.float64 else torch.float32
@@ -71,12 +80,12 @@ class Pair:
     @property
     def readable(self) -> int:
         """The longest text that both models read."""
-        return min(readable(self.target), readable(self.draft))
+        return min(readable(model) for model in (self.target, self.draft) if model is not None)
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
         """Short hashes of target, draft and tokenizer, by which traces and policies know their pair."""
-        target, draft = self.hashes or (model_hash(self.target), model_hash(self.draft))
+        target, draft = self.hashes or (model_hash(self.target), model_hash(self.draft_model))
         hashes = {"target": target, "draft": draft}
         if self.tokenizer is not None:
             vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()
@@ -94,22 +103,39 @@ def model_hash(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def join(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Pair:
-    """Check two loaded models against each other and return them as a pair.
+def join(
+    target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Pair:
+    """Check two loaded models against each other and return them as a pair; a target without a draft by itself.
 
     Raises:
         PairError: they lie on different devices, or one is of a kind that cannot be rolled back or read a tree.
     """
+    if draft is None:
+        _check_kind("target", target)
+        _check_tokens(tokenizer, [target])
+        return Pair(target.eval(), None, tokenizer, _width(target), _eos(target, tokenizer))
     if target.device != draft.device:
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in (("target", target), ("draft", draft)):
         _check_kind(role, model)
-    widths = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    widths = [_width(model) for model in (target, draft)]
     if tokenizer is None and widths[0] != widths[1] and not _differ_by_padding(target, draft):
         raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
-    if tokenizer is not None and len(tokenizer) > min(widths):
-        raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {min(widths)}")
+    _check_tokens(tokenizer, [target, draft])
     return Pair(target.eval(), draft.eval(), tokenizer, widths[0], _eos(target, tokenizer))
+
+
+def _width(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model scores."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, models: Sequence[PreTrainedModel]) -> None:
+    """Refuse a tokenizer with tokens that a model does not score."""
+    least = min(map(_width, models))
+    if tokenizer is not None and len(tokenizer) > least:
+        raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {least}")
 
 
 def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
@@ -118,7 +144,7 @@ def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
     Qwen2.5 has 152,064 rows at 7B and 151,936 at 0.5B, for the same 151,665 tokens. Of other tokenizers of about one size the
     end of text differs.
     """
-    widths = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    widths = [_width(model) for model in (target, draft)]
     ends = [set(_eos(model, None)) for model in (target, draft)]
     return abs(widths[0] - widths[1]) < _PADDED and bool(ends[0] & ends[1])
 
@@ -151,7 +177,7 @@ def _check_kind(role: str, model: PreTrainedModel) -> None:
 
 def load_pair(
     target: str | Path,
-    draft: str | Path,
+    draft: str | Path | None = None,
     *,
     device: str = "cpu",
     dtype: str = "float32",
@@ -161,7 +187,7 @@ def load_pair(
     """Load a pair from two folders or hub names.
 
     Args:
-        target, draft: folders or hub names.
+        target, draft: folders or hub names; no draft where none is needed (prompt lookup).
         device, dtype: of both models.
         attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
@@ -172,6 +198,10 @@ def load_pair(
     """
     kind = check_dtype(dtype)
     where = check_device(device)
+    if draft is None:
+        alone = open_checkpoint(target, "--target")
+        tokenizer = load_tokenizer(alone)
+        return with_engine(join(load_model(alone, where, kind, attention), None, tokenizer), engine)
     sides = [open_checkpoint(target, "--target"), open_checkpoint(draft, "--draft")]
     first, second = (load_tokenizer(side) for side in sides)
     if first.get_vocab() != second.get_vocab():
@@ -188,7 +218,10 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
 
     A packed model is changed in place: it can no longer be saved, trained or used by itself.
     """
-    names = (choose_engine(pair.target, engine), choose_engine(pair.draft, engine))
+    target = choose_engine(pair.target, engine)
+    if pair.draft is None:
+        return dataclasses.replace(pair, target=speed_up(pair.target, target), engines=(target, "plain"))
+    names = (target, choose_engine(pair.draft, engine))
     hashes = (model_hash(pair.target), model_hash(pair.draft))
     fast = [speed_up(model, name) for model, name in zip((pair.target, pair.draft), names, strict=True)]
     return dataclasses.replace(pair, target=fast[0], draft=fast[1], engines=names, hashes=hashes)

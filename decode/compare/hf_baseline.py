@@ -72,7 +72,7 @@ class Assisted:
         ignore_eos: bool = False,
         shaping: Shaping = UNCHANGED,
     ) -> None:
-        sizes = [model.config.get_text_config().vocab_size for model in (pair.target, pair.draft)]
+        sizes = [model.config.get_text_config().vocab_size for model in (pair.target, pair.draft_model)]
         if setting.tokens and sizes[0] != sizes[1]:
             raise PairError(
                 f"transformers' assisted generation wants vocabularies of one size, but the target scores {sizes[0]} "
@@ -100,9 +100,9 @@ class Assisted:
         torch.manual_seed(key % 2**63)
         options = dict(self._options)
         target: Any = self._pair.target
-        with self._set(self._pair.draft):
+        with self._set(self._pair.draft_model):
             if self._setting.tokens:
-                options["assistant_model"] = self._pair.draft
+                options["assistant_model"] = self._pair.draft_model
             if self._pair.device.type == "cuda":
                 torch.cuda.synchronize(self._pair.device)
             begin = time.perf_counter()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
+from specstop.decode import drafters
 from specstop.decode.candidates import Candidates
-from specstop.decode.drafters import LookupDrafter, ModelDrafter, find_drafter
+from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
@@ -29,11 +31,15 @@ TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None = None) -> dict[int, float]:
     """Weights of what lookup proposes behind the text, by token."""
     drafter = LookupDrafter(pair, longest)
-    drafter.reserve(64)
+    drafter.reserve(1, 64)
     whole = text if anchor is None else [*text, anchor]
-    found = Candidates.at(whole[-1:], chain(3))
-    row = drafter.feed(whole, len(whole) - 1, found, [0], None)[0]
+    drafter.committed(0, whole[:-1], None)
+    row = proposed(drafter, Candidates.at(whole[-1:], chain(3)), [0])[0]
     return {t: float(row[t].exp()) for t in torch.isfinite(row).nonzero()[:, 0].tolist()}
+
+
+def proposed(drafter: LookupDrafter, found: Candidates, places: list[int]) -> Tensor:
+    return drafter.propose([found], [places]).dense(VOCABULARY)
 
 
 def generate(
@@ -72,18 +78,35 @@ def test_lookup_that_knows_nothing_proposes_nothing(pair: Pair) -> None:
 def test_lookup_follows_each_branch_of_a_tree_by_its_own_tokens(pair: Pair) -> None:
     text = [5, 8, 30, 5, 9, 31, 5]
     drafter = LookupDrafter(pair)
-    drafter.reserve(64)
+    drafter.reserve(1, 64)
+    drafter.committed(0, text[:6], None)
     found = Candidates.at([5], parse_tree("2,2"))
-    rows = drafter.feed(text, 6, found, [0], None)
+    rows = proposed(drafter, found, [0])
     assert torch.isfinite(rows[0]).nonzero()[:, 0].tolist() == [8, 9]
     places = [found.add(0, 1, 9), found.add(0, 2, 8)]
-    rows = drafter.feed(text, 6, found, places, None)
+    rows = proposed(drafter, found, places)
     assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[31], [30]]
-    drafter.commit(6, [0, 1])
-    found = Candidates.at([44], parse_tree("2,2"))
-    assert not torch.isfinite(drafter.feed([*text, 9, 44], 8, found, [0], None)).any()
-    drafter.reserve(64)
-    assert not torch.isfinite(drafter.feed([5], 0, Candidates.at([5], chain(1)), [0], None)).any(), "a new text"
+    drafter.committed(0, [5, 9], None)
+    assert not torch.isfinite(proposed(drafter, Candidates.at([44], parse_tree("2,2")), [0])).any()
+    drafter.reserve(1, 64)
+    assert not torch.isfinite(proposed(drafter, Candidates.at([5], chain(1)), [0])).any(), "a new text"
+
+
+def test_lookup_knows_each_text_of_a_batch_by_itself(pair: Pair) -> None:
+    """A sparse proposal has a row for each place, stream by stream, as long as the longest."""
+    drafter, texts = LookupDrafter(pair), [[5, 8, 5, 9, 5], [6, 7, 6], [4, 3]]
+    drafter.reserve(3, 64)
+    for stream, text in enumerate(texts):
+        drafter.committed(stream, text[:-1], None)
+    found = [Candidates.at(text[-1:], chain(2)) for text in texts]
+    sparse = drafter.propose(found, [[0], [0], [0]])
+    assert sparse.ids is not None and sparse.ids.shape == sparse.scores.shape == (3, 2)
+    rows = sparse.dense(VOCABULARY)
+    assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[8, 9], [7], []]
+    alone = LookupDrafter(pair)
+    alone.reserve(1, 64)
+    alone.committed(0, texts[0][:-1], None)
+    assert torch.equal(proposed(alone, Candidates.at([5], chain(2)), [0])[0], rows[0])
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
@@ -132,7 +155,7 @@ class Heads:
     A head is the target's own output matrix with noise, so that some of what it says is accepted.
     """
 
-    partial, reads_hidden = False, True
+    layers, readable = (-1,), 128
 
     def __init__(self, pair: Pair, depth: int) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -142,24 +165,25 @@ class Heads:
         ]
         self.passes, self.seen = 0, []
 
-    def reserve(self, tokens: int) -> None:
-        pass
+    def reserve(self, streams: int, tokens: int) -> None:
+        assert streams == 1
+        self.text: list[int] = []
 
-    def backlog(self, text: Sequence[int]) -> int:
-        return 0
+    def backlog(self) -> Array:
+        return np.zeros(1, dtype=np.int64)
 
-    def feed(
-        self, text: Sequence[int], base: int, found: Candidates, feeding: Sequence[int], hidden: Tensor | None
-    ) -> Tensor:
-        depth = found.depth[feeding[0]]
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        assert states is not None and len(states) == len(tokens)
+        self.text += tokens
+        self.hidden = states[-1:]
+        self.seen.append((list(self.text[-len(tokens) :]), list(self.text), states.clone()))
+
+    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+        depth = found[0].depth[feeding[0][0]]
         if depth == 0:
             self.passes += 1
-            self.seen.append((list(text[:base]), hidden.clone()))
-            self.rows = [torch.nn.functional.linear(hidden, head) for head in self.heads]
-        return self.rows[depth].expand(len(feeding), -1)
-
-    def commit(self, base: int, path: Sequence[int]) -> None:
-        pass
+            self.rows = [torch.nn.functional.linear(self.hidden, head) for head in self.heads]
+        return Proposal(self.rows[depth].expand(len(feeding[0]), -1))
 
 
 class Half(StopPolicy):
@@ -197,9 +221,9 @@ def test_heads_on_the_target_get_its_hidden_state_and_leave_the_text_alone(
             assert all(r.verified < r.drafted for r in rounds if r.drafted > 2)
             assert max(r.verified for r in rounds) == 3
         with torch.no_grad():
-            for text, hidden in heads.seen[::3]:
+            for new, text, hidden in heads.seen[::3]:
                 states = pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
-                torch.testing.assert_close(hidden, states[:, -1], atol=1e-9, rtol=0)
+                torch.testing.assert_close(hidden, states[0, -len(new) :], atol=1e-9, rtol=0)
 
 
 def test_no_other_drafter_pays_for_hidden_states(pair: Pair, prompt_ids: list[list[int]]) -> None:
@@ -221,6 +245,67 @@ def test_one_drafter_may_serve_one_loop_after_the_other(pair: Pair, prompt_ids: 
 
 
 def test_vocabulary_of_lookup_is_the_pairs(pair: Pair) -> None:
-    found = Candidates.at([5], chain(1))
     drafter = LookupDrafter(pair)
-    assert drafter.feed([5], 0, found, [0], None).shape == (1, VOCABULARY)
+    assert proposed(drafter, Candidates.at([5], chain(1)), [0]).shape == (1, VOCABULARY)
+
+
+class Layers(Heads):
+    """Wants the states of several layers, and scores by the last."""
+
+    layers = (0, 1, -1)
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        assert states is not None
+        self.several = states
+        super().committed(stream, tokens, states[:, -16:])
+
+
+def test_a_drafter_is_told_of_the_layers_that_it_wants(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    for policy in (FixedLength(3), ZOO["from-anchor"]):
+        layers = Layers(pair, 6)
+        made = generate(pair, prompt_ids[2:4], policy, Settings(0.0, NEW), layers)
+        assert [list(g.tokens) for g in made] == plain(pair, prompt_ids[2:4])
+        with torch.no_grad():
+            states = pair.target(torch.tensor([layers.text]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer][0] for layer in Layers.layers], -1)[-len(layers.several) :]
+        torch.testing.assert_close(layers.several, expected, atol=1e-9, rtol=0)
+
+
+def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: list[list[int]]) -> None:
+    alone = load_pair(pair_folder / "target", dtype="float64")
+    prompts = [[*p, *p, *p] for p in prompt_ids[2:5]]
+    assert alone.draft is None and alone.vocabulary == pair.vocabulary and alone.eos == pair.eos
+    made = generate(alone, prompts, FixedLength(4), Settings(0.7, NEW), LookupDrafter(alone))
+    assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
+    with pytest.raises(InputError, match="this needs a draft model: give --draft"):
+        Speculator(alone, FixedLength(4))
+
+
+class Entry:
+    """An installed plugin."""
+
+    name, value = "copycat", "package:Copycat"
+
+    @staticmethod
+    def load() -> object:
+        def build(pair: Pair, longest: int = 2) -> LookupDrafter:
+            if longest > 8:
+                raise ValueError("too long")
+            return LookupDrafter(pair, longest)
+
+        return build
+
+
+def test_drafters_of_plugins_are_found_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafters, "entry_points", lambda group: [Entry()] if group == "specstop.drafters" else [])
+    assert find_drafter("copycat", pair)._longest == 2
+    assert find_drafter("copycat?longest=5", pair)._longest == 5
+    for name, why in {
+        "copycat?length=5": "got an unexpected keyword argument 'length'",
+        "copycat?longest=9": "ValueError: too long",
+        "copycat?longest": "expected key=value after the question mark",
+        "copycats": "or a plugin's (copycat), not 'copycats'",
+    }.items():
+        with pytest.raises(InputError) as error:
+            find_drafter(name, pair)
+        assert why in str(error.value) and str(error.value).startswith("--drafter")

@@ -165,10 +165,10 @@ def test_who_reads_none_pays_for_none(pair: Pair, prompt_ids: list[list[int]]) -
     drafter = ModelDrafter(pair)
     speculator = Speculator(pair, FixedLength(2), Settings(0.0, 6), drafter=drafter)
     speculator.generate(prompt_ids[3])
-    assert drafter.states is None and drafter._model.states is None and speculator._source.target.states is None
+    assert drafter._model.states is None and speculator._source.target.states is None
     speculator = Speculator(pair, ReadsDraftStates(), Settings(0.0, 6), drafter=drafter)
     speculator.generate(prompt_ids[3])
-    assert drafter.states is not None and speculator._source.target.states is None, "only what is declared"
+    assert drafter._model.states is not None and speculator._source.target.states is None, "only what is declared"
 
 
 def test_a_drafter_without_states_is_refused(pair: Pair) -> None:
