@@ -27,7 +27,7 @@ import xgboost as xgb
 from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
-from specstop.decode.decide import Logits, Reader
+from specstop.decode.reader import Logits, Reader
 from specstop.decode.runner import PolicyRunner
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence

@@ -23,10 +23,10 @@ from specstop.cli.console import progress_bars
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
-from specstop.decode.cache import CachedModel
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.bench import bench_line, speed_ratio
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.models.cache import CachedModel
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
 

@@ -28,7 +28,7 @@ from scipy import stats
 from specstop.collect.prompts import encode, read_prompts
 from specstop.decode import Settings, plain_texts, stream_key
 from specstop.decode.loop import Speculator
-from specstop.decode.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies import Confidence
 
 _TESTS = Path(__file__).parent.parent / "tests"

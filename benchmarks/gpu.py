@@ -30,14 +30,13 @@ from specstop.decode import (
     Pair,
     Settings,
     Speculator,
-    cache as cache_module,
-    captured as captured_module,
     load_pair,
 )
-from specstop.decode.cache import CachedModel, token_bytes
-from specstop.decode.captured import open_cache
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.models import cache as cache_module, cuda_graph as captured_module
+from specstop.decode.models.cache import CachedModel, token_bytes
+from specstop.decode.models.cuda_graph import open_cache
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, State, StopPolicy

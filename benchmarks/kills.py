@@ -102,7 +102,9 @@ class Bench:
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder, self.chance, self.tally, self.started = folder, chance, Tally(), 0
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["specstop.cli.main", "specstop.collect.run", "specstop.decode.pair"])
+        self.context.set_forkserver_preload(
+            ["specstop.cli.main", "specstop.collect.run", "specstop.decode.models.pair"]
+        )
         self._undisturbed(folder / "undisturbed", 1)
         self.expected = open_trace(folder / "undisturbed")
         written = [path.stat().st_mtime for path in (folder / "undisturbed" / "data").iterdir()]

@@ -24,10 +24,10 @@ from pairs import effort, pair_folder
 from specstop.cli.console import progress_bars
 from specstop.collect.dense import Unroller, dense_rows
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
-from specstop.decode.cache import CachedModel
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import gumbel, match_scores
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.verify.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
@@ -209,7 +209,7 @@ def is_tie(
 
 def _length(policy: StopPolicy, seen: torch.Tensor, depth: int) -> int:
     """Return how many tokens the policy drafts when it sees [1, K + 1, F]."""
-    from specstop.decode.decide import draft_step
+    from specstop.decode.reader import draft_step
 
     state = policy.start(1, torch.zeros(1, dtype=torch.int64))
     for j in range(min(depth, policy.max_depth)):

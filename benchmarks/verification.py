@@ -22,8 +22,8 @@ from specstop.cli.console import progress_bars
 from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
-from specstop.decode.cache import CachedModel
 from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.models.cache import CachedModel
 from specstop.policies import FixedLength
 
 DEPTH = 4

@@ -30,7 +30,7 @@ from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
     from ..decode.compare.bench import BenchLine
-    from ..decode.sampling import Shaping
+    from ..decode.verify.sampling import Shaping
 
 
 @with_shaping
@@ -69,8 +69,8 @@ def bench(
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
     from ..decode.compare.bench import bench as run
-    from ..decode.modes import describe
     from ..decode.settings import Settings
+    from ..decode.verify.modes import describe
     from ..policies.learned.conditions import sampling_text
     from ..policies.storage.registry import load_policy
 

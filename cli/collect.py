@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ..collect.processes import Place
     from ..collect.shards import Plan
     from ..collect.store import Trace
-    from ..decode.sampling import Shaping
+    from ..decode.verify.sampling import Shaping
 
 Shards = Annotated[
     int | None, typer.Option(help="Number of files that the trace is split into; default: one for every 32 prompts.")

@@ -11,7 +11,7 @@ from ..policies.progress import Progress, silent
 
 if TYPE_CHECKING:
     from ..collect.prompts import Prompt
-    from ..decode.pair import Pair
+    from ..decode.models.pair import Pair
 
 
 def quiet_libraries() -> None:
@@ -47,7 +47,7 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
 
 def open_pair(target: str, draft: str | None, device: str, dtype: str, engine: str = "auto") -> Pair:
     """Load both models, without the libraries' own output."""
-    from ..decode.pair import load_pair
+    from ..decode.models.pair import load_pair
 
     quiet_libraries()
     return load_pair(target, draft, device=device, dtype=dtype, engine=engine)

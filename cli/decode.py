@@ -31,7 +31,7 @@ from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
     from ..decode.records import Tally
-    from ..decode.sampling import Shaping
+    from ..decode.verify.sampling import Shaping
 
 
 @with_shaping
@@ -86,10 +86,10 @@ def decode(
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
     from ..collect.prompts import Prompt, apply_chat_template, encode
     from ..collect.run import reading_room
-    from ..decode.modes import describe, resolve_mode
     from ..decode.records import Tally
     from ..decode.run import decode as run
     from ..decode.settings import Settings, stop_strings
+    from ..decode.verify.modes import describe, resolve_mode
     from ..policies.storage.registry import load_policy
 
     if text and prompts:

@@ -96,7 +96,7 @@ def _deploy(
     from ..policies.storage.registry import load_policy
 
     if to == "hf" and (traces is None or profile is None):
-        from ..decode.hub import deploy_hf
+        from ..decode.hf.export import deploy_hf
 
         return deploy_hf(_named(policy, to), out, overwrite=overwrite)
     from ..policies.latency.profile import Profile

@@ -13,7 +13,7 @@ from .options import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet,
 from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
-    from ..decode.sampling import Shaping
+    from ..decode.verify.sampling import Shaping
     from ..train.report.records import Report
 
 

@@ -75,7 +75,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     import numpy as np
 
     from ..collect.card import balance_text, hidden_text
-    from ..decode.modes import describe
+    from ..decode.verify.modes import describe
     from ..policies.learned.conditions import shaping_text
 
     header = trace.header

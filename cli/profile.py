@@ -33,7 +33,7 @@ from .sampling_options import UNUSED, with_shaping
 from .streams import say
 
 if TYPE_CHECKING:
-    from ..decode.sampling import Shaping
+    from ..decode.verify.sampling import Shaping
 
 NEW_TOKENS = 96
 """Of each text that decisions are timed on."""
@@ -143,8 +143,8 @@ def _add_policies(
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
     from ..decode.profile import loop_decisions
-    from ..decode.sampling import Shaping
     from ..decode.settings import Settings
+    from ..decode.verify.sampling import Shaping
     from ..policies.latency.profile import MARK, Profile
     from ..policies.outputs import claim_file
     from ..policies.storage.registry import load_policy

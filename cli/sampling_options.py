@@ -46,7 +46,7 @@ def with_shaping(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        from ..decode.sampling import Shaping
+        from ..decode.verify.sampling import Shaping
 
         command(shaping=Shaping(**{name: values.pop(name) for name, _, _ in _OPTIONS}), **values)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ..decode.pair import Pair
+from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.learned.conditions import sampling_text

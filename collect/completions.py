@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decode.cache import CachedModel
-from ..decode.finite import check_rows
-from ..decode.hidden import stored
-from ..decode.noise import gumbel_given
-from ..decode.pair import Pair
-from ..decode.sampling import Sampler
+from ..decode.models.cache import CachedModel
+from ..decode.models.finite import check_rows
+from ..decode.models.hidden import stored
+from ..decode.models.pair import Pair
 from ..decode.settings import Settings
+from ..decode.verify.noise import gumbel_given
+from ..decode.verify.sampling import Sampler
 from ..policies.errors import InputError
 from ..policies.features.hidden_states import TARGET_HIDDEN
 from .dense import Written, text_columns

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decode.pair import Pair
+from ..decode.models.pair import Pair
 from ..decode.plain import plain_texts
 from ..decode.summaries import summarise
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn

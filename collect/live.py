@@ -9,17 +9,17 @@ import numpy as np
 import torch
 
 from ..decode.candidates import Candidates
-from ..decode.decide import Logits, drawn_tokens
 from ..decode.drafters import Drafter
-from ..decode.finite import check_rows
-from ..decode.hidden import stored, vector_widths
 from ..decode.loop import Speculator
-from ..decode.modes import find_mode, resolve_mode
+from ..decode.models.finite import check_rows
+from ..decode.models.hidden import stored, vector_widths
+from ..decode.models.pair import Pair
 from ..decode.observer import Seen
-from ..decode.pair import Pair
+from ..decode.reader import Logits, drawn_tokens
 from ..decode.settings import Settings
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
+from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from ..decode.cache import CachedModel
-from ..decode.finite import check_rows
-from ..decode.hidden import stored
-from ..decode.noise import gumbel, match_scores, mix as scramble
-from ..decode.pair import Pair
+from ..decode.models.cache import CachedModel
+from ..decode.models.finite import check_rows
+from ..decode.models.hidden import stored
+from ..decode.models.pair import Pair
 from ..decode.plain import plain_texts
-from ..decode.sampling import Sampler
 from ..decode.settings import Settings
 from ..decode.summaries import lead_over_truncated, summarise
+from ..decode.verify.noise import gumbel, match_scores, mix as scramble
+from ..decode.verify.sampling import Sampler
 from ..policies.features import CHAIN_FEATURES, Columns, Drawn
 from ..policies.features.codes import BOUND
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN

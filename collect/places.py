@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..decode.cache import CachedModel, backend_mask
-from ..decode.finite import broken
-from ..decode.hidden import stored
-from ..decode.noise import gumbel, match_scores
-from ..decode.pair import Pair
-from ..decode.sampling import UNCHANGED, Sampler, Shaping
+from ..decode.models.cache import CachedModel, backend_mask
+from ..decode.models.finite import broken
+from ..decode.models.hidden import stored
+from ..decode.models.pair import Pair
 from ..decode.summaries import lead_over_truncated, summarise
 from ..decode.topology import Topology
+from ..decode.verify.noise import gumbel, match_scores
+from ..decode.verify.sampling import UNCHANGED, Sampler, Shaping
 from ..policies.features import CHAIN_FEATURES, FEATURES, TREE_FEATURES, Columns, Drawn, Kind, Need
 from .schema import NO_TOKEN
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..decode.hidden import vector_widths
-from ..decode.noise import stream_key
-from ..decode.pair import Pair
-from ..decode.sampling import UNCHANGED, Shaping, check_processors
+from ..decode.models.hidden import vector_widths
+from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import chain, parse_tree
+from ..decode.verify.noise import stream_key
+from ..decode.verify.sampling import UNCHANGED, Shaping, check_processors
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES

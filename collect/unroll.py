@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..decode.cache import CachedModel, token_bytes
-from ..decode.compact import CompactModel
-from ..decode.hidden import hidden_width
-from ..decode.pair import Pair
-from ..decode.sampling import UNCHANGED, Shaping
+from ..decode.models.cache import CachedModel, token_bytes
+from ..decode.models.compact import CompactModel
+from ..decode.models.hidden import hidden_width
+from ..decode.models.pair import Pair
 from ..decode.topology import Topology, chain
+from ..decode.verify.sampling import UNCHANGED, Shaping
 from ..policies.errors import InputError
 from ..policies.features import CHAIN_FEATURES, TREE_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN

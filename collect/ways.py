@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..decode.pair import Pair
+from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..policies.baselines.fixed import FixedLength

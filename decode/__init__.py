@@ -12,32 +12,32 @@ from ..policies.lazy import attach
 if TYPE_CHECKING:
     from .compare.bench import bench as bench
     from .drafters import LookupDrafter as LookupDrafter, ModelDrafter as ModelDrafter
-    from .hf import PolicyStoppingCriteria as PolicyStoppingCriteria, specstop_generate as specstop_generate
+    from .hf.generate import PolicyStoppingCriteria as PolicyStoppingCriteria, specstop_generate as specstop_generate
     from .loop import Speculator as Speculator
-    from .noise import stream_key as stream_key
-    from .pair import Pair as Pair, join as join, load_pair as load_pair, with_engine as with_engine
+    from .models.pair import Pair as Pair, join as join, load_pair as load_pair, with_engine as with_engine
     from .plain import plain_texts as plain_texts
     from .profile import measure_profile as measure_profile
     from .records import Generation as Generation, Round as Round, Tally as Tally
     from .run import decode as decode
-    from .sampling import Shaping as Shaping
     from .settings import Settings as Settings
     from .topology import Topology as Topology, parse_tree as parse_tree
+    from .verify.noise import stream_key as stream_key
+    from .verify.sampling import Shaping as Shaping
 
 __getattr__, __all__ = attach(
     __name__,
     {
         "compare.bench": "bench",
         "drafters": "LookupDrafter ModelDrafter",
-        "hf": "PolicyStoppingCriteria specstop_generate",
+        "hf.generate": "PolicyStoppingCriteria specstop_generate",
         "loop": "Speculator",
-        "noise": "stream_key",
-        "pair": "Pair join load_pair with_engine",
+        "verify.noise": "stream_key",
+        "models.pair": "Pair join load_pair with_engine",
         "plain": "plain_texts",
         "profile": "measure_profile",
         "records": "Generation Round Tally",
         "run": "decode",
-        "sampling": "Shaping",
+        "verify.sampling": "Shaping",
         "settings": "Settings",
         "topology": "Topology parse_tree",
     },

@@ -17,19 +17,19 @@ from ..policies.checking import check_policy
 from ..policies.contract import StopPolicy
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.latency.profile import Profile
-from .decide import Logits
 from .drafters import Drafter, ModelDrafter
-from .hidden import ask_for_states, hidden_width
 from .model_source import ModelSource
-from .modes import check_mode, find_mode, is_trimming, resolve_mode
-from .noise import Source
+from .models.hidden import ask_for_states, hidden_width
+from .models.pair import Pair
 from .observer import Observer, Seen
-from .pair import Pair
+from .reader import Logits
 from .records import Generation, Round
 from .rounds import play_round
 from .runner import GuardedRunner
-from .sampling import check_processors
 from .settings import Settings, Stopwatch, Text
+from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
+from .verify.noise import Source
+from .verify.sampling import check_processors
 
 
 class Speculator:

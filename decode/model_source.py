@@ -16,18 +16,18 @@ from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.history import History
 from .candidates import Candidates
-from .captured import open_cache
-from .decide import Base, Level, Logits, Reader
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
-from .finite import FiniteRows, check_rows
-from .noise import Choices, KeyedSource, Source
-from .pair import Pair, readable
-from .sampling import Sampler
+from .models.cuda_graph import open_cache
+from .models.finite import FiniteRows, check_rows
+from .models.pair import Pair, readable
+from .models.transfer import upload
+from .reader import Base, Level, Logits, Reader
 from .settings import Settings, Text
 from .topology import Topology
-from .transfer import upload
-from .verify import Verification
+from .verify.base import Verification
+from .verify.noise import Choices, KeyedSource, Source
+from .verify.sampling import Sampler
 
 _ACTIVE = np.ones(1, dtype=bool)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..policies.contract import State
 from .candidates import Candidates
-from .decide import Logits
+from .reader import Logits
 from .records import Round
 from .settings import Text
 

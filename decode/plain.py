@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .cache import backend_mask
-from .captured import open_cache
-from .finite import broken
-from .hidden import hidden_width, stored
-from .noise import gumbel, match_scores
-from .pair import Pair
-from .sampling import UNCHANGED, BatchSampler, Shaping
-from .transfer import download
+from .models.cache import backend_mask
+from .models.cuda_graph import open_cache
+from .models.finite import broken
+from .models.hidden import hidden_width, stored
+from .models.pair import Pair
+from .models.transfer import download
+from .verify.noise import gumbel, match_scores
+from .verify.sampling import UNCHANGED, BatchSampler, Shaping
 
 ENDED_EVERY = 8
 """Steps on a device after which it is asked whether all texts have ended: the host would wait each time."""

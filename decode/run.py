@@ -10,11 +10,11 @@ from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
 from .drafters import find_drafter
 from .loop import Speculator
-from .modes import tell_if_untrained
-from .noise import stream_key
-from .pair import Pair
+from .models.pair import Pair
 from .records import Generation
 from .settings import Settings
+from .verify.modes import tell_if_untrained
+from .verify.noise import stream_key
 
 
 def decode(

@@ -26,7 +26,7 @@ from ..policies.features.history import HISTORY_FEATURES, History
 from ..policies.latency.profile import Profile
 from ..policies.plugin_code import reason
 from .drafted import Finished
-from .guard import best_fixed, describe, make_watch
+from .drift_monitor import best_fixed, describe, make_watch
 
 
 class PolicyRunner:

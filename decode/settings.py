@@ -13,10 +13,10 @@ from transformers import StoppingCriteria, StopStringCriteria
 
 from ..policies.errors import InputError
 from ..policies.limits import check_limits
-from .noise import Source
-from .pair import Pair
-from .sampling import Sampler, Shaping
+from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
+from .verify.noise import Source
+from .verify.sampling import Sampler, Shaping
 
 
 @dataclass(frozen=True)

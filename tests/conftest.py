@@ -18,7 +18,7 @@ import transformers.dynamic_module_utils as dynamic
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import Pair, join, load_pair
+from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from tokenizers import Tokenizer

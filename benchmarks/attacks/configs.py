@@ -26,7 +26,7 @@ import transformers
 from architectures import TIE, margin, plain
 from safetensors.torch import load_file, save_file
 from specstop.decode.loop import Speculator
-from specstop.decode.pair import load_pair
+from specstop.decode.models.pair import load_pair
 from specstop.decode.settings import Settings
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PairError

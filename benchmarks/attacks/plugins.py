@@ -29,7 +29,7 @@ import torch
 from specstop.cli.main import run
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.decode.pair import load_pair
+from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable

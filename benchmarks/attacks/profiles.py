@@ -25,7 +25,7 @@ from specstop.cli.info import info
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.baselines.fixed import Confidence

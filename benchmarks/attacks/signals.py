@@ -25,7 +25,7 @@ from kills import same_rows
 from specstop.collect.prompts import read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store import open_trace
-from specstop.decode.pair import load_pair
+from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.latency.profile import Profile

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.decode.pair import load_pair
+from specstop.decode.models.pair import load_pair
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from ...policies.progress import Progress, silent
 from ..loop import Speculator
-from ..noise import stream_key
 from ..profile import CalibrationRun
 from ..records import Generation
+from ..verify.noise import stream_key
 
 CALIBRATE_EVERY = 3
 """Prompts between two calibration runs, where there are dozens of prompts."""

@@ -14,10 +14,10 @@ from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
 from ..loop import Speculator
-from ..modes import tell_if_untrained
-from ..pair import Pair
+from ..models.pair import Pair
 from ..records import Generation, Tally
 from ..settings import Settings
+from ..verify.modes import tell_if_untrained
 from .alternate import Runner, run_alternating
 from .hf_baseline import PLAIN, SETTINGS, Assisted
 

@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
-from ..pair import Pair
+from ..models.pair import Pair
 from ..records import Generation
-from ..sampling import UNCHANGED, Shaping
+from ..verify.sampling import UNCHANGED, Shaping
 
 
 @dataclass(frozen=True)

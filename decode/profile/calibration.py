@@ -23,10 +23,10 @@ from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..loop import Speculator
-from ..pair import Pair
+from ..models.pair import Pair
 from ..records import Generation
-from ..sampling import UNCHANGED, Shaping
 from ..settings import Settings
+from ..verify.sampling import UNCHANGED, Shaping
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .script import Scripted

@@ -18,9 +18,9 @@ from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ..candidates import Candidates
-from ..decide import Base, Level, Logits, Reader
 from ..loop import Speculator
-from ..pair import Pair
+from ..models.pair import Pair
+from ..reader import Base, Level, Logits, Reader
 from ..runner import PolicyRunner
 from ..settings import Settings, Stopwatch
 from ..topology import chain

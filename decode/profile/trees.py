@@ -18,14 +18,14 @@ from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, Stat
 from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_PATH, TREE_VERIFY
 from ...policies.latency.measurements import Key
 from ..candidates import Candidates
-from ..decide import Logits
 from ..loop import Speculator
-from ..noise import mix_one
+from ..models.pair import Pair
 from ..observer import Seen
-from ..pair import Pair
+from ..reader import Logits
 from ..records import Round
-from ..sampling import UNCHANGED, Shaping
 from ..settings import Settings
+from ..verify.noise import mix_one
+from ..verify.sampling import UNCHANGED, Shaping
 
 PATHS = 3
 """One of so many rounds is a single path."""

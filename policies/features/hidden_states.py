@@ -76,7 +76,7 @@ def check_sizes(policy: StopPolicy, widths: Mapping[str, int]) -> None:
 def seen(states: Array) -> Array:
     """Return hidden states [..., H] as a policy sees them: float32, rounded to float16, what is beyond its range at its ends.
 
-    `decode.hidden.seen` is the same for the tensors of a model.
+    `decode.models.hidden.seen` is the same for the tensors of a model.
     """
     single = np.asarray(states, dtype=np.float32)
     return np.minimum(np.maximum(single, -MOST), MOST).astype(np.float16).astype(np.float32)

@@ -17,7 +17,7 @@ from specstop.cli.info import branch_rows
 from specstop.cli.prompt_options import Asked
 from specstop.collect import collect as collect_trace, shards
 from specstop.collect.store import Trace, open_trace, shard_path
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from transformers import AutoTokenizer
 
 COUNT = 24

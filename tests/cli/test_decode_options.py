@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from commands import cli
 from conftest import VOCABULARY
-from specstop.decode.modes import MODES
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.modes import MODES
+from specstop.decode.verify.noise import stream_key
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast

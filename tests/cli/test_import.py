@@ -12,7 +12,7 @@ import torch
 from commands import cli
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.latency.profile import Profile
 from torch import nn
 

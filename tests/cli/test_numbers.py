@@ -11,12 +11,12 @@ import torch
 from commands import cli
 from specstop.collect.prompts import Choice, Prompt
 from specstop.collect.run import collect
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, check_device, load_pair
+from specstop.decode.models.pair import Pair, check_device, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
-from specstop.decode.sampling import Shaping
 from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import stream_key
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params

@@ -13,9 +13,9 @@ import yaml
 from commands import COMMANDS, Answer, cli, files
 from conftest import NEW, make_prompts
 from specstop.collect.store import open_trace, shard_path
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 

@@ -11,7 +11,7 @@ import typer
 from commands import cli
 from specstop.cli.app import app
 from specstop.collect.store import Trace, open_trace
-from specstop.decode.sampling import Shaping
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.latency.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")

@@ -15,7 +15,7 @@ from commands import cli
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace, open_trace
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder

@@ -13,7 +13,7 @@ from conftest import NEW
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.files import MANIFEST
 from specstop.policies.latency.profile import Profile

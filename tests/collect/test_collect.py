@@ -22,7 +22,7 @@ from specstop.collect.prompts import Prompt, read_prompts
 from specstop.collect.run import collect, plan_run
 from specstop.collect.shards import Plan, Work, record
 from specstop.collect.store import Trace, finished, open_trace, shard_path
-from specstop.decode.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 
@@ -91,7 +91,7 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     """Four kills: of one process, of both of two, of one again; two while they collect, two while they write."""
     out, total = tmp_path / "out", 0
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.pair"])
+    context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.models.pair"])
     for moments in ([(2, False)], [(3, True), (1, False)], [(2, True)]):
         children = []
         for rank, (shards, writing) in enumerate(moments):

@@ -12,9 +12,9 @@ from reference_features import Rows, compute
 from specstop.collect.completions import own_anchors
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.decode.noise import gumbel, stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES

@@ -17,9 +17,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import gumbel, stream_key
-from specstop.decode.pair import Pair, join, load_pair
+from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
 from transformers import PreTrainedTokenizerFast

@@ -15,10 +15,10 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import open_trace
 from specstop.collect.unroll import Unroller, closure
-from specstop.decode.noise import gumbel, stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.topology import Topology, parse_tree
+from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.features import TREE_FEATURES
 
 FLOAT32 = 2e-6

@@ -17,12 +17,12 @@ from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, SCHEMA_VERSION, Header
 from specstop.decode.compare.bench import bench
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.modes import tell_if_untrained
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
-from specstop.decode.sampling import Shaping, told
+from specstop.decode.verify.modes import tell_if_untrained
+from specstop.decode.verify.noise import stream_key
+from specstop.decode.verify.sampling import Shaping, told
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES
@@ -203,7 +203,7 @@ def test_other_filters_and_temperatures_are_told_of(
 def test_generate_tells_of_a_filter_that_a_policy_was_not_trained_for(
     pair: Pair, prompt_ids: list[list[int]], learned: Path
 ) -> None:
-    from specstop.decode.hf import specstop_generate
+    from specstop.decode.hf.generate import specstop_generate
 
     def generate(**options: object) -> None:
         pair.target.generate(

@@ -21,9 +21,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, arrow_schema
 from specstop.collect.store import Trace, open_trace
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError

@@ -14,9 +14,9 @@ from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, TIMES
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
-from specstop.decode.sampling import Shaping
+from specstop.decode.models.pair import Pair
+from specstop.decode.verify.noise import stream_key
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, TraceError

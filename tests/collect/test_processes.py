@@ -16,7 +16,7 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.shards import Plan, record
 from specstop.collect.store import Trace, finished, merge, open_trace, shard_path
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.outputs import beside

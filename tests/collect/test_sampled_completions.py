@@ -16,9 +16,9 @@ from specstop.collect.completions import given_noise, sampled_rows, target_rows
 from specstop.collect.prompts import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import gumbel, gumbel_given, stream_key
-from specstop.decode.pair import Pair
-from specstop.decode.sampling import Shaping
+from specstop.decode.models.pair import Pair
+from specstop.decode.verify.noise import gumbel, gumbel_given, stream_key
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.latency.profile import Profile

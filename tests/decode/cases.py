@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from deciders import DECIDERS
-from specstop.decode.sampling import Shaping
+from specstop.decode.verify.sampling import Shaping
 from torch import Tensor
 from transformers import LogitsProcessor
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from specstop.decode.cache import CachedModel
-from specstop.decode.pair import Pair
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.pair import Pair
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from deciders import DECIDERS
 from oracle import Law, oracle_pair
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import Purpose
+from specstop.decode.verify.noise import Purpose
 from torch import Tensor
 
 NEGLIGIBLE = 1e-15

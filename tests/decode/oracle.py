@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from torch import Tensor
 
 Prefix = tuple[Any, ...]

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from conftest import build_model
-from specstop.decode.pair import join, load_pair, with_engine
+from specstop.decode.models.pair import join, load_pair, with_engine
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PairError

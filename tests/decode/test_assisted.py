@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import VOCABULARY, build_model
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
-from specstop.decode.pair import Pair, join
+from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.policies.errors import PairError
 from transformers import PreTrainedTokenizerFast

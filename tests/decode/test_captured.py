@@ -12,14 +12,14 @@ from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import (
     Settings,
     Speculator,
-    captured as captured_module,
-    drafters as drafters_module,
     model_source,
     parse_tree,
 )
-from specstop.decode.cache import CachedModel
-from specstop.decode.captured import CapturedModel, open_cache
-from specstop.decode.pair import Pair, join
+from specstop.decode.drafters import model as drafters_module
+from specstop.decode.models import cuda_graph as captured_module
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cuda_graph import CapturedModel, open_cache
+from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
 from specstop.policies.errors import SpecstopWarning
 from tape import Graphs, recorder, simulate_graphs

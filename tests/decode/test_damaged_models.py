@@ -17,7 +17,7 @@ from attack_families import family
 from conftest import build_draft, build_model
 from safetensors.torch import load_file, save_file
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import load_pair
+from specstop.decode.models.pair import load_pair
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast

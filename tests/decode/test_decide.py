@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from specstop.collect.explore import exploring
 from specstop.decode.candidates import Candidates
-from specstop.decode.decide import Level, Reader
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
+from specstop.decode.reader import Level, Reader
 from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.baselines.fixed import Confidence, FixedLength

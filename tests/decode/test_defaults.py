@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.storage.registry import load_policy
 
 MATCH = ("fixed:3", "confidence:0.4", "roc:0.4", "bandit", "online", "eagle:8", "opt:0.5", "gain:0.1", "c2t:2")

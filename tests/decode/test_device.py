@@ -11,10 +11,10 @@ import torch
 from accelerator import Accelerator, to_device
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator
-from specstop.decode.pair import Pair, join
+from specstop.decode.models.pair import Pair, join
+from specstop.decode.models.wide_head import WideHead, wide_head
 from specstop.decode.profile import add_decisions, decisions as decisions_module
 from specstop.decode.settings import Stopwatch
-from specstop.decode.wide_head import WideHead, wide_head
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
-from specstop.decode import drafters
 from specstop.decode.candidates import Candidates
-from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
+from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find, find_drafter
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
@@ -297,7 +296,7 @@ class Entry:
 
 
 def test_drafters_of_plugins_are_found_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters, "entry_points", lambda group: [Entry()] if group == "specstop.drafters" else [])
+    monkeypatch.setattr(find, "entry_points", lambda group: [Entry()] if group == "specstop.drafters" else [])
     assert find_drafter("copycat", pair)._longest == 2
     assert find_drafter("copycat?longest=5", pair)._longest == 5
     for name, why in {

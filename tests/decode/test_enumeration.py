@@ -12,7 +12,7 @@ from cases import Case, all_cases, other_cases
 from deciders import DECIDERS
 from enumeration import EXACT, Enumerator, Proof, distance, prove, prove_within
 from oracle import KINDS, Law, oracle_pair
-from specstop.decode.noise import Purpose
+from specstop.decode.verify.noise import Purpose
 
 LEAVES = 600
 """So many at most in each case here; `benchmarks/exactness.py` goes through all cases with more."""

@@ -14,8 +14,8 @@ from conditionals import pit
 from noise_tables import NOISE_POLICIES, Table, noise_case, plain_on_noise, speculate_on_noise
 from scipy import stats
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from torch import Tensor

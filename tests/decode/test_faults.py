@@ -13,13 +13,15 @@ import torch
 from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
-from specstop.decode import loop, modes, rejection, slots
+from specstop.decode import loop
 from specstop.decode.candidates import Candidates
-from specstop.decode.lossy import TargetInit
 from specstop.decode.model_source import ModelSource
-from specstop.decode.noise import Choices, Purpose
-from specstop.decode.rejection import Block, Rejection, RejectionReplace
+from specstop.decode.models import kv_cache
 from specstop.decode.topology import Topology
+from specstop.decode.verify import modes, rejection
+from specstop.decode.verify.lossy import TargetInit
+from specstop.decode.verify.noise import Choices, Purpose
+from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from torch import Tensor
 
@@ -207,7 +209,7 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        (slots.Slots, "move", lambda self, slots, to: None),
+        (kv_cache.Slots, "move", lambda self, slots, to: None),
         (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
         (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
     ],

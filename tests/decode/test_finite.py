@@ -12,9 +12,9 @@ import pytest
 import torch
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.decode.hf import specstop_generate
+from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import build_draft, build_model
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import join
+from specstop.decode.models.pair import join
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.decode.guard import LEAST, AcceptanceWatch, best_fixed, make_watch
+from specstop.decode.drift_monitor import LEAST, AcceptanceWatch, best_fixed, make_watch
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, join
+from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning

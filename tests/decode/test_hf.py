@@ -21,7 +21,7 @@ from specstop.decode import (
     specstop_generate,
     stream_key,
 )
-from specstop.decode.pair import Pair, join
+from specstop.decode.models.pair import Pair, join
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError

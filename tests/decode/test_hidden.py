@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY, build_draft, build_model
-from specstop.decode import drafters as drafters_module, model_source
-from specstop.decode.captured import CapturedModel
-from specstop.decode.drafters import LookupDrafter, ModelDrafter
-from specstop.decode.engine import speed_up
-from specstop.decode.hidden import hidden_width, seen, stored
+from specstop.decode import model_source
+from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as drafters_module
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.cuda_graph import CapturedModel
+from specstop.decode.models.engine import speed_up
+from specstop.decode.models.hidden import hidden_width, seen, stored
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.decode import hub
-from specstop.decode.hf import specstop_generate
-from specstop.decode.hub import carried_policy, deploy_hf, generate_carried
+from specstop.decode.hf import export as hub
+from specstop.decode.hf.export import carried_policy, deploy_hf, generate_carried
+from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold

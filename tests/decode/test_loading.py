@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import EOS, VOCABULARY, build_draft, build_model
-from specstop.decode.pair import Pair, join, load_pair, model_hash
+from specstop.decode.models.pair import Pair, join, load_pair, model_hash
 from specstop.policies.errors import InputError, PairError
 from transformers import (
     PreTrainedTokenizerFast,

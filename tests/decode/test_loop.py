@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, join, with_engine
+from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from specstop.decode.noise import KeyedSource, Purpose, fresh_uniform, gumbel, match_scores, mix, stream_key, uniform
+from specstop.decode.verify.noise import (
+    KeyedSource,
+    Purpose,
+    fresh_uniform,
+    gumbel,
+    match_scores,
+    mix,
+    stream_key,
+    uniform,
+)
 
 FALSE_ALARM = 2e-6  # of each of some 50 statistical tests, 1e-4 of all; keys are fixed: what passes goes on passing
 KEYS = [stream_key(seed, f"prompt {i}", i % 2) for seed in (0, 1) for i in range(3)]
@@ -89,7 +98,7 @@ def test_no_number_repeats() -> None:
 @pytest.mark.parametrize("bits", [0, -1, 1, -(2**63), 2**11, 2**11 - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype) -> None:
-    monkeypatch.setattr("specstop.decode.noise.mix", lambda value: torch.full_like(value, bits))
+    monkeypatch.setattr("specstop.decode.verify.noise.mix", lambda value: torch.full_like(value, bits))
     noise = gumbel(0, at(0), 3, dtype)
     assert bool(noise.isfinite().all())
     assert abs(float(noise[0, 0])) < 40
@@ -201,7 +210,7 @@ def test_bernoulli_draws_have_their_probability() -> None:
 
 @pytest.mark.parametrize("number", [2.0**-54, 0.5, 1.0 - 2.0**-53])
 def test_extreme_numbers_draw_tokens_that_have_a_chance(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
-    monkeypatch.setattr("specstop.decode.noise.fresh_uniform", lambda *args: number)
+    monkeypatch.setattr("specstop.decode.verify.noise.fresh_uniform", lambda *args: number)
     source = KeyedSource(0, 4, 1, torch.float64)
     for weights in ([0.0, 0.1, 0.2, 0.0], [0.0, 1.0 / 3.0, 0.0, 0.0], [0.7, 0.0, 0.0, 0.1]):
         token = source.categorical(torch.tensor(weights, dtype=torch.float64), 0, 0, Purpose.DRAFT)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import EOS, NEW
-from specstop.decode.noise import gumbel
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import gumbel
 
 
 @torch.no_grad()

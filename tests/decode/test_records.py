@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import NEW
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation, Round, Tally
 from zoo import ZOO
 

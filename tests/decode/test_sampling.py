@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import gumbel
-from specstop.decode.pair import Pair
-from specstop.decode.sampling import Sampler, Shaping, check_processors
+from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import gumbel
+from specstop.decode.verify.sampling import Sampler, Shaping, check_processors
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from torch import Tensor

@@ -8,11 +8,11 @@ import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, join
+from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings, stop_strings
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from tokenizers import Tokenizer, decoders

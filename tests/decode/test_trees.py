@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from specstop.decode.cache import CachedModel, window_layers
+from specstop.decode.models.cache import CachedModel, window_layers
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
 from tiny import table
 from torch import Tensor
@@ -124,7 +124,7 @@ def test_parts_of_a_tree_come_and_come_again_in_any_order(
     some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of changing sizes behind prefixes of changing lengths, more of them than are kept."""
-    monkeypatch.setattr("specstop.decode.tree_masks._MOST", 2)
+    monkeypatch.setattr("specstop.decode.models.tree_masks._MOST", 2)
     tree, draw = parse_tree("3,2,2"), random.Random(4)
     made = Tree(some, tree, 9)
     parts = [pruned(tree, draw) for _ in range(4)]
@@ -242,7 +242,7 @@ def test_a_window_may_end_inside_the_tree(kind: str) -> None:
 def test_a_chain_is_kept_without_moving_anything(some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Tree(some, chain(5), 6)
     made.read(list(range(6)))
-    monkeypatch.setattr("specstop.decode.slots.Slots.move", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr("specstop.decode.models.kv_cache.Slots.move", lambda *_: pytest.fail("moved"))
     made.cached.keep(6, [6, 7, 8])
     assert made.cached.length == 9
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import gumbel
-from specstop.decode.pair import Pair
-from specstop.decode.sampling import Shaping
+from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import gumbel
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor

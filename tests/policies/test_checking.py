@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from specstop.collect.explore import exploring
 from specstop.collect.store import Trace
-from specstop.decode.hf import PolicyStoppingCriteria
+from specstop.decode.hf.generate import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.profile import add_decisions
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.checking import check_policy

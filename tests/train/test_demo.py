@@ -11,9 +11,9 @@ from conftest import make_prompts
 from specstop.collect.store import open_trace
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.adaptive import Heuristic
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError

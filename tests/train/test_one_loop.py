@@ -17,7 +17,7 @@ from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode import rounds
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrays import trace_arrays

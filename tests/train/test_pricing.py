@@ -11,7 +11,7 @@ import torch
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrays import TraceArrays, trace_arrays

@@ -12,9 +12,9 @@ from scipy.special import expit, logit
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.latency.profile import Profile

@@ -9,9 +9,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy

@@ -14,10 +14,10 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace, open_trace
 from specstop.decode.loop import Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError

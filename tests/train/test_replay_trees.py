@@ -14,9 +14,9 @@ from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.latency.profile import Profile

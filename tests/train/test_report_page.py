@@ -17,7 +17,7 @@ import torch
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile

@@ -13,8 +13,8 @@ from conftest import NEW, make_prompts
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile

@@ -13,9 +13,9 @@ from conftest import make_prompts
 from specstop.collect.run import collect
 from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair, join
+from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.latency.profile import Profile

@@ -11,9 +11,9 @@ from conftest import NEW
 from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
-from specstop.decode.noise import stream_key
-from specstop.decode.pair import Pair
+from specstop.decode.models.pair import Pair
 from specstop.decode.topology import Topology, parse_tree
+from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
 from specstop.policies.errors import TraceError

@@ -10,7 +10,7 @@ from ...collect.run import collect, facts, reading_room
 from ...collect.store import Trace
 from ...decode.compare.alternate import run_alternating
 from ...decode.loop import Speculator
-from ...decode.pair import Pair, load_pair
+from ...decode.models.pair import Pair, load_pair
 from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
 from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings

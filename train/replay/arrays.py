@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...collect.schema import UNKNOWN, Header, arrow_schema
 from ...collect.store import Trace
-from ...decode.noise import stream_key
 from ...decode.topology import Topology
+from ...decode.verify.noise import stream_key
 from ...policies.errors import TraceError
 from ...policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ...policies.features.history import HISTORY_FEATURES

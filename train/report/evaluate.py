@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...collect.store import Trace, open_trace
-from ...decode.modes import MODES, describe
-from ...decode.sampling import Shaping
+from ...decode.verify.modes import MODES, describe
+from ...decode.verify.sampling import Shaping
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.checking import check_policy

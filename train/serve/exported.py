@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...collect.store import Trace
-from ...decode.hub import deploy_hf
+from ...decode.hf.export import deploy_hf
 from ...policies.contract import StopPolicy
 from ...policies.files import write_atomic, write_json
 from ...policies.latency.profile import Profile
@@ -166,7 +166,7 @@ def deploy_hf_replayed(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write the folder of `decode.hub.deploy_hf` with the policy's replayed gains on its card.
+    """Write the folder of `decode.hf.export.deploy_hf` with the policy's replayed gains on its card.
 
     Args:
         policy: a policy folder, `hub:owner/name`, or a built-in.

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY
-from specstop.decode.cache import CachedModel
 from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator, Stopwatch
-from specstop.decode.matching import Match
 from specstop.decode.model_source import ModelSource
-from specstop.decode.pair import Pair
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.pair import Pair
 from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.profile.trees import TreeRun
-from specstop.decode.sampling import Sampler
+from specstop.decode.verify.match import Match
+from specstop.decode.verify.sampling import Sampler
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..policies.errors import InputError, PairError
+from ...policies.errors import InputError, PairError
 from .engine import choose_engine, speed_up
 from .loading import load_model, load_tokenizer, open_checkpoint
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .candidates import Candidates
+from ..candidates import Candidates
+from ..models.transfer import download, upload
+from .base import Drawn, Verification
 from .noise import Choices
-from .transfer import download, upload
-from .verify import Drawn, Verification
 
 NOTHING = float("-inf")
 

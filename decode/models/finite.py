@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..policies.errors import PairError
+from ...policies.errors import PairError
 
 
 def check_rows(logits: Tensor, role: str = "target", void: Tensor | None = None) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..policies.contract import StopPolicy
-from ..policies.errors import InputError, PolicyError, close_match
-from ..policies.features import FEATURES, Kind
-from ..policies.learned.conditions import Conditions, tell_other_conditions
-from ..policies.learned.policy import LearnedPolicy
+from ...policies.contract import StopPolicy
+from ...policies.errors import InputError, PolicyError, close_match
+from ...policies.features import FEATURES, Kind
+from ...policies.learned.conditions import Conditions, tell_other_conditions
+from ...policies.learned.policy import LearnedPolicy
+from ..settings import Settings
+from ..topology import Topology
+from .base import Verification
 from .lossy import TargetInit, Typical
-from .matching import Match
+from .match import Match
 from .rejection import Block, Rejection, RejectionReplace
 from .sampling import told
-from .settings import Settings
-from .topology import Topology
-from .verify import Verification
 
 MODES: dict[str, type[Verification]] = {
     mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, TargetInit, Typical)

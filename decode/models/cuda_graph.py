@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .cache import CachedModel
-from .grouped import attending_grouped
-from .recording import Recorder
-from .slots import SlotLayer, Slots
+from .grouped_attention import attending_grouped
+from .kv_cache import SlotLayer, Slots
+from .recorder import Recorder
 
 MOST_TOKENS = 64
 """Longest call that is recorded. Longer ones, and prompts, come in all lengths and gain little."""

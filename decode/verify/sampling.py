@@ -24,8 +24,8 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from ..policies.errors import InputError
-from ..policies.limits import check_limits
+from ...policies.errors import InputError
+from ...policies.limits import check_limits
 
 _KEEP_STATE = (
     "SynthIDTextWatermarkLogitsProcessor",

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from ..policies.errors import PairError
+from ...policies.errors import PairError
 
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",

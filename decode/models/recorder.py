@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..policies.errors import SpecstopWarning
+from ...policies.errors import SpecstopWarning
 
 Out = TypeVar("Out")
 

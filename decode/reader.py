@@ -13,7 +13,7 @@ from ..policies.features import Columns, Drawn, Layout, Summary
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ..policies.features.history import History
 from .candidates import Candidates
-from .hidden import seen
+from .models.hidden import seen
 from .summaries import lead_over_truncated, summarise
 
 

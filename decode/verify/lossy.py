@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .candidates import Candidates
-from .matching import Match, best_tokens
+from ..candidates import Candidates
+from ..models.transfer import download
+from .base import Drawn
+from .match import Match, best_tokens
 from .noise import Choices, Purpose
 from .rejection import Rejection, first_ratios, without
-from .transfer import download
-from .verify import Drawn
 
 
 class TargetInit(Rejection):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..policies.errors import InputError
+from ...policies.errors import InputError
 from .compact import CompactModel, compact_refusal
 from .packing import Packed, can_pack
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .slots import SlotLayer, Slots
-from .topology import Topology
+from ..topology import Topology
+from .kv_cache import SlotLayer, Slots
 from .transfer import upload
 from .tree_masks import TreeMasks
 from .wide_head import wide_head

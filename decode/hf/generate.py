@@ -22,23 +22,23 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..policies.checking import check_policy
-from ..policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
-from ..policies.errors import InputError, PolicyError
-from ..policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, Layout
-from ..policies.features.history import History
-from ..policies.features.summary import Array
-from ..policies.latency.profile import Profile
-from ..policies.storage.registry import load_policy
-from .decide import draft_step
-from .drafters import find_drafter
-from .loop import Speculator
-from .modes import is_trimming, tell_if_untrained
-from .noise import stream_key
-from .pair import end_tokens, join
-from .sampling import Shaping
-from .settings import Settings
-from .summaries import summarise
+from ...policies.checking import check_policy
+from ...policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
+from ...policies.errors import InputError, PolicyError
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, Layout
+from ...policies.features.history import History
+from ...policies.features.summary import Array
+from ...policies.latency.profile import Profile
+from ...policies.storage.registry import load_policy
+from ..drafters import find_drafter
+from ..loop import Speculator
+from ..models.pair import end_tokens, join
+from ..reader import draft_step
+from ..settings import Settings
+from ..summaries import summarise
+from ..verify.modes import is_trimming, tell_if_untrained
+from ..verify.noise import stream_key
+from ..verify.sampling import Shaping
 
 
 @torch.inference_mode()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..policies.errors import PolicyError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, MOST
+from ...policies.errors import PolicyError
+from ...policies.features.hidden_states import DRAFT_HIDDEN, MOST
 from .pair import Pair
 
 

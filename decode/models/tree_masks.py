@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .topology import Topology
+from ..topology import Topology
 
 _MOST = 4096
 """Parts of a tree that are kept: the same few come up again and again."""

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .candidates import Candidates
-from .finite import broken
+from ..candidates import Candidates
+from ..models.finite import broken
+from ..models.transfer import download
+from .base import Drawn, Verification
 from .noise import Choices, Purpose
-from .transfer import download
-from .verify import Drawn, Verification
 
 
 class Rejection(Verification):

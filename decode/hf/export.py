@@ -19,23 +19,23 @@ from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from ..policies.contract import StopPolicy
-from ..policies.errors import PolicyError
-from ..policies.files import write_atomic, write_json
-from ..policies.learned.conditions import sampling_text
-from ..policies.learned.policy import LearnedPolicy
-from ..policies.outputs import claim_folder, staged_folder
-from ..policies.storage.folder import load_policy_folder, save_policy
-from ..policies.storage.registry import BUILTINS, load_policy
-from ..policies.storage.safe_loading import MOST_DATA
-from .hf import specstop_generate
+from ...policies.contract import StopPolicy
+from ...policies.errors import PolicyError
+from ...policies.files import write_atomic, write_json
+from ...policies.learned.conditions import sampling_text
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.outputs import claim_folder, staged_folder
+from ...policies.storage.folder import load_policy_folder, save_policy
+from ...policies.storage.registry import BUILTINS, load_policy
+from ...policies.storage.safe_loading import MOST_DATA
+from .generate import specstop_generate
 
 CODE, DATA, REQUIREMENTS = "generate.py", "carried.py", "requirements.txt"
 FOLDER, POLICY = "custom_generate", "policy"
 
 GENERATE = '''"""Decodes with the stop policy of this repository; everything else is in the package specstop."""
 
-from specstop.decode.hub import generate_carried
+from specstop.decode.hf import generate_carried
 
 from .carried import FILES, SPEC
 

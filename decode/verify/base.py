@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .candidates import Candidates
+from ..candidates import Candidates
 from .noise import Choices
 
 

@@ -1,0 +1,77 @@
+"""What a drafter is told, and what it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...policies.contract import Array
+from ..candidates import Candidates
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What a drafter says of the tokens that may come after R places.
+
+    Attributes:
+        scores: [R, V] logits or log-probabilities; of a sparse proposal [R, n] those of the tokens `ids`. A row that knows
+            fewer tokens, or none, ends in -inf.
+        ids: [R, n] int64; None = all tokens in their order.
+        states: [R, H] the hidden states that the scores were computed from, where they are kept (`hidden.KeepsStates`).
+    """
+
+    scores: Tensor
+    ids: Tensor | None = None
+    states: Tensor | None = None
+
+    def dense(self, vocabulary: int) -> Tensor:
+        """Return [R, V] scores, -inf for the tokens that are not proposed."""
+        if self.ids is None:
+            return self.scores
+        rows = self.scores.new_full((len(self.scores), vocabulary), -torch.inf)
+        return rows.scatter_reduce_(1, self.ids, self.scores, "amax")
+
+
+class Drafter(Protocol):
+    """Proposes candidates for S streams, and is told what was committed.
+
+    Places are fed depth by depth, so a drafter that knows all depths after one pass (heads on the target) answers the later
+    calls from what it kept, and leaves the choice of what to verify to the policy's `select`.
+
+    Attributes:
+        layers: of the target, whose hidden states it wants to be told, as transformers counts `hidden_states`: 0 = the
+            embeddings, -1 = what the output layer reads. None for none.
+        readable: the longest text that it reads.
+    """
+
+    layers: tuple[int, ...]
+    readable: int
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        """Forget all texts, and make room for as many of `tokens`, those of a round's candidates included."""
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        """Take in what the target has read of a text for good: the prompt, then each round's root and accepted path.
+
+        Candidates that are not on the path (`Candidates.accepted`) are forgotten.
+
+        Args:
+            stream: of the text.
+            tokens: n, in their order. What the target drew last it has not read: that is the root of the next round.
+            states: [n, layers x H] its hidden states at these tokens, layer by layer, if `layers` are wanted.
+        """
+
+    def backlog(self) -> Array:
+        """Return [S] int64, the committed tokens that it has to read before it can propose, the root included."""
+
+    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+        """Return what may come after places, stream by stream.
+
+        Args:
+            found: S, drafted so far.
+            feeding: S, places of one depth; all their parents were fed before.
+        """

@@ -1,0 +1,93 @@
+"""Drafters by name: those that come with specstop, and those of installed packages."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from ...policies.errors import InputError, PolicyError, close_match
+from ...policies.plugin_code import loading
+from ...policies.storage.registry import SWITCH
+from ..models.pair import Pair
+from .base import Drafter
+from .lookup import LookupDrafter
+from .model import ModelDrafter
+
+GROUP = "specstop.drafters"
+"""The entry points of plugins: functions or classes that make a drafter of a pair."""
+
+BUILTINS: dict[str, tuple[Callable[..., Drafter], str]] = {
+    "model": (ModelDrafter, ""),
+    "lookup": (LookupDrafter, "longest"),
+}
+"""By name: what makes a drafter of a pair, and the parameter that a number after the colon sets."""
+
+
+def find_drafter(name: str, pair: Pair) -> Drafter:
+    """Return the drafter that a spec names.
+
+    Args:
+        name: `model`, `lookup`, `lookup:4` (looks for four tokens at most), or a plugin's: `name?key=value`.
+        pair: that it drafts for.
+
+    Raises:
+        InputError: there is none of that name, or it cannot be made so.
+    """
+    kind, _, query = name.partition("?")
+    kind, colon, number = kind.partition(":")
+    build, parameter = BUILTINS.get(kind, (None, ""))
+    options: dict[str, Any] = {}
+    if colon:
+        if not parameter or not number.isdigit() or int(number) < 1:
+            raise _unknown(name)
+        options[parameter] = int(number)
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not key or not equals:
+            raise InputError(f"--drafter: {name!r}: expected key=value after the question mark, not {part!r}")
+        options[key] = int(value) if value.isdigit() else value
+    if build is not None:
+        _check_options(name, build, pair, options)
+        return build(pair, **options)
+    point = _plugin(kind)
+    if point is None:
+        raise _unknown(name)
+    try:
+        with loading("--drafter", f"loading {name!r} ({point.value})"):
+            found: Callable[..., Drafter] = point.load()
+        _check_options(name, found, pair, options)
+        with loading("--drafter", f"making {name!r} ({point.value})"):
+            return found(pair, **options)
+    except PolicyError as error:  # what a plugin raised, told in a line
+        raise InputError(str(error)) from None
+
+
+def _check_options(name: str, build: Callable[..., Drafter], pair: Pair, options: dict[str, Any]) -> None:
+    try:
+        inspect.signature(build).bind(pair, **options)
+    except TypeError as error:
+        raise InputError(f"--drafter: {name!r}: {error}") from None
+
+
+def _installed() -> list[EntryPoint]:
+    """Return the entry points of plugins; none where `SPECSTOP_PLUGINS=0` turns them off."""
+    return [] if os.environ.get(SWITCH) == "0" else list(entry_points(group=GROUP))
+
+
+def _plugin(name: str) -> EntryPoint | None:
+    """Return the entry point of an installed plugin; None where there is none."""
+    points = [point for point in _installed() if point.name == name]
+    if len(points) > 1:
+        raise InputError(f"--drafter: two drafters are called {name!r}; uninstall one")
+    return points[0] if points else None
+
+
+def _unknown(name: str) -> InputError:
+    known = sorted({*BUILTINS, *(point.name for point in _installed())})
+    others = [kind for kind in known if kind not in BUILTINS]
+    more = f", or a plugin's ({', '.join(others)})" if others else ""
+    meant = close_match(name, known)
+    return InputError(f"--drafter: expected model, lookup or lookup:LENGTH{more}, not {name!r}{meant}")

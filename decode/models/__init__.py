@@ -1,0 +1,1 @@
+"""The models of a pair: loading, engines, caches, masks, CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Verification: modes by name, sampling, noise."""
