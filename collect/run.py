@@ -177,6 +177,10 @@ def plan_run(
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
+    if completions is not None and long in ("left", "right"):
+        raise InputError(
+            f"--long {long}: expected skip or refuse with --completions, whose texts follow the whole prompt"
+        )
     topology = chain(depth) if tree is None else parse_tree(tree)
     asked = len(prompts)
     prompts, ids = fit(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest), long)
