@@ -6,7 +6,7 @@ The parts are modules of `noise`, each with bars of its own:
 
 - `clocks`: 20 kinds of disturbance on a simulated clock are all warned of, 20 kinds of quiet machine never;
 - `real_runs`: `specstop profile` beside two busy loops is warned of; without them it is not, and takes at most 20 s. This
-  part is for a machine that nobody else uses; `--part` leaves it out;
+  part is for a machine that nobody else uses: it says first how much its pace changes by itself; `--part` leaves it out;
 - `verdicts`: 100 evaluations with profiles of noisy runs give no "deploy" that a quiet profile does not;
 - `covering`: intervals that draw a noisy profile's timings with the prompts cover the truth 92 to 98% of the time, in the
   worlds of `intervals.py`;
