@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import find_pair, find_prompts, fitting, open_pair
+from .common import PHASES, find_pair, find_prompts, fitting, open_pair
 from .console import print_json, progress_bars, table
 from .options import (
     Config,
@@ -107,7 +107,9 @@ def show_bench(lines: list[BenchLine], title: str) -> None:
             f"{line.tokens_per_s:.1f}",
             f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}]",
             f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
-            " ".join(f"{phase} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005),
+            " ".join(
+                f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005
+            ),
         )
         for line in lines
     ]

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ..decode.models.pair import Pair
 
 
+PHASES = {"outside": "framework overhead"}
+"""What phases of a round are called for people, where that is not their name."""
+
+
 def quiet_libraries() -> None:
     """Keep loading bars and advice of transformers and datasets off the console."""
     import transformers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..policies.errors import InputError
-from .common import find_prompts, find_target, open_pair, percent
+from .common import PHASES, find_prompts, find_target, open_pair, percent
 from .console import print_json, progress_bars, table
 from .options import (
     Config,
@@ -164,7 +164,7 @@ def show_tally(tally: Tally, title: str) -> None:
         ("mean tokens per target call", f"{tally.block_efficiency:.2f}"),
         ("drafted, verified, wasted", f"{facts['drafted']}, {facts['verified']}, {facts['wasted']}"),
         *(
-            (f"time: {phase}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}")
+            (f"time: {PHASES.get(phase, phase)}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}")
             for phase, seconds in phases.items()
         ),
     ]
