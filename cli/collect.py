@@ -284,8 +284,8 @@ def _by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: b
     options = {name: value for name, value in running_options().items() if name not in own}
     with progress_bars(quiet) as progress, finish_first("what can be kept") as stop:
         trace = collect_by_tasks(options, out, address, tasks, stop=stop, progress=progress)
-        if stop.number is not None and not trace.complete:
-            raise Interrupted(stop.number, "interrupted; the same command with --resume goes on")
+        if trace is None:
+            raise Interrupted(int(stop.number or 0), "interrupted; the same command with --resume goes on")
     return trace
 
 

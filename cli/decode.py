@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..policies.errors import InputError
-from .common import PHASES, find_prompts, find_target, open_pair, percent
+from .common import PHASES, find_prompts, find_target, fitting, open_pair, percent
 from .console import print_json, progress_bars, table
 from .options import (
     Config,
@@ -26,7 +26,7 @@ from .options import (
     Target,
     Temperature,
 )
-from .prompt_options import Chat
+from .prompt_options import Chat, Long
 from .sampling_options import UNUSED, with_shaping
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def decode(
     text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
     prompts: Prompts = None,
     chat: Chat = False,
+    long: Long = "refuse",
     target: Target = None,
     draft: Draft = None,
     policy: Annotated[
@@ -84,8 +85,7 @@ def decode(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
-    from ..collect.prompts import Prompt, apply_chat_template, encode
-    from ..collect.run import reading_room
+    from ..collect.prompts import Prompt
     from ..decode.records import Tally
     from ..decode.run import decode as run
     from ..decode.settings import Settings, stop_strings
@@ -112,38 +112,39 @@ def decode(
         stops=stop_strings(pair, stop),
         guard=guard,
     )
-    written = apply_chat_template(chosen, pair.tokenizer) if chat else chosen
+    texts = {p.id: p.text for p in chosen}  # as they were given, which is how they are shown
+    kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
     mode = resolve_mode(verification, rule, settings.topology, temperature)
     shown = -1
 
     def stream(number: int, new: str) -> None:
         nonlocal shown
         if number != shown:
-            title = f"[{number + 1} of {len(chosen)}: {chosen[number].id}]\n" if len(chosen) > 1 else ""
-            sys.stdout.write(("\n\n" if shown >= 0 else "") + title + chosen[number].text)
+            name = kept[number].id
+            title = f"[{number + 1} of {len(kept)}: {name}]\n" if len(kept) > 1 else ""
+            sys.stdout.write(("\n\n" if shown >= 0 else "") + title + texts[name])
             shown = number
         sys.stdout.write(new)
         sys.stdout.flush()
 
     generations = run(
         pair,
-        encode(written, pair.tokenizer, reading_room(pair, max_new_tokens)),
+        tokens,
         rule,
         settings=settings,
-        ids=[p.id for p in chosen],
+        ids=[p.id for p in kept],
         seed=seed,
         drafter=drafter,
         on_text=None if json else stream,
     )
     tally = Tally.of(generations)
     if json:
-        texts = [g.text for g in generations]
         print_json(
             {
                 **tally.summary(),
                 "verification": describe(mode),
                 "acceptance": tally.acceptance(),
-                "texts": texts,
+                "texts": [g.text for g in generations],
             }
         )
         return

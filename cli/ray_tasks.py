@@ -53,8 +53,8 @@ def collect_by_tasks(
     *,
     stop: Callable[[], bool],
     progress: Progress,
-) -> Trace:
-    """Collect by tasks of Ray into `out`, which all machines must see; as far as it came where it was asked to stop.
+) -> Trace | None:
+    """Collect by tasks of Ray into `out`, which all machines must see; None where it was asked to stop.
 
     Args:
         options: of the command, without its own for Ray.
@@ -79,8 +79,8 @@ def collect_by_tasks(
             for task in done:
                 _result(ray, task)
             known = _tell(out, known, progress)
-            if stop():
-                break
+            if waiting and stop():
+                return None
     finally:
         ray.shutdown()
     return Trace(out, read_header(out))

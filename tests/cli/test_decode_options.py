@@ -203,3 +203,14 @@ def test_several_texts_stand_apart_and_quiet_writes_them_alone(models: list[str]
     assert (quiet.code, quiet.out.replace(" ", "")) == (0, alone.replace(" ", ""))
     assert plain.out.startswith(quiet.out)
     assert "tokens/s" in plain.out
+
+
+def test_a_long_prompt_is_refused_or_cut_as_told(models: list[str]) -> None:
+    command = ["decode", " ".join(["w7"] * 200), *models, "--policy", "fixed:2", "--max-new-tokens", "4", "--quiet"]
+    refused = cli(*command)
+    assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
+    assert refused.err.startswith("specstop: --prompts: 1 of 1 prompts have more than ")
+    cut = cli(*command, "--long", "left")
+    assert cut.code == 0
+    assert cut.out.startswith("w7 w7")
+    assert "have lost their beginning (--long)" in cut.err

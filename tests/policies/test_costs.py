@@ -123,17 +123,17 @@ def test_the_first_decision_of_a_round_costs_more(profile: Profile) -> None:
     assert price.of(np.array([0, 1, 4])).tolist() == pytest.approx([0.0, 2.5e-4, 4e-4])
     assert price.times(2.0) == Price(1e-4, 4e-4)
     row = np.full(1, 3)
-    dear, free = (profile.round_seconds(row, row, row, row, row, cost) for cost in (price, 0.0))
-    assert (dear - free).item() == pytest.approx(3 * 5e-5 + 2e-4)
+    priced, free = (profile.round_seconds(row, row, row, row, row, cost) for cost in (price, 0.0))
+    assert (priced - free).item() == pytest.approx(3 * 5e-5 + 2e-4)
 
 
 def test_the_second_draft_step_has_a_price_of_its_own(profile: Profile) -> None:
-    dearer = dataclasses.replace(
+    slower = dataclasses.replace(
         profile, **{side: dataclasses.replace(getattr(profile, side), second_draft_s=2e-3) for side in ("low", "high")}
     )
     later = profile.low.later_draft_s or profile.low.draft_s[0]
     for drafted in range(5):
-        more = seconds(dearer, 8.0, drafted, drafted, 1, 0) - seconds(profile, 8.0, drafted, drafted, 1, 0)
+        more = seconds(slower, 8.0, drafted, drafted, 1, 0) - seconds(profile, 8.0, drafted, drafted, 1, 0)
         assert more == pytest.approx(2e-3 - later if drafted > 1 else 0.0, abs=1e-12)
 
 
@@ -177,7 +177,7 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], Any]:
         (lambda raw: {**raw, "prefill_s": [1.0]}, "lacks or mangles"),
         (lambda raw: {**raw, "decision_s": [1.0]}, "lacks or mangles"),
         (lambda raw: {**raw, "decision_s": {"mine": {"each": 1.0}}}, "lacks or mangles 'opening'"),
-        (lambda raw: {**raw, "decision_s": {"mine": {"each": "dear", "opening": 0.0}}}, "lacks or mangles"),
+        (lambda raw: {**raw, "decision_s": {"mine": {"each": "much", "opening": 0.0}}}, "lacks or mangles"),
         (lambda raw: {**raw, "low": 3}, "lacks or mangles"),
         (
             lambda raw: {**raw, "low": {**raw["low"], "verify_s": raw["low"]["verify_s"][:3]}},

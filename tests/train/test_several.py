@@ -27,7 +27,7 @@ from specstop.train.replay.run import replay
 from specstop.train.report.evaluate import check_fit
 from zoo import DEPTH
 
-HEATS = (0.0, 0.7)
+TEMPERATURES = (0.0, 0.7)
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,11 @@ def test_joined_traces_replay_as_each_alone(both: list[Trace], profile: Profile)
     for name in ("tokens", "seconds", "rounds", "accepted", "committed"):
         assert torch.equal(getattr(together, name), torch.cat([getattr(part, name) for part in parts]))
     first = len(alone[0].accepted)
-    heat = joined.column("temperature")
-    assert set(heat[:first].tolist()) == {float(torch.tensor(0.7))}
-    assert set(heat[first:].tolist()) == {0.0}
+    temperature = joined.column("temperature")
+    assert set(temperature[:first].tolist()) == {float(torch.tensor(0.7))}
+    assert set(temperature[first:].tolist()) == {0.0}
     assert set(alone[1].column("temperature").tolist()) == {0.0}
-    assert temperatures(both) == HEATS
+    assert temperatures(both) == TEMPERATURES
 
 
 def test_a_prompt_is_in_one_fold_at_all_temperatures(both: list[Trace]) -> None:
@@ -82,10 +82,10 @@ def test_the_temperature_is_read_and_kept(trained: Trained, both: list[Trace]) -
     assert trained.path is not None
     policy = load_policy_folder(trained.path)
     assert policy.features == (*FEATURES, "temperature")
-    assert policy.facts.temperature == HEATS
+    assert policy.facts.temperature == TEMPERATURES
     assert "temperature 0, 0.7 |" in (trained.path / "README.md").read_text()
-    heats = {row["temperature"] for row in trained.metrics["reliability"]}
-    assert heats == {None, *HEATS}
+    found = {row["temperature"] for row in trained.metrics["reliability"]}
+    assert found == {None, *TEMPERATURES}
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecstopWarning)
         for trace in both:
@@ -95,17 +95,17 @@ def test_the_temperature_is_read_and_kept(trained: Trained, both: list[Trace]) -
         check_fit(policy, other)
 
 
-@pytest.mark.parametrize("heat", HEATS)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_live_decisions_read_the_temperature_as_replay_does(
-    pair: Pair, both: list[Trace], full_profile: Profile, heat: float
+    pair: Pair, both: list[Trace], full_profile: Profile, temperature: float
 ) -> None:
     """With a head that hangs on the temperature alone, so that a wrong one would show."""
-    trace = next(t for t in both if t.header.temperature == heat)
+    trace = next(t for t in both if t.header.temperature == temperature)
     policy = train(both, full_profile, features=("temperature", "depth"), rule="step", threshold=0.55).policy
     arrays = trace_arrays(trace)
     log = replay(arrays, policy, full_profile).log.tolist()
     prompts = make_prompts(24, "fit", 21)[:6]
-    speculator = Speculator(pair, policy, Settings(heat, NEW))
+    speculator = Speculator(pair, policy, Settings(temperature, NEW))
     for prompt in prompts:
         made = speculator.generate(pair.tokenizer(prompt.text)["input_ids"], stream_key(0, prompt.id))
         s = arrays.prompt_ids.index(prompt.id)
@@ -115,7 +115,9 @@ def test_live_decisions_read_the_temperature_as_replay_does(
 
 def test_heads_that_read_the_temperature_tell_them_apart(both: list[Trace], full_profile: Profile) -> None:
     policy = train(both, full_profile, features=("temperature", "depth"), rule="step", threshold=0.55).policy
-    cold, warm = (policy.probabilities(np.array([[heat, 1.0]], dtype=np.float32), 1)[0] for heat in HEATS)
+    cold, warm = (
+        policy.probabilities(np.array([[temperature, 1.0]], dtype=np.float32), 1)[0] for temperature in TEMPERATURES
+    )
     assert abs((cold - warm).item()) > 1e-3
 
 
