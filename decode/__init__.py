@@ -11,7 +11,14 @@ from ..policies.lazy import attach
 
 if TYPE_CHECKING:
     from .compare.bench import bench as bench
-    from .drafters import LookupDrafter as LookupDrafter, ModelDrafter as ModelDrafter
+    from .drafters import (
+        LookupDrafter as LookupDrafter,
+        ModelDrafter as ModelDrafter,
+        SuffixDrafter as SuffixDrafter,
+        find_drafter as find_drafter,
+        load_drafter as load_drafter,
+        save_drafter as save_drafter,
+    )
     from .hf.generate import PolicyStoppingCriteria as PolicyStoppingCriteria, specstop_generate as specstop_generate
     from .loop import Speculator as Speculator
     from .models.pair import Pair as Pair, join as join, load_pair as load_pair, with_engine as with_engine
@@ -28,7 +35,7 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "compare.bench": "bench",
-        "drafters": "LookupDrafter ModelDrafter",
+        "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafter load_drafter save_drafter",
         "hf.generate": "PolicyStoppingCriteria specstop_generate",
         "loop": "Speculator",
         "verify.noise": "stream_key",

@@ -1,8 +1,26 @@
-"""Where candidates come from: a draft model, the text itself (prompt lookup), or what a plugin brings."""
+"""Where candidates come from: a draft model, the text itself, heads on the target's states, or what a plugin brings."""
 
 from .base import Drafter, Proposal
+from .ctc import CTCDrafter
 from .find import find_drafter
+from .folder import TrainedDrafter, load_drafter, save_drafter
+from .heads import HeadsDrafter
+from .layer import LayerDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
+from .suffix import SuffixDrafter
 
-__all__ = ["Drafter", "LookupDrafter", "ModelDrafter", "Proposal", "find_drafter"]
+__all__ = [
+    "CTCDrafter",
+    "Drafter",
+    "HeadsDrafter",
+    "LayerDrafter",
+    "LookupDrafter",
+    "ModelDrafter",
+    "Proposal",
+    "SuffixDrafter",
+    "TrainedDrafter",
+    "find_drafter",
+    "load_drafter",
+    "save_drafter",
+]

@@ -13,8 +13,13 @@ from ...policies.plugin_code import loading
 from ...policies.storage.registry import SWITCH
 from ..models.pair import Pair
 from .base import Drafter
+from .ctc import CTCDrafter
+from .folder import load_drafter
+from .heads import HeadsDrafter
+from .layer import LayerDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
+from .suffix import SuffixDrafter
 
 GROUP = "specstop.drafters"
 """The entry points of plugins: functions or classes that make a drafter of a pair."""
@@ -22,28 +27,38 @@ GROUP = "specstop.drafters"
 BUILTINS: dict[str, tuple[Callable[..., Drafter], str]] = {
     "model": (ModelDrafter, ""),
     "lookup": (LookupDrafter, "longest"),
+    "suffix": (SuffixDrafter, "path"),
 }
-"""By name: what makes a drafter of a pair, and the parameter that a number after the colon sets."""
+"""By name: what makes a drafter of a pair, and the parameter that is set after the colon."""
+
+TRAINED: dict[str, Callable[[Pair, Any], Drafter]] = {
+    "medusa": HeadsDrafter,
+    "hydra": HeadsDrafter,
+    "ctc": CTCDrafter,
+    "layer": LayerDrafter,
+}
+"""By kind: what makes a drafter of a pair and the network in a folder, which is named after the colon."""
 
 
 def find_drafter(name: str, pair: Pair) -> Drafter:
     """Return the drafter that a spec names.
 
     Args:
-        name: `model`, `lookup`, `lookup:4` (looks for four tokens at most), or a plugin's: `name?key=value`.
+        name: `model`, `lookup`, `lookup:4` (looks for four tokens at most), `suffix`, `suffix:FILE`, a trained one by its
+            folder, such as `medusa:PATH`, or a plugin's: `name?key=value`.
         pair: that it drafts for.
 
     Raises:
         InputError: there is none of that name, or it cannot be made so.
     """
     kind, _, query = name.partition("?")
-    kind, colon, number = kind.partition(":")
+    kind, colon, given = kind.partition(":")
+    if kind in TRAINED and given and not query:
+        return _trained(kind, given, pair)
     build, parameter = BUILTINS.get(kind, (None, ""))
     options: dict[str, Any] = {}
     if colon:
-        if not parameter or not number.isdigit() or int(number) < 1:
-            raise _unknown(name)
-        options[parameter] = int(number)
+        options[parameter] = _value(name, parameter, given)
     for part in filter(None, query.split("&")):
         key, equals, value = part.partition("=")
         if not key or not equals:
@@ -63,6 +78,31 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
             return found(pair, **options)
     except PolicyError as error:  # what a plugin raised, told in a line
         raise InputError(str(error)) from None
+
+
+def needs_draft(name: str) -> bool:
+    """Whether a spec names the pair's draft model."""
+    return name == "model"
+
+
+def _trained(kind: str, path: str, pair: Pair) -> Drafter:
+    trained = load_drafter(path)
+    if trained.kind != kind:
+        raise InputError(f"--drafter: {path} holds a drafter of the kind {trained.kind}: write {trained.kind}:{path}")
+    try:
+        network = trained.network_for(pair)
+    except InputError as error:
+        raise InputError(f"--drafter: {path}: {error}") from None
+    return TRAINED[kind](pair, network)
+
+
+def _value(name: str, parameter: str, given: str) -> int | str:
+    """Return what was given after the colon."""
+    if parameter == "longest" and given.isdigit() and int(given) > 0:
+        return int(given)
+    if parameter == "path" and given:
+        return given
+    raise _unknown(name)
 
 
 def _check_options(name: str, build: Callable[..., Drafter], pair: Pair, options: dict[str, Any]) -> None:
@@ -86,8 +126,11 @@ def _plugin(name: str) -> EntryPoint | None:
 
 
 def _unknown(name: str) -> InputError:
-    known = sorted({*BUILTINS, *(point.name for point in _installed())})
-    others = [kind for kind in known if kind not in BUILTINS]
+    known = sorted({*BUILTINS, *TRAINED, *(point.name for point in _installed())})
+    others = [kind for kind in known if kind not in (*BUILTINS, *TRAINED)]
     more = f", or a plugin's ({', '.join(others)})" if others else ""
     meant = close_match(name, known)
-    return InputError(f"--drafter: expected model, lookup or lookup:LENGTH{more}, not {name!r}{meant}")
+    trained = ", ".join(f"{kind}:PATH" for kind in TRAINED)
+    return InputError(
+        f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}{more}, not {name!r}{meant}"
+    )

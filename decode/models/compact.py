@@ -96,6 +96,14 @@ class CompactModel(nn.Module):
         self._rotate(min(_TABLE, config.max_position_embeddings))
         self.eval()
 
+    def get_input_embeddings(self) -> Any:
+        """Return what embeds tokens, for drafters that read them; as of a `PreTrainedModel`."""
+        return lambda tokens: functional.embedding(tokens, self._embed)
+
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer, for drafters that make their distributions by it; as of a `PreTrainedModel`."""
+        return self._head
+
     def _rotate(self, positions: int) -> None:
         """Tabulate the rotations of so many positions: [P, 1, width], the sign of the rotated half in the sine."""
         at = torch.arange(positions, device=self.device)[None]

@@ -68,15 +68,16 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
     if engine == "compact":
         return CompactModel(model)  # type: ignore[return-value]
     if engine == "packed":
-        _pack(model)
+        pack(model)
     return model
 
 
-def _pack(module: nn.Module) -> None:
+def pack(module: nn.Module) -> None:
+    """Reorder the weight of every linear layer, in place: the module can no longer be saved, trained or moved."""
     for name, child in module.named_children():
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight.data, None if child.bias is None else child.bias.data))
         elif isinstance(child, Conv1D):  # GPT-2 keeps its weights transposed
             setattr(module, name, PackedLinear(child.weight.data.t().contiguous(), child.bias.data))
         else:
-            _pack(child)
+            pack(child)

@@ -49,7 +49,7 @@ class Pair:
             `generate` has it; a draft that knows fewer never proposes the others.
         eos: ids that end a text.
         engines: how target and draft compute (`engine.ENGINES`).
-        hashes: of both, where an engine no longer tells them from the models.
+        hashes: of target and draft, where an engine no longer tells them from the models.
     """
 
     target: PreTrainedModel
@@ -58,7 +58,7 @@ class Pair:
     vocabulary: int
     eos: tuple[int, ...] = ()
     engines: tuple[str, str] = ("plain", "plain")
-    hashes: tuple[str, str] | None = None
+    hashes: tuple[str, ...] | None = None
 
     @cached_property
     def device(self) -> torch.device:
@@ -69,7 +69,9 @@ class Pair:
     def draft_model(self) -> PreTrainedModel:
         """The draft; `InputError` where there is none."""
         if self.draft is None:
-            raise InputError("this needs a draft model: give --draft, or candidates of another sort (--drafter lookup)")
+            raise InputError(
+                "this needs a draft model: give --draft, or others than its candidates (--drafter lookup, medusa:PATH, ...)"
+            )
         return self.draft
 
     @property
@@ -84,13 +86,17 @@ class Pair:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Short hashes of target, draft and tokenizer, by which traces and policies know their pair."""
-        target, draft = self.hashes or (model_hash(self.target), model_hash(self.draft_model))
-        hashes = {"target": target, "draft": draft}
+        """Short hashes of target, draft if there is one, and tokenizer, by which traces and policies know their pair."""
+        known = self.hashes or _hashes(self.target, self.draft)
+        hashes = dict(zip(("target", "draft"), known, strict=False))
         if self.tokenizer is not None:
             vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()
             hashes["tokenizer"] = hashlib.blake2b(vocabulary, digest_size=8).hexdigest()
         return hashes
+
+
+def _hashes(target: PreTrainedModel, draft: PreTrainedModel | None) -> tuple[str, ...]:
+    return tuple(model_hash(model) for model in (target, draft) if model is not None)
 
 
 def model_hash(model: PreTrainedModel) -> str:
@@ -218,11 +224,10 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
 
     A packed model is changed in place: it can no longer be saved, trained or used by itself.
     """
-    target = choose_engine(pair.target, engine)
+    target, hashes = choose_engine(pair.target, engine), _hashes(pair.target, pair.draft)
     if pair.draft is None:
-        return dataclasses.replace(pair, target=speed_up(pair.target, target), engines=(target, "plain"))
+        return dataclasses.replace(pair, target=speed_up(pair.target, target), engines=(target, "plain"), hashes=hashes)
     names = (target, choose_engine(pair.draft, engine))
-    hashes = (model_hash(pair.target), model_hash(pair.draft))
     fast = [speed_up(model, name) for model, name in zip((pair.target, pair.draft), names, strict=True)]
     return dataclasses.replace(pair, target=fast[0], draft=fast[1], engines=names, hashes=hashes)
 

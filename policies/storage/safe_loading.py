@@ -53,8 +53,10 @@ def check_side_names(names: Iterable[str]) -> None:
             raise PolicyError(f"the further file {name!r} must be called like booster.ubj, without a path")
 
 
-def check_names(folder: Path, known: Iterable[str], side: Iterable[str]) -> None:
+def check_names(folder: Path, known: Iterable[str], side: Iterable[str], index: str = "policy.json") -> None:
     """Refuse a folder with anything in it but the files `known` and the side files `side`, none of them a link.
+
+    `index` is the file that names them, for messages.
 
     Raises:
         PolicyError: a name too many, a missing one, a link, a folder, or a side file called anything but `name.ubj`.
@@ -67,7 +69,7 @@ def check_names(folder: Path, known: Iterable[str], side: Iterable[str]) -> None
             continue
         if entry.name not in allowed:
             raise PolicyError(
-                f"there is a file {entry.name!r} that policy.json does not name; expected only {', '.join(sorted(allowed))}"
+                f"there is a file {entry.name!r} that {index} does not name; expected only {', '.join(sorted(allowed))}"
             )
         if entry.is_symlink() or not entry.is_file(follow_symlinks=False):
             raise PolicyError(f"{entry.name} is a link or no plain file")

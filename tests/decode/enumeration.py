@@ -9,6 +9,7 @@ from typing import Any
 from cases import SHAPINGS, Case, shaped
 from deciders import DECIDERS
 from oracle import Law, oracle_pair
+from small_drafters import TRAINED, small_drafter
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.verify.noise import Purpose
@@ -118,7 +119,7 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES) -> Proof:
     source, proof = Enumerator(), Proof()
 
     def build() -> Speculator:
-        drafter = find_drafter(case.drafter, pair)
+        drafter = (small_drafter if case.drafter in TRAINED else find_drafter)(case.drafter, pair)
         return Speculator(pair, DECIDERS[case.decider](), settings, source=lambda key, window: source, drafter=drafter)
 
     speculator = build()

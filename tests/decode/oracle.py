@@ -16,6 +16,8 @@ from torch import Tensor
 
 Prefix = tuple[Any, ...]
 NOTHING = float("-inf")
+WIDTH = 4
+"""Of hidden states, which drafters that are heads on them read."""
 KINDS = ("dense", "mixed", "sparse")
 
 
@@ -40,6 +42,19 @@ class Law:
             p, q = self._made(random.Random(f"{self._seed} {self.vocabulary} {prefix}"))
             self._rows[prefix] = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
         return self._rows[prefix]
+
+    def state(self, prefix: Prefix) -> Tensor:
+        """Return the target's hidden state [WIDTH] behind a prefix, so near its logits that heads on it are often right."""
+        chance = random.Random(f"state {self._seed} {prefix}")
+        near = self.rows(prefix)[0].clamp_min(-3.0)[:WIDTH]
+        noise = [0.5 * chance.gauss(0.0, 1.0) for _ in range(WIDTH)]
+        return torch.tensor(noise, dtype=torch.float64) + torch.nn.functional.pad(near, (0, WIDTH - len(near)))
+
+    def table(self, which: int) -> Tensor:
+        """Return [V, WIDTH], the embeddings, or the output layer that drafters borrow."""
+        chance = random.Random(f"table {which} {self._seed}")
+        noise = [[0.3 * chance.gauss(0.0, 1.0) for _ in range(WIDTH)] for _ in range(self.vocabulary)]
+        return torch.eye(self.vocabulary, WIDTH, dtype=torch.float64) + torch.tensor(noise, dtype=torch.float64)
 
     def _made(self, chance: random.Random) -> tuple[list[float], list[float]]:
         p = [1.2 * chance.gauss(0.0, 1.0) for _ in range(self.vocabulary)]
@@ -98,9 +113,21 @@ class Oracle(torch.nn.Module):
             mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
             assert mask.shape == (1, 1, count, len(slots))
             sees = mask[0, 0].tolist()
-        kept = sees[-logits_to_keep:]
-        rows = [self.law.rows(read_prefix([s for s, seen in zip(slots, row, strict=True) if seen])) for row in kept]
-        return SimpleNamespace(logits=torch.stack([row[self.side][: self.knows] for row in rows])[None])
+        prefixes = [read_prefix([s for s, seen in zip(slots, row, strict=True) if seen]) for row in sees]
+        rows = [self.law.rows(prefix) for prefix in prefixes[-logits_to_keep:]]
+        logits = torch.stack([row[self.side][: self.knows] for row in rows])[None]
+        if not rest.get("output_hidden_states"):
+            return SimpleNamespace(logits=logits)
+        states = torch.stack([self.law.state(prefix) for prefix in prefixes])[None]
+        return SimpleNamespace(logits=logits, hidden_states=(states,))
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return torch.nn.Embedding.from_pretrained(self.law.table(0))
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        layer = torch.nn.Linear(WIDTH, self.law.vocabulary, bias=False)
+        layer.weight = torch.nn.Parameter(self.law.table(1), requires_grad=False)
+        return layer
 
 
 def read_prefix(seen: list[tuple[int, int]]) -> Prefix:

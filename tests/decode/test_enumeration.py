@@ -12,6 +12,7 @@ from cases import Case, all_cases, other_cases
 from deciders import DECIDERS
 from enumeration import EXACT, Enumerator, Proof, distance, prove, prove_within
 from oracle import KINDS, Law, oracle_pair
+from small_drafters import TRAINED
 from specstop.decode.verify.noise import Purpose
 
 LEAVES = 600
@@ -75,6 +76,16 @@ def test_policies_that_leave_tokens_out_do(mode: str) -> None:
     for decider in ("trims-unsure", "trims-as-rounds-went", "selects-by-round", "selects-unsure"):
         proof = check(Case(mode, "chain:2", decider, "mixed", 2, new=4))
         assert 0 < proof.dropped < proof.drafted, decider
+
+
+@pytest.mark.parametrize("drafter", [*TRAINED, "suffix"])
+@pytest.mark.parametrize(("mode", "tree"), [("rejection", "2,1"), ("rejection_replace", "2,1"), ("block", "chain:2")])
+def test_drafters_without_a_draft_model(mode: str, tree: str, drafter: str) -> None:
+    """Those on the target's states, the CTC-drafter among them, whose scores after a path are a distribution as well."""
+    said = (0, 1, 0, 2, 0, 1)
+    decider = "fixed" if mode == "rejection" else "trims-unsure"
+    proof = check(Case(mode, tree, decider, "mixed", 4, drafter=drafter, prompt=said, eos=True, new=3))
+    assert proof.accepted > 0 and proof.leaves > 10
 
 
 def test_later_rounds_draft_and_accept() -> None:

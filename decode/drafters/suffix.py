@@ -1,0 +1,151 @@
+"""Candidates from the text so far, and from earlier ones if asked: suffix drafting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.contract import Array
+from ...policies.errors import InputError
+from ..candidates import Candidates
+from ..models.pair import ENDLESS, Pair
+from ..models.transfer import upload
+from .automaton import START, SuffixAutomaton
+from .base import Proposal
+
+KEPT, SINGLE = 32, 256
+"""Tokens that are proposed after a place at most; single tokens of a text that share what no longer suffix explains."""
+
+Match = tuple[SuffixAutomaton, int, int]
+"""A known substring: whose, its state, its length."""
+
+
+class SuffixDrafter:
+    """What followed the longest suffix that came before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
+
+    The frequencies behind the suffix are mixed with those behind its own suffixes, down to single tokens, by the escape
+    estimate of PPM-C: after n continuations, d of them different, the share d / (n + d) is left to the shorter suffix. So the
+    scores tell a long repetition from a short one, and a policy can read how far to trust them. It takes no training and no
+    draft model.
+
+    Args:
+        pair: for the vocabulary and the device.
+        path: a text file that is searched beside each text; "" for none.
+        keep: whether texts stay known when the next ones begin; what is drafted then depends on their order, what is decoded
+            does not.
+
+    Raises:
+        InputError: the file cannot be read, or the pair has no tokenizer to read it with.
+    """
+
+    layers: tuple[int, ...] = ()
+    readable = ENDLESS
+
+    def __init__(self, pair: Pair, path: str = "", keep: int = 0) -> None:
+        self._device, self._dtype = pair.device, pair.logits_dtype
+        self._keep, self._texts = bool(keep), [list[int]()]
+        self._shared = SuffixAutomaton() if keep or path else None
+        if path:
+            self._learn(_tokens(pair, path))
+        self.reserve(1, 0)
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        assert self._shared is not None
+        self._shared.begin()
+        for token in tokens:
+            self._shared.append(token)
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        """See `Drafter`."""
+        if self._keep:
+            for text in self._texts:
+                self._learn(text)
+        self._texts = [[] for _ in range(streams)]
+        self._own = [SuffixAutomaton() for _ in range(streams)]
+        self._elsewhere = [(START, 0)] * streams  # of the shared automaton, what the text ends with
+        self._ahead = [0] * streams  # 1 where the root of a round has been noted already
+        self._at: list[dict[int, list[Match]]] = [{} for _ in range(streams)]  # by place
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        """See `Drafter`."""
+        for token in tokens[self._ahead[stream] :]:
+            self._note(stream, token)
+        self._ahead[stream] = 0
+
+    def _note(self, stream: int, token: int) -> None:
+        self._texts[stream].append(token)
+        self._own[stream].append(token)
+        if self._shared is not None:
+            self._elsewhere[stream] = self._shared.step(*self._elsewhere[stream], token)
+
+    def backlog(self) -> Array:
+        """Return zeros: reading is free."""
+        return np.zeros(len(self._own), dtype=np.int64)
+
+    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+        """See `Drafter`."""
+        rows: list[dict[int, float]] = []
+        for stream, (here, places) in enumerate(zip(found, feeding, strict=True)):
+            for place in places:
+                matches = self._at[stream][place] = self._matches(stream, here, place)
+                automaton, state, length = max(matches, key=lambda match: match[2])
+                rows.append(mixed(automaton, state) if length else {})
+        most = max(1, *map(len, rows))
+        ids = [[*row, *[0] * (most - len(row))] for row in rows]
+        weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
+        scores = torch.tensor(weights, dtype=self._dtype, device=self._device).log_()
+        return Proposal(scores, upload(ids, self._device))
+
+    def _matches(self, stream: int, here: Candidates, place: int) -> list[Match]:
+        """Return what is known of the path to a place: in the text itself, and elsewhere."""
+        token, above = here.tokens[place], here.parent[place]
+        if above >= 0:
+            before = self._at[stream][above]
+        elif here.roots == 1:  # committed, though the target has not read it
+            self._note(stream, token)
+            self._ahead[stream] = 1
+            return self._ends(stream)
+        else:
+            before = self._ends(stream)
+        return [(automaton, *automaton.step(state, length, token)) for automaton, state, length in before]
+
+    def _ends(self, stream: int) -> list[Match]:
+        """Return what is known of the text's end."""
+        own, shared = self._own[stream], self._shared
+        return [(own, *own.earlier()), *([] if shared is None else [(shared, *self._elsewhere[stream])])]
+
+
+def mixed(automaton: SuffixAutomaton, state: int) -> dict[int, float]:
+    """Return the weights of the tokens that came after a substring and after its suffixes, by PPM-C."""
+    weights: dict[int, float] = {}
+    share, count, known = 1.0, automaton.count, False
+    while state >= 0 and share > 1e-6:
+        following = automaton.next[state]
+        some = list(islice(following.items(), SINGLE)) if state == START else list(following.items())
+        if some and (known or state != START):  # single tokens alone say nothing
+            known = True
+            counts = [count[after] for _, after in some]
+            total = sum(counts) + len(counts)
+            for (token, _), times in zip(some, counts, strict=True):
+                weights[token] = weights.get(token, 0.0) + share * times / total
+            share *= len(counts) / total
+        state = automaton.link[state]
+    best = nlargest(KEPT, weights.items(), key=lambda item: (item[1], -item[0]))
+    return dict(best)
+
+
+def _tokens(pair: Pair, path: str) -> list[int]:
+    if pair.tokenizer is None:
+        raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise InputError(f"--drafter suffix: expected a text file, but {path} cannot be read: {reason}") from None
+    return [int(token) for token in pair.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -1,0 +1,38 @@
+"""Small drafters of every kind for a given target, with random weights that still agree with it now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
+from specstop.decode.drafters.folder import KINDS
+from specstop.decode.drafters.layer_network import CTCNetwork, LayerNetwork
+from specstop.decode.drafters.networks import Shape
+from specstop.decode.models.pair import Pair
+
+TRAINED = ("medusa", "hydra", "ctc", "layer")
+CLASSES = {"medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "layer": LayerDrafter}
+
+
+def small_network(
+    kind: str, hidden: int, vocabulary: int, output: torch.Tensor, depth: int = 3, noise: float = 0.1
+) -> Any:
+    """Return a network of float32 beside the output layer [V, H] of a target."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        network = KINDS[kind](Shape(hidden, vocabulary, depth, 2 * hidden, 2))
+        network.start(*(() if isinstance(network, LayerNetwork) else (output,)))
+        with torch.no_grad():
+            for weight in network.parameters():
+                weight.add_(noise * torch.randn(weight.shape))
+            if isinstance(network, CTCNetwork):
+                network.blank_out.mul_(3.0)
+    return network.requires_grad_(False).eval()
+
+
+def small_drafter(kind: str, pair: Pair, depth: int = 3, noise: float = 0.1) -> Any:
+    """Return a drafter of a pair."""
+    output = pair.target.get_output_embeddings().weight.float()
+    network = small_network(kind, output.shape[1], pair.vocabulary, output, depth, noise)
+    return CLASSES[kind](pair, network.to(pair.target.dtype))
