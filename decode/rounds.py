@@ -18,8 +18,8 @@ from .runner import PolicyRunner
 from .topology import Topology
 
 
-class RoundSource(Protocol):
-    """Who has the candidates of S streams, and what the target says of them.
+class CandidateSource(Protocol):
+    """Who has the candidates of S streams.
 
     Attributes:
         topology: the tree of a round.
@@ -31,15 +31,6 @@ class RoundSource(Protocol):
     asks_ended: bool
     selects_levels: bool
 
-    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
-        """Begin a round.
-
-        Returns:
-            [S] bool, the streams that have one; [S, roots] bool, the roots that do not end the text; [S] int64 each:
-            tokens committed, those of them that the draft has not read, and the depth at which a limit ends drafting
-            (None where none does).
-        """
-
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """Return what a policy is shown of the branches that are `alive` [S, B]."""
 
@@ -49,11 +40,39 @@ class RoundSource(Protocol):
     def tree(self, sent: Array) -> DraftTree:
         """Return the nodes that would be sent [S, N] as a policy may see them."""
 
+
+class RoundSource(CandidateSource, Protocol):
+    """Who has, beside candidates, what the target says of them."""
+
+    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+        """Begin a round.
+
+        Returns:
+            [S] bool, the streams that have one; [S, roots] bool, the roots that do not end the text; [S] int64 each:
+            tokens committed, those of them that the draft has not read, and the depth at which a limit ends drafting
+            (None where none does).
+        """
+
     def verify(self, found: Drafted) -> Array:
         """Return [S] int64, how many of the tokens sent are accepted."""
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """Commit what was accepted and one token more; return [S] tokens committed and [S] whether the text has ended."""
+
+
+class Runner(Protocol):
+    """Who asks a policy of S streams; see `PolicyRunner`."""
+
+    first: int
+    trims: bool
+    selects: bool
+    history: History
+
+    def keep(self, step: DraftStep) -> Array:
+        """Return [S, B] bool, the branches to extend."""
+
+    def select(self, tree: DraftTree) -> Array | None:
+        """Return [S, N] bool, the nodes to verify; None = all."""
 
 
 def play_round(source: RoundSource, runner: PolicyRunner) -> Finished:
@@ -67,7 +86,7 @@ def play_round(source: RoundSource, runner: PolicyRunner) -> Finished:
     return made
 
 
-def draft(source: RoundSource, runner: PolicyRunner, alive: Array, limit: Array | None) -> Drafted:
+def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | None) -> Drafted:
     """Draft depth by depth, as far as the policy keeps a branch.
 
     Args:
@@ -133,7 +152,7 @@ def _going(found: Drafted, alive: Array, going: Array) -> Array:
     return on
 
 
-def _select(source: RoundSource, runner: PolicyRunner, found: Drafted, span: slice) -> None:
+def _select(source: CandidateSource, runner: Runner, found: Drafted, span: slice) -> None:
     """Drop those rows of a span that the policy does not select; it is not asked where nothing was drawn."""
     if not runner.selects or not np.count_nonzero(found.drawn):
         return

@@ -1,0 +1,221 @@
+"""Drafts for all requests of an engine, step by step: first what followed the last drafts is heard, then a draft model drafts
+side by side and the policy ends each draft by itself.
+
+An engine's step may leave requests out, trim drafts, or commit tokens that no draft spoke of. So nothing is counted: what
+came of a draft is what follows in the text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ...policies.contract import Array, RoundOutcome, StopPolicy
+from ...policies.features import Drawn, Layout
+from ...policies.latency.profile import Profile
+from ..rounds import draft as draft_chains
+from ..topology import chain
+from .asking import Asking
+from .rounds import Heard, Observer, Sent
+from .rows import Placed, Rows
+from .source import Chains, DraftRows
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an engine drafts.
+
+    Attributes:
+        rows: requests that are drafted for at once, at most.
+        depth: K, the most tokens of a draft.
+        readable: the longest text that the draft reads.
+        temperature: of the sampling, for features that read it.
+        eos: tokens after which nothing is drafted.
+        fallback: length that is drafted once a policy has failed.
+    """
+
+    rows: int
+    depth: int
+    readable: int
+    temperature: float = 0.0
+    eos: tuple[int, ...] = ()
+    fallback: int = 4
+
+
+@dataclass
+class Spent:
+    """Steps, their requests and the tokens drafted for them; seconds of all that is done here, and of the draft model."""
+
+    steps: int = 0
+    requests: int = 0
+    drafted: int = 0
+    all_s: float = 0.0
+    model_s: float = 0.0
+
+
+class _Timed:
+    """A draft model whose calls are timed."""
+
+    def __init__(self, draft: DraftRows, spent: Spent) -> None:
+        self._draft, self._spent, self.roll_back = draft, spent, draft.roll_back
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        begin = time.perf_counter()
+        logits = self._draft.read(rows, tokens)
+        self._spent.model_s += time.perf_counter() - begin
+        return logits
+
+
+class Drafting:
+    """Drafts for the requests of an engine.
+
+    Args:
+        draft: the draft model.
+        policy: ends each draft; see `policies.check_engine_policy`.
+        options: see there.
+        profile: prices rounds for policies that observe seconds; None = they take no time.
+        observer: looks on.
+
+    Attributes:
+        spent: so far.
+    """
+
+    def __init__(
+        self,
+        draft: DraftRows,
+        policy: StopPolicy,
+        options: Options,
+        profile: Profile | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.options, self.spent = options, Spent()
+        self._draft, self._profile, self._observer = _Timed(draft, self.spent), profile, observer
+        self._asking = Asking(policy, options.rows, options.depth, options.fallback)
+        self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
+        self._waits: list[Sent | None] = [None] * options.rows  # drafts whose outcome is not known yet
+        self._read = [0] * options.rows  # tokens that the draft model has read
+        self._texts = 0
+
+    @property
+    def policy(self) -> StopPolicy:
+        """The policy in charge."""
+        return self._asking.policy
+
+    def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
+        """Return a draft for each text, possibly empty.
+
+        Args:
+            texts: [n] token ids of each request that has committed a token in this step.
+            names: of the requests, where the engine tells them.
+        """
+        begin = time.perf_counter()
+        grown = np.array([1 if sent is None else len(sent.tokens) + 1 for sent in self._waits])
+        placed = self._rows.place(texts, grown, names)
+        self._hear([one for one in placed if one is not None and one.same], begin)
+        fresh = [at for at, one in enumerate(placed) if one is not None and not one.same]
+        self._begin([placed[at] for at in fresh], [None if names is None else names[at] for at in fresh])
+        drafts: list[list[int]] = [[] for _ in texts]
+        longest = self.options.readable - self._asking.depth
+        rows = {at: one.row for at, one in enumerate(placed) if one is not None and 1 < len(texts[at]) <= longest}
+        if rows and self._asking.depth:
+            for at, tokens in zip(rows, self._draft_for(list(rows.values()), begin), strict=True):
+                drafts[at] = tokens
+        self.spent.steps += 1
+        self.spent.requests += len(texts)
+        self.spent.all_s += time.perf_counter() - begin
+        return drafts
+
+    def _hear(self, placed: Sequence[Placed], now: float) -> None:
+        """Tell policy and observer what followed the last drafts; the draft model forgets what was wrong."""
+        heard = []
+        for one in placed:
+            sent = self._waits[one.row]
+            if sent is not None and one.new:
+                heard.append(Heard.of(sent, one.new))
+                self._forget(one.row, sent.context + heard[-1].accepted)
+                self._waits[one.row] = None
+        seconds = [now - one.sent.began_s for one in heard]
+        if self._observer is not None and heard:
+            self._observer.heard(heard, seconds)
+        drafted = [at for at, one in enumerate(heard) if one.sent.drafted]
+        if drafted:
+            self._tell([heard[at] for at in drafted], np.array([seconds[at] for at in drafted]))
+
+    def _tell(self, heard: Sequence[Heard], seconds: Array) -> None:
+        """Tell the policy of rounds that took so long."""
+        sent = [one.sent for one in heard]
+        rows, context, drafted, decisions, backlog = _columns(
+            [(one.row, one.context, one.drafted, one.decisions, one.backlog) for one in sent]
+        )
+        accepted, verified = _columns([(one.accepted, one.verified) for one in heard])
+        cut = np.array([one.sent.capped or not self._eos.isdisjoint(one.new) for one in heard])
+        if not self.policy.reads_clock:
+            seconds = np.zeros(len(heard))
+            if self._profile is not None:
+                price = self._profile.decision(self.policy.cost_name)
+                seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price, None)
+        active = np.ones(len(heard), dtype=bool)
+        self._asking.heard(rows, RoundOutcome(active, drafted, verified, accepted, cut, seconds))
+
+    def _begin(self, placed: Sequence[Placed | None], names: Sequence[str | None]) -> None:
+        """Begin new texts in rows; what they begin with alike the draft model need not read again."""
+        rows = [one.row for one in placed if one is not None]
+        for one, name in zip(placed, names, strict=True):
+            assert one is not None
+            self._waits[one.row] = None
+            self._forget(one.row, one.kept)
+            if self._observer is not None:
+                self._observer.began(one.row, self._rows.text(one.row), name)
+        keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)
+        self._texts += len(rows)
+        self._asking.renew(np.array(rows, dtype=np.int64), keys)
+
+    def _forget(self, row: int, length: int) -> None:
+        """Have the draft model know no more of a row than its first `length` tokens."""
+        if self._read[row] > length:
+            self._read[row] = length
+            self._draft.roll_back(row, length)
+
+    def _draft_for(self, rows: Sequence[int], began_s: float) -> list[list[int]]:
+        """Return the drafts of the texts in `rows`."""
+        texts, here = [self._rows.text(row) for row in rows], np.array(rows, dtype=np.int64)
+        for row, text in zip(rows, texts, strict=True):  # the anchor is read in any case, however little has changed
+            self._forget(row, len(text) - 1)
+        unread = [text[self._read[row] :].tolist() for row, text in zip(rows, texts, strict=True)]
+        anchors = np.array([(text[-1], text[-2]) for text in texts], dtype=np.int64)
+        asking, observer = self._asking, self._observer
+
+        def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
+            if observer is not None:
+                observer.level(depth, here[at], logits, drawn)
+
+        source = Chains(
+            self._draft, Layout(asking.policy.features), rows, unread, anchors, chain(asking.depth),
+            self.options.temperature, self._eos, look,
+        )  # fmt: skip
+        asking.attend(here)
+        found = draft_chains(source, asking, np.ones((len(rows), 1), dtype=bool), None)
+        asking.leave()
+        drafts = []
+        for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            drafted, tokens = int(found.drafted[at]), source.tokens[at, : found.verified[at]].tolist()
+            if drafted:
+                self._read[row] = len(text) + drafted - 1  # what was drawn last was not read
+            drafts.append(
+                Sent(row, len(text), tokens, drafted, int(found.decisions[at]), len(unread[at]), len(rows),
+                     bool(found.capped[at]), began_s)
+            )  # fmt: skip
+            self._waits[row] = drafts[-1]
+            self.spent.drafted += drafted
+        if observer is not None:
+            observer.sent(drafts, time.perf_counter() - began_s)
+        return [sent.tokens for sent in drafts]
+
+
+def _columns(rows: Sequence[tuple[int, ...]]) -> Array:
+    """Return rows of whole numbers as columns, each in one piece."""
+    return np.ascontiguousarray(np.array(rows, dtype=np.int64).T)

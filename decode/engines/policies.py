@@ -1,0 +1,45 @@
+"""What a policy may read inside an engine, and which policies are refused there."""
+
+from __future__ import annotations
+
+from ...policies.contract import StopPolicy
+from ...policies.errors import PolicyError
+from ...policies.features import FEATURES, Kind, Need
+from ...policies.learned.policy import LearnedPolicy
+
+ANCHORS = ("anchor_token", "before_token", "temperature")
+"""ANCHOR features that need no row of the target's."""
+
+
+def known_in_engines(name: str, greedy: bool) -> bool:
+    """Whether an engine's drafter knows a feature.
+
+    Args:
+        name: of the feature.
+        greedy: at temperature 0 there is no noise, and a noisy margin is one of the bare logits.
+    """
+    found = FEATURES[name]
+    if found.kind is Kind.ANCHOR:
+        return name in ANCHORS
+    return Need.NOISE not in found.need or greedy
+
+
+def missing_in_engines(policy: StopPolicy) -> list[str]:
+    """Return by name what a policy reads that an engine's drafter does not know."""
+    greedy = isinstance(policy, LearnedPolicy) and policy.facts.temperature == 0.0
+    return [name for name in policy.features if not known_in_engines(name, greedy)] + list(policy.hidden)
+
+
+def check_engine_policy(policy: StopPolicy, engine: str) -> StopPolicy:
+    """Return the policy.
+
+    Raises:
+        PolicyError: it reads what the engine does not hand over; the message names it.
+    """
+    missing = missing_in_engines(policy)
+    if missing:
+        raise PolicyError(
+            f"{policy.name}: reads {', '.join(missing)}, which {engine} does not hand to a drafter (neither the target's "
+            f"rows and hidden states nor its noise); train one with `specstop train --for {engine}`"
+        )
+    return policy

@@ -1,0 +1,83 @@
+"""What the part inside an engine is told, as one JSON object under `specstop`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...policies.errors import InputError, close_match
+from ...policies.limits import check_limits
+
+KEY = "specstop"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine's configuration says under `specstop`.
+
+    Attributes:
+        draft: folder or hub name of the draft model.
+        policy: as of `--policy`: a folder, or a name such as `confidence:0.4`.
+        profile: latency profile of the engine, for policies that observe what rounds took.
+        dtype, device: of the draft; "" = the engine's.
+        temperature: of the sampling, for features that read it, and of a trace.
+        fallback: length that is drafted once the policy has failed.
+        rows: requests that are drafted for at once, at most.
+        traces: folder for a trace; "" = none.
+        sample: share of the requests that are traced.
+        explore: share of the traced drafts that go to full length whatever the policy says.
+        seed: of both shares.
+    """
+
+    draft: str
+    policy: str = "fixed:4"
+    profile: str = ""
+    dtype: str = ""
+    device: str = ""
+    temperature: float = 0.0
+    fallback: int = 4
+    rows: int = 64
+    traces: str = ""
+    sample: float = 1.0
+    explore: float = 0.0
+    seed: int = 0
+
+
+def read_settings(raw: Any) -> EngineSettings:
+    """Return the settings of an engine's additional configuration.
+
+    Raises:
+        InputError: there are none, a name is unknown, or a value is of the wrong kind or out of range.
+    """
+    found = raw.get(KEY) if isinstance(raw, Mapping) else None
+    where = f"additional_config: {KEY}"
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f'{where}: expected an object such as {{"draft": "DRAFT", "policy": "policy"}}, not {found!r}; '
+            "`specstop deploy --to vllm` writes one"
+        )
+    fields = {field.name: field for field in dataclasses.fields(EngineSettings)}
+    kinds: dict[str, type] = {"float": float, "int": int, "str": str}
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        if name not in fields:
+            raise InputError(f"{where}: unknown {name!r}{close_match(str(name), fields)}; known: {', '.join(fields)}")
+        kind = kinds[str(fields[name].type)]
+        good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not good:
+            raise InputError(f"{where}: {name}: expected {_WORDS[kind]}, not {value!r}")
+        values[name] = kind(value)
+    if not values.get("draft"):
+        raise InputError(f"{where}: draft: expected the folder or hub name of the draft model")
+    settings = EngineSettings(**values)
+    check_limits(temperature=settings.temperature, fallback=settings.fallback, explore=settings.explore)
+    if not 0.0 <= settings.sample <= 1.0:
+        raise InputError(f"{where}: sample: expected a share between 0 and 1, not {settings.sample}")
+    if not 1 <= settings.rows <= 1024:
+        raise InputError(f"{where}: rows: expected 1 to 1024 requests, not {settings.rows}")
+    return settings
+
+
+_WORDS: dict[type, str] = {float: "a number", int: "a whole number", str: "a text"}

@@ -1,0 +1,139 @@
+"""The drafts of an engine's step as a source of candidates: chains of likeliest tokens, for all requests side by side.
+
+An engine verifies; what it does not pass on (the target's rows and states, the noise) no policy can read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.contract import Array, DraftStep, DraftTree
+from ...policies.features import Columns, Drawn, Layout, Summary
+from ...policies.features.history import History
+from ..summaries import summarise
+from ..topology import Topology
+
+Look = Callable[[int, Array, Tensor, Drawn], None]
+"""Shown each depth: the depth, the streams [R] that drew there, the draft's logits [R, V], and the tokens drawn."""
+
+
+class DraftRows(Protocol):
+    """A draft model that has read a text in each of its rows."""
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens, at least one each, to the texts of some rows; return [R, V], what comes after the last of each."""
+
+    def roll_back(self, row: int, length: int) -> None:
+        """Forget all of a row but its first `length` tokens."""
+
+
+class Chains:
+    """Drafts S chains of tokens; see `rounds.RoundSource`, of which the part that drafts is here.
+
+    Args:
+        draft: what they are read by.
+        layout: of the policy's features.
+        rows: [S], where the streams are in `draft`.
+        unread: by stream, the tokens that the draft has not read, the anchor last; at least one.
+        anchors: [S, 2] int64, the anchor and the token before it (-1 = none).
+        topology: a chain.
+        temperature: of the sampling, as features read it.
+        eos: tokens after which nothing is drafted.
+        look: see `Look`.
+
+    Attributes:
+        tokens: [S, K] int64, the tokens drawn, -1 elsewhere.
+        backlog: [S] int64, the tokens that the draft had to read before it could draw.
+    """
+
+    asks_ended = selects_levels = False
+
+    def __init__(
+        self,
+        draft: DraftRows,
+        layout: Layout,
+        rows: Sequence[int],
+        unread: Sequence[Sequence[int]],
+        anchors: Array,
+        topology: Topology,
+        temperature: float,
+        eos: frozenset[int],
+        look: Look | None = None,
+    ) -> None:
+        self.topology, self._draft, self._rows, self._unread = topology, draft, rows, unread
+        self._layout, self._anchors, self._temperature, self._look = layout, anchors, temperature, look
+        self._ends = np.array(sorted(eos), dtype=np.int64)
+        self._columns = Columns(layout.node, layout.node_at)
+        self.tokens = np.full((len(rows), topology.deepest), -1, dtype=np.int64)
+        self.backlog = np.array([len(tokens) for tokens in unread], dtype=np.int64)
+        self._path = np.zeros(len(rows))
+        self._base: Array | None = None
+        self._level: tuple[Array, Drawn, Summary] | None = None
+
+    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
+        """Feed the streams [S, 1]; return which have drawn a token, and which of them go on."""
+        at = np.flatnonzero(feeding[:, 0])
+        places = at.tolist()
+        fed = [self._unread[i] for i in places] if depth == 0 else self.tokens[at, depth - 1 : depth].tolist()
+        logits = self._draft.read([self._rows[i] for i in places], fed)
+        best, likeliest = logits.max(-1)
+        known = torch.isfinite(best).cpu().numpy()
+        token = likeliest.cpu().numpy()
+        if not known.all():  # a lookup may know of no token, a broken model of none that can be compared
+            at, token, logits = at[known], token[known], logits[torch.from_numpy(known).to(logits.device)]
+        self.tokens[at, depth] = token
+        self._note(depth, at, logits, token)
+        drawn = np.zeros_like(feeding)
+        drawn[at] = True
+        if not np.isin(token, self._ends).any():
+            return drawn, drawn
+        going = drawn.copy()
+        going[at, 0] = ~np.isin(token, self._ends)
+        return drawn, going
+
+    def _note(self, depth: int, at: Array, logits: Tensor, token: Array) -> None:
+        """Take from the logits what the policy will be shown of the tokens just drawn."""
+        count = len(at)
+        ids = np.zeros((count, 6), dtype=np.int64)
+        ids[:, 0], ids[:, 1], ids[:, 4], ids[:, 5] = np.arange(count), token, 1, depth + 1
+        ids[:, 2] = self._anchors[at, 0] if depth == 0 else self.tokens[at, depth - 1]
+        drawn = Drawn(ids, self._path[at])
+        if self._layout.node:
+            summary = summarise(self._columns.plan, logits, drawn, self._temperature, scores=logits)
+            if self._columns.plan.path:
+                self._path[at] = summary.path
+            self._level = at, drawn, summary
+        if self._look is not None:
+            self._look(depth + 1, at, logits, drawn)
+
+    def step(self, depth: int, alive: Array, history: History) -> DraftStep:
+        """Return what a policy is shown of the drafts that are `alive` [S, 1]."""
+        layout = self._layout
+        if self._base is None:
+            known = {"anchor_token": self._anchors[:, 0], "before_token": self._anchors[:, 1]}
+            anchor = [known.get(name, np.full(len(alive), self._temperature)) for name in layout.anchor]
+            columns = np.stack(anchor, 1) if anchor else np.zeros((len(alive), 0))
+            self._base = layout.base(columns, history.values(layout.history))
+        features = np.array(self._base)
+        if depth and self._level is not None:
+            at, drawn, summary = self._level
+            rows = features[at]
+            self._columns.write(summary, drawn, self._temperature, rows)
+            features[at] = rows
+        features[~alive[:, 0]] = 0.0
+        streams = len(alive)
+        parent, batch = np.zeros((streams, 1), dtype=np.int64), np.zeros(streams, dtype=np.int64)
+        return DraftStep(depth, alive, parent, features[:, None], {}, batch)
+
+    def tree(self, sent: Array) -> DraftTree:
+        """Return the tokens drawn [S, K] as a policy sees them."""
+        drawn = sent[:, 1:]
+        parent, depth = (
+            np.tile(values, (len(sent), 1)) for values in (self.topology.node_parents, self.topology.node_depths)
+        )
+        return DraftTree(np.where(drawn, self.tokens, -1), parent, depth, drawn.copy())

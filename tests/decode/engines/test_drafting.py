@@ -1,0 +1,179 @@
+"""Drafts for all requests side by side are those of each request alone, whatever the engine does to its batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from simulated_engine import Engine, Request
+from specstop.decode.engines.drafting import Drafting, Options
+from specstop.decode.engines.models import ModelRows
+from specstop.decode.engines.rounds import Heard, Sent
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.pair import Pair
+from specstop.policies.contract import RoundOutcome, State, StopPolicy
+from specstop.policies.errors import SpecstopWarning
+from specstop.policies.storage.registry import load_policy
+
+K, PLACES = 5, 4
+
+
+def greedy(model: torch.nn.Module, text: list[int], count: int, vocabulary: int) -> tuple[list[int], list[float]]:
+    """Return the likeliest next tokens and their probabilities, by forwards without a cache."""
+    tokens, chances = list(text), []
+    with torch.inference_mode():
+        for _ in range(count):
+            row = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(row.argmax()))
+            chances.append(float(row.softmax(-1).max()))
+    return tokens[len(text) :], chances
+
+
+@pytest.fixture(scope="module")
+def requests(pair: Pair) -> list[Request]:
+    """14 requests with the target's own texts, two of them equal, two of which begin alike."""
+    chance = np.random.default_rng(1)
+    prompts = [[int(t) for t in chance.integers(17, 48, n)] for n in chance.integers(2, 12, 12)]
+    prompts += [list(prompts[3]), [*prompts[5], 20, 21]]
+    made = []
+    for at, prompt in enumerate(prompts):
+        cache = CachedModel(pair.target, 128, pair.vocabulary)
+        logits, answer = cache.read(torch.tensor([prompt]), rows=1), []
+        for _ in range(24):
+            answer.append(int(logits[0, -1].argmax()))
+            logits = cache.read(torch.tensor([answer[-1:]]))
+        made.append(Request(f"r{at}", prompt, answer))
+    return made
+
+
+def fresh(requests: list[Request]) -> list[Request]:
+    return [Request(r.name, r.prompt, r.answer) for r in requests]
+
+
+class Tool:
+    """Drafting with its engine, and what it was asked for."""
+
+    def __init__(self, pair: Pair, policy: StopPolicy, seed: int, requests: list[Request], named: bool, **more: object):
+        options = Options(PLACES, K, 128, eos=(), **more)  # type: ignore[arg-type]
+        self.drafting = Drafting(ModelRows(pair.draft_model, PLACES, pair.vocabulary), policy, options)
+        self.engine = Engine(fresh(requests), PLACES, seed)
+        self.named = named
+        self.asked: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        at = [i for i, new in enumerate(sampled) if new]
+        texts = [tokens[i, : lengths[i]] for i in at]
+        made = self.drafting.propose(texts, [self.engine.names[i] for i in at] if self.named else None)
+        self.asked += [(text.tolist(), draft) for text, draft in zip(texts, made, strict=True)]
+        drafts: list[list[int]] = [[] for _ in sampled]
+        for i, draft in zip(at, made, strict=True):
+            drafts[i] = draft
+        return drafts
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request], named: bool) -> None:
+    """Preempted, moved, aborted, trimmed, read in chunks: the draft never mistakes a request for another."""
+    done: Counter[str] = Counter()
+    for seed in range(3):
+        tool = Tool(pair, load_policy("confidence:0.3"), seed, requests, named)
+        tool.engine.run(tool.propose)
+        done.update(tool.engine.counts)
+        for text, draft in tool.asked[:: 3 if named else 5]:
+            tokens, chances = greedy(pair.draft_model, text, K, pair.vocabulary)
+            stop = next((j + 1 for j, chance in enumerate(chances) if chance < 0.3), K)
+            assert draft == tokens[:stop]
+        assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
+    assert min(done.values()) > 3 and done["rounds"] > 100
+
+
+def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[Request]) -> None:
+    """Accepted and verified tokens are those that the engine has counted, round by round, for each request alone."""
+    heard: list[tuple[int, int, int]] = []
+
+    class Listening(StopPolicy):
+        name, first, max_depth = "listening", 1, 3
+
+        def start(self, streams: int, keys: np.ndarray) -> State:
+            return np.asarray(keys).reshape(-1, 1).copy()
+
+        def keep(self, step, state):
+            return step.alive & (state % 3 + 1 > step.depth), state
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            heard.extend(zip(state[:, 0].tolist(), outcome.verified.tolist(), outcome.accepted.tolist(), strict=True))
+            return state
+
+    tool = Tool(pair, Listening(), 5, requests, True)
+    tool.engine.run(tool.propose)
+    ended = [request for request in tool.engine.finished]
+    expected = Counter()
+    for request in ended:
+        for _, draft, new in request.rounds[1:]:
+            if draft:
+                came = Heard.of(Sent(0, 0, draft), new)
+                expected[came.verified, came.accepted] += 1
+    assert not expected - Counter((verified, accepted) for _, verified, accepted in heard)
+    lengths = {key % 3 + 1 for key, *_ in heard}
+    assert lengths == {1, 2, 3} and all(verified <= key % 3 + 1 for key, verified, _ in heard)
+
+
+@pytest.mark.parametrize(
+    ("draft", "new", "expected"),
+    [
+        ([5, 6, 7], [5, 6, 7, 8], (3, 3)),
+        ([5, 6, 7], [5, 6, 9], (2, 3)),
+        ([5, 6, 7], [4], (0, 3)),
+        ([5, 6, 7], [5], (0, 0)),  # trimmed to nothing, and the target said the same
+        ([5, 6, 7], [5, 6], (1, 1)),
+        ([], [4], (0, 0)),
+        ([5], [4, 5, 6], (0, 1)),  # steps in which nobody asked for a draft
+    ],
+)
+def test_what_came_of_a_draft_is_what_follows(draft: list[int], new: list[int], expected: tuple[int, int]) -> None:
+    came = Heard.of(Sent(0, 0, draft), new)
+    assert (came.accepted, came.verified) == expected
+
+
+@pytest.mark.parametrize("where", ["start", "keep", "observe"])
+def test_a_policy_that_fails_is_named_once_and_replaced(pair: Pair, requests: list[Request], where: str) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("seven")
+
+    policy = type("Broken", (StopPolicy,), {where: broken, **({} if where == "keep" else {"keep": _all})})()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tool = Tool(pair, policy, 1, requests[:5], True, fallback=2)
+        tool.engine.run(tool.propose)
+    named = [str(w.message) for w in told if issubclass(w.category, SpecstopWarning)]
+    assert len(named) == 1 and "seven" in named[0] and "drafting 2 tokens" in named[0]
+    assert tool.drafting.policy.name == "fixed:2"
+    assert {len(draft) for _, draft in tool.asked[-4:]} == {2}
+    assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
+
+
+def _all(self, step, state):
+    return step.alive.copy(), state
+
+
+def test_an_end_of_text_or_of_the_draft_s_room_ends_a_draft(pair: Pair) -> None:
+    text = [20, 21, 22]
+    tokens, _ = greedy(pair.draft_model, text, K, pair.vocabulary)
+    for options, expected in (
+        (Options(1, K, 128, eos=(tokens[1],)), tokens[: tokens.index(tokens[1]) + 1]),
+        (Options(1, K, len(text) + K), tokens),
+        (Options(1, K, len(text) + K - 1), []),
+    ):
+        drafting = Drafting(ModelRows(pair.draft_model, 1, pair.vocabulary), load_policy("fixed:5"), options)
+        assert drafting.propose([np.array(text)]) == [expected]
+
+
+def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> None:
+    rows = ModelRows(pair.draft_model, 2, pair.vocabulary)
+    drafting = Drafting(rows, load_policy("fixed:2"), Options(2, K, 128))
+    assert [len(d) for d in drafting.propose([np.array([20, 21 + i]) for i in range(3)])] == [2, 2, 0]
+    none = Drafting(rows, load_policy("fixed:0"), Options(2, K, 128))
+    assert none.propose([np.array([20, 21])]) == [[]]
