@@ -27,6 +27,7 @@ from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.bench import bench_line, speed_ratio
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.packed import TreeRows
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
 
@@ -182,10 +183,10 @@ class Bare:
             self._draft.read(ids[:, self._draft.length : context], rows=1)
         for level in shape.levels[1:depth]:
             rows = [row for row in level if shape.children[row]]
-            self._draft.read_tree(tokens[: len(rows)], base, shape, fed, rows)
+            self._draft.read_tree(tokens[: len(rows)], TreeRows(shape, base, fed, rows))
             fed += rows
         rows = list(range(1 + verified))
-        self._target.read_tree(tokens[: len(rows)], base, shape, [], rows)
+        self._target.read_tree(tokens[: len(rows)], TreeRows(shape, base, [], rows))
 
 
 def memory(pair: Pair, prompt: list[int], bars: Bars) -> dict[str, float]:

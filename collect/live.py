@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 
 from ..decode.candidates import Candidates
 from ..decode.drafters import Drafter
-from ..decode.loop import Speculator
+from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
 from ..decode.models.hidden import stored, vector_widths
 from ..decode.models.pair import Pair
 from ..decode.observer import Seen
 from ..decode.reader import Logits, drawn_tokens
+from ..decode.records import Generation
 from ..decode.settings import Settings
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
@@ -58,16 +60,16 @@ class Recorder:
         self._columns = Columns(features)
         self._widths = dict(widths or {})
         self.match, self._first = match, 0 if deferred else 1
-        self.rows: list[Row] = []
-        self._levels: list[tuple[list[int], Logits]] = []
+        self.rows: dict[int, list[Row]] = defaultdict(list)
+        self._levels: dict[int, list[tuple[list[int], Logits]]] = defaultdict(list)
 
-    def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
+    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
         """Keep the logits; see `Observer.level`."""
-        self._levels.append((list(places), logits))
+        self._levels[stream].append((list(places), logits))
 
     def round(self, seen: Seen) -> None:
-        """Append the row of a round; see `Observer.round`."""
-        levels, self._levels = self._levels, []
+        """Append the row of a round to those of its stream; see `Observer.round`."""
+        levels = self._levels.pop(seen.stream, [])
         found, record, nodes = seen.found, seen.record, self.tree.nodes
         row: Row = {name: np.zeros(nodes, dtype=np.float32) for name in (*self.features, "draft_prob", "target_prob")}
         row |= {"overlap": np.zeros(nodes, dtype=np.float32), "tokens": np.zeros(nodes, dtype=np.int32)}
@@ -91,7 +93,7 @@ class Recorder:
         row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
         row["accepted_length"] = int(row["accepted"].sum())
-        self.rows.append(row)
+        self.rows[seen.stream].append(row)
 
     def _missing(self, found: Candidates, node: Sequence[int]) -> list[int]:
         """Return the nodes below those that were fed for which a filter has left no token."""
@@ -124,7 +126,7 @@ class Recorder:
         path: dict[int, float] = {}
         for places, logits in levels:
             check_rows(logits.raw, "draft")
-            drawn = drawn_tokens(found, places, logits.owner)
+            drawn = drawn_tokens([(found, places)], logits.owner)
             drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])
             drawn.lead = logits.lead(drawn) if self._columns.plan.noisy else None
             summary = summarise(
@@ -165,6 +167,7 @@ class LiveCollector:
         profile: supplies the modelled seconds that some policies observe.
         drafter: the pair's draft model by default.
         vectors: hidden states to record (`features.hidden_states`).
+        batch: texts that are decoded side by side.
     """
 
     def __init__(
@@ -176,6 +179,7 @@ class LiveCollector:
         profile: Profile | None = None,
         drafter: Drafter | None = None,
         vectors: Sequence[str] = (),
+        batch: int = 1,
     ) -> None:
         check_limits(explore=explore)
         self.tree = settings.topology
@@ -190,8 +194,9 @@ class LiveCollector:
         self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
         self._speculator = Speculator(
-            pair, runs, settings, profile, drafter=drafter, observer=marking, hidden=tuple(widths)
-        )
+            pair, runs, settings, profile, drafter=drafter, observer=marking, hidden=tuple(widths),
+            batch=batch,
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
@@ -203,16 +208,23 @@ class LiveCollector:
         Args:
             batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
         """
+        recorder, made = self._recorder, {}
+        recorder.rows.clear()
+
+        def end(number: int, text: Generation, stream: int) -> None:
+            made[number] = recorder.rows.pop(stream, [])
+
+        requests = [Request(prompt, key) for _, _, _, prompt, key in batch]
+        texts = self._speculator.run(requests, on_end=end)
         chunks: list[Mapping[str, Any]] = []
-        for sequence, name, group, prompt, key in batch:
-            self._recorder.rows = []
-            text = self._speculator.generate(prompt, key)
-            rows = self._recorder.rows
+        for number, (sequence, name, group, prompt, _) in enumerate(batch):
+            rows = made[number]
             if not rows:
                 continue
             columns: dict[str, Any] = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
             columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
-            for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", len(text.tokens))):
+            length = len(prompt) + len(texts[number].tokens)
+            for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", length)):
                 columns[k] = np.full(len(rows), value)
             chunks.append(columns)
         return chunks
@@ -224,9 +236,9 @@ class _Marking:
     def __init__(self, recorder: Recorder, policy: Exploring | None) -> None:
         self._recorder, self._policy = recorder, policy
 
-    def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
+    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
         """See `Observer.level`."""
-        self._recorder.level(found, places, logits)
+        self._recorder.level(stream, found, places, logits)
 
     def round(self, seen: Seen) -> None:
         """See `Observer.round`."""
@@ -236,4 +248,4 @@ class _Marking:
         if self._policy is not None and isinstance(state, tuple) and len(state) == 3:
             inner, key, number = state
             explored = bool(self._policy.explores((inner, key, number - 1)))
-        self._recorder.rows[-1]["explored"] = explored
+        self._recorder.rows[seen.stream][-1]["explored"] = explored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,17 +81,21 @@ class Candidates:
         """Return the tokens from a root down to `place`."""
         return [self.tokens[above] for above in self.path(place)]
 
-    def tree(self, sent: Array, hide_tokens: bool = False) -> DraftTree:
-        """Return the nodes as a policy sees them, [1, N], in the order of the topology; only those `sent` are `drawn`.
 
-        Args:
-            sent: [1, rows] bool of the topology.
-            hide_tokens: show -1 in the place of every token.
-        """
-        topology, first = self.topology, self.topology.roots
-        drawn = sent[:, first:]
-        tokens = np.full((1, len(topology)), -1, dtype=np.int64)
-        if not hide_tokens:
-            tokens[0, self.rows] = self.tokens
-        parent, depth = (values[None].copy() for values in (topology.node_parents, topology.node_depths))
-        return DraftTree(np.where(drawn, tokens[:, first:], -1), parent, depth, drawn.copy())
+def draft_tree(found: Sequence[Candidates | None], sent: Array, hide_tokens: bool = False) -> DraftTree:
+    """Return the nodes of S streams as a policy sees them, [S, N], in the order of the topology; those `sent` are `drawn`.
+
+    Args:
+        found: S, of one topology; None for a stream without a round.
+        sent: [S, rows] bool of the topology.
+        hide_tokens: show -1 in the place of every token.
+    """
+    topology = next(own.topology for own in found if own is not None)
+    first, streams = topology.roots, len(found)
+    drawn = sent[:, first:]
+    tokens = np.full((streams, len(topology)), -1, dtype=np.int64)
+    for stream, own in enumerate(found):
+        if own is not None and not hide_tokens:
+            tokens[stream, own.rows] = own.tokens
+    parent, depth = (values[None].repeat(streams, 0) for values in (topology.node_parents, topology.node_depths))
+    return DraftTree(np.where(drawn, tokens[:, first:], -1), parent, depth, drawn.copy())

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from ..policies.contract import StopPolicy
+from ..policies.contract import Array, StopPolicy
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
 from ..policies.learned.policy import LearnedPolicy
@@ -49,24 +49,33 @@ class AcceptanceWatch:
     def __init__(self, window: int = WINDOW, least: int = LEAST) -> None:
         self._least = least
         self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=window)  # mean, variance, accepted, known
-        self._survival: list[float] = []
+        self._survival: list[list[float]] = []  # of the round, by stream
 
-    def decided(self, depth: int, survival: float) -> None:
-        """Take in S_j after the policy's decision at depth j of a chain."""
+    def decided(self, depth: int, survival: Array, asked: Array) -> None:
+        """Take in S_j [S] after a decision at depth j of chains; `asked` [S] bool, the streams that it was about."""
+        if depth == 0:
+            return
         if depth == 1:
-            self._survival.clear()
-        if depth:
-            self._survival.append(survival)
+            self._survival = [[] for _ in asked]
+        for own, value, was_asked in zip(self._survival, survival.tolist(), asked.tolist(), strict=True):
+            if was_asked:
+                own.append(value)
 
-    def finished(self, accepted: int, verified: int, cut: bool) -> None:
-        """Take in how the round ended; tokens that the policy was not asked about are left out."""
-        survival = self._survival[:verified]
-        if survival and not cut:
-            mean = sum(survival)
-            square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))
-            known = len(survival)
-            self._rounds.append((mean, max(square - mean * mean, 0.0), min(accepted, known), known))
-        self._survival.clear()
+    def finished(self, accepted: Array, verified: Array, counts: Array) -> None:
+        """Take in how the rounds ended; tokens that the policy was not asked about are left out.
+
+        Args:
+            accepted, verified: [S] int64, min(A, k) and k.
+            counts: [S] bool, streams with a round that was not cut.
+        """
+        for stream, all_survival in enumerate(self._survival):
+            survival = all_survival[: int(verified[stream])]
+            if survival and counts[stream]:
+                mean = sum(survival)
+                square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))
+                known = len(survival)
+                self._rounds.append((mean, max(square - mean * mean, 0.0), min(int(accepted[stream]), known), known))
+        self._survival = []
 
     def band(self) -> Band | None:
         """Return live mean and band over the window; None before there are enough rounds."""

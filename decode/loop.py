@@ -9,14 +9,19 @@ committed with one more token of the target's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..policies import kernels
 from ..policies.checking import check_policy
 from ..policies.contract import StopPolicy
+from ..policies.errors import InputError
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.latency.profile import Profile
+from ..policies.limits import check_limits
+from .drafted import Finished
 from .drafters import Drafter, ModelDrafter
 from .model_source import ModelSource
 from .models.hidden import ask_for_states, hidden_width
@@ -26,14 +31,43 @@ from .reader import Logits
 from .records import Generation, Round
 from .rounds import play_round
 from .runner import GuardedRunner
-from .settings import Settings, Stopwatch, Text
+from .settings import Settings, Stopwatch
+from .stream import Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
 from .verify.noise import Source
-from .verify.sampling import check_processors
+from .verify.sampling import Shaping, check_processors
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be decoded.
+
+    Attributes:
+        prompt: token ids, at least one.
+        key: of the stream (`noise.stream_key`); without effect at temperature 0.
+        padding: tokens that stood left of the prompt: logits processors and stopping criteria see them, models do not.
+        shaping: of this text; None = that of the settings.
+    """
+
+    prompt: Sequence[int]
+    key: int = 0
+    padding: Sequence[int] = ()
+    shaping: Shaping | None = None
+
+
+@dataclass
+class _Running:
+    """A request that is being decoded: its number, when it began and the seconds of its prompt, its rounds."""
+
+    number: int
+    request: Request
+    text: Text
+    prefill_s: float
+    rounds: list[Round]
 
 
 class Speculator:
-    """Decodes prompts one at a time with one pair, one policy and one set of settings.
+    """Decodes prompts with one pair, one policy and one set of settings, up to S of them side by side.
 
     The policy is asked from depth 0 on (or from its `first`). One that raises or breaks the contract is reported once
     and replaced by a fixed length: the text is not harmed.
@@ -47,6 +81,7 @@ class Speculator:
         drafter: proposes the candidates; the pair's draft model by default.
         observer: looks on, as a collector does.
         hidden: states that the observer wants beside those that the policy reads (`features.hidden_states`).
+        batch: S, the texts that are decoded side by side. A text that ends gives its place to the next prompt.
 
     Raises:
         PolicyError, InputError: policy, mode, drafter, tree or logits processors do not go together; the message says which.
@@ -62,8 +97,10 @@ class Speculator:
         drafter: Drafter | None = None,
         observer: Observer | None = None,
         hidden: Sequence[str] = (),
+        batch: int = 1,
     ) -> None:
         check_policy(policy)
+        check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile
         tree, temperature = self.settings.topology, self.settings.temperature
@@ -76,12 +113,14 @@ class Speculator:
         self._sizes = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
         check_sizes(policy, self._sizes)
         keeps = TARGET_HIDDEN in self._sizes, DRAFT_HIDDEN in self._sizes
+        self.batch = batch
         padded = profile.padded() if profile and chain else ()
         trimming = policy.trims, is_trimming(policy)
         self._source = ModelSource(
-            pair, self._drafter, self.mode, self.topology, self.settings, trimming, keeps, padded, source
-        )
-        self._runner = GuardedRunner(policy, profile, chain, self.settings.fallback, self.settings.guard)
+            pair, self._drafter, self.mode, self.topology, self.settings, trimming, keeps, padded, source,
+            batch,
+        )  # fmt: skip
+        self._runner = GuardedRunner(policy, profile, chain, self.settings.fallback, self.settings.guard, batch)
         self._runner.replaced = self._read_for
         self._read_for(policy)
         self._clock()
@@ -95,10 +134,14 @@ class Speculator:
         if (observer := self._observer) is not None:
             draw = source.draw
 
-            def seen(feeding: list[int]) -> tuple[list[int], Logits | None]:
-                places, logits = draw(feeding)
-                if logits is not None:
-                    observer.level(source.found, places, logits)
+            def seen(fed: list[list[int]]) -> tuple[list[list[int]], Logits | None]:
+                places, logits = draw(fed)
+                first = 0
+                for own, some in zip(source.streams, places, strict=True):
+                    tokens = slice(first, first := first + len(some))
+                    if logits is not None and some:
+                        part = logits if len(source.streams) == 1 else logits.part(tokens)
+                        observer.level(own.number, own.found, some, part)
                 return places, logits
 
             setattr(source, "draw", seen)  # noqa: B010 - the type checker knows no other way
@@ -140,62 +183,120 @@ class Speculator:
         """Decode one prompt.
 
         Args:
-            prompt: token ids, at least one.
-            key: of the stream (`noise.stream_key`); without effect at temperature 0.
+            prompt, key, padding: see `Request`.
             on_commit: called with the tokens of each round, for streaming.
-            padding: tokens that stood left of the prompt: logits processors and stopping criteria see them, models do not.
+
+        Raises: as `run`.
+        """
+        told = None if on_commit is None else lambda number, tokens: on_commit(tokens)
+        return self.run([Request(prompt, key, padding)], told)[0]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        requests: Sequence[Request],
+        on_commit: Callable[[int, list[int]], None] | None = None,
+        on_end: Callable[[int, Generation, int], None] | None = None,
+    ) -> list[Generation]:
+        """Decode prompts, S side by side: a text that ends gives its place to the next one.
+
+        Args:
+            requests: in the order in which they begin.
+            on_commit: called with a request's number and its tokens of each round, for streaming.
+            on_end: called with its number, its text and the stream that it was in, when it ends.
+
+        Returns:
+            What each request has become, in their order. Seconds are a text's share of what was done for several at once.
 
         Raises:
-            InputError: the prompt is empty, or longer than the models can read with the new tokens.
+            InputError: a prompt is empty, or longer than the models can read with the new tokens.
             PairError: a model gives logits that are not finite.
         """
-        source, watch = self._source, self._watch
+        source = self._source
         source.settings = self.settings
-        begin = watch.now()
-        text = source.open(list(prompt), key, list(padding))
-        self._runner.begin(key)
-        prefill_s = watch.now() - begin
-        if on_commit and text.generated:
-            on_commit(text.tokens[text.prompt :])
-        rounds = []
-        while not text.ended:
-            done = len(text.tokens)
-            rounds.append(self._round(text))
-            if on_commit:
-                on_commit(text.tokens[done:])
-        return Generation(tuple(text.tokens[text.prompt :]), tuple(rounds), text.prompt, prefill_s, watch.now() - begin)
+        if not all(request.prompt for request in requests):
+            raise InputError("the prompt is empty: expected at least one token")
+        source.reserve(max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens)
+        done: dict[int, Generation] = {}
+        running: dict[int, _Running] = {}
+        waiting = list(enumerate(requests))[::-1]
+        while waiting or running:
+            self._fill(running, waiting, on_commit)
+            if any(not own.text.ended for own in running.values()):
+                self._play(running, on_commit)
+            for stream in [stream for stream, own in running.items() if own.text.ended]:
+                own = running.pop(stream)
+                source.texts[stream] = None
+                done[own.number] = _generation(own)
+                if on_end:
+                    on_end(own.number, done[own.number], stream)
+        return [done[number] for number in range(len(requests))]
 
-    def _round(self, text: Text) -> Round:
-        """Play a round and return its record."""
+    def _fill(
+        self,
+        running: dict[int, _Running],
+        waiting: list[tuple[int, Request]],
+        on_commit: Callable[[int, list[int]], None] | None,
+    ) -> None:
+        """Begin waiting texts in the streams that are free."""
+        watch, rows = self._watch, []
+        for stream in range(self.batch):
+            if stream in running or not waiting:
+                continue
+            number, request = waiting.pop()
+            begin = watch.now()
+            text = self._source.open(stream, list(request.prompt), request.key, list(request.padding), request.shaping)
+            running[stream] = _Running(number, request, text, watch.now() - begin, [])
+            rows.append(stream)
+            if on_commit and text.generated:
+                on_commit(number, text.tokens[text.prompt :])
+        if rows:
+            keys = np.array([running[stream].request.key for stream in rows], dtype=np.int64)
+            self._runner.begin(np.array(rows, dtype=np.int64), keys)
+
+    def _play(self, running: dict[int, _Running], on_commit: Callable[[int, list[int]], None] | None) -> None:
+        """Play a round of all that is running, and note it."""
         watch, source = self._watch, self._source
         watch.restart()
         self._begun = watch.now()
-        anchor = text.generated
+        before = {stream: own.text.generated for stream, own in running.items()}
         made = play_round(source, self._runner)
-        found, laps = made.found, watch.laps
-        draft = laps["draft"]
-        record = Round(
-            anchor,
-            int(made.context[0]),
-            int(found.drafted[0]),
-            int(found.verified[0]),
-            int(made.accepted[0]),
-            int(made.committed[0]),
-            int(found.decisions[0]),
-            int(made.backlog[0]),
-            bool(made.cut[0]),
-            draft[0] if draft else 0.0,
-            sum(draft[1:]),
-            sum(laps["verify"]),
-            sum(laps["policy"]),
-            watch.now() - self._begun,
-        )
+        seconds = watch.now() - self._begun
+        for stream, record in self._records(made, before, seconds).items():
+            running[stream].rounds.append(record)
         if self._observer is not None:
-            row, hidden = source.before
-            self._observer.round(
-                Seen(
-                    text, row, source.found, source.sent, source.path, source.raw, source.sampled, record, hidden,
-                    self._runner.state,
-                )
-            )  # fmt: skip
-        return record
+            for played in source.streams:
+                record = running[played.number].rounds[-1]
+                self._observer.round(Seen.of(played, record, self._runner.state, self.batch))
+        if on_commit:
+            for stream, own in running.items():
+                on_commit(own.number, own.text.tokens[own.text.prompt + before[stream] :])
+
+    def _records(self, made: Finished, anchors: dict[int, int], seconds: float) -> dict[int, Round]:
+        """Return the record of the round of each stream that had one; each bears its share of the seconds."""
+        found, laps, share = made.found, self._watch.laps, 1.0 / len(self._source.streams)
+        draft = laps["draft"]
+        times = (draft[0] if draft else 0.0, sum(draft[1:]), sum(laps["verify"]), sum(laps["policy"]), seconds)
+        shares = [share * part for part in times]
+        records = {}
+        for own in self._source.streams:
+            s = own.number
+            records[s] = Round(
+                anchors[s],
+                int(made.context[s]),
+                int(found.drafted[s]),
+                int(found.verified[s]),
+                int(made.accepted[s]),
+                int(made.committed[s]),
+                int(found.decisions[s]),
+                int(made.backlog[s]),
+                bool(made.cut[s]),
+                *shares,
+            )
+        return records
+
+
+def _generation(own: _Running) -> Generation:
+    text = own.text
+    seconds = own.prefill_s + sum(record.seconds for record in own.rounds)
+    return Generation(tuple(text.tokens[text.prompt :]), tuple(own.rounds), text.prompt, own.prefill_s, seconds)

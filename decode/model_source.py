@@ -1,7 +1,7 @@
 """The models of a pair as the source of rounds: the draft proposes, the target verifies, caches hold what both have read.
 
-One stream so far: its text is a list, its candidates are listed in the order in which they were drawn, and its caches are
-written in slices.
+S texts are decoded side by side. What the models do, they do for all of them in one call; what is a text's own (its tokens,
+its candidates in the order in which they were drawn, its random choices) is kept apart, in a `Stream`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.history import History
-from .candidates import Candidates
+from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
 from .models.cuda_graph import open_cache
 from .models.finite import FiniteRows, check_rows
+from .models.packed import Part, TreeRows
 from .models.pair import Pair, readable
 from .models.transfer import upload
 from .reader import Base, Level, Logits, Reader
-from .settings import Settings, Text
+from .settings import Settings
+from .stream import Stream, Text
 from .topology import Topology
 from .verify.base import Verification
-from .verify.noise import Choices, KeyedSource, Source
-from .verify.sampling import Sampler
-
-_ACTIVE = np.ones(1, dtype=bool)
+from .verify.noise import KeyedSource, Source
+from .verify.sampling import Sampler, Shaping
 
 
 class ModelSource:
@@ -43,22 +43,17 @@ class ModelSource:
         settings: of the run.
         trimming: whether the policy may leave drawn tokens out, of those that were drawn (`trims`) and at all.
         keeps: whether the target's hidden states are wanted, and the draft's.
-        padded: how many tokens a verification of so many is best filled up to; none = it never is.
+        padded: how many tokens a verification of so many is best filled up to, of one stream; none = it never is.
         source: makes the random source of a stream from (key, window); None = the keyed noise.
+        streams: S.
 
     Attributes:
-        text: that is decoded; `found`, `sent`, `path`: its last round's candidates, what the target read of them, and
-            what it accepted.
-        raw, sampled: [len(sent), V] the target's logits there, and the processed ones.
+        texts: S, those that are decoded; None where there is none.
+        streams: of the round that is played, those that have one.
     """
 
-    text: Text
-    found: Candidates
-    _ended: set[int]  # places drawn last that end their branch
-    sent: list[int]
-    path: list[int]
-    raw: Tensor
-    sampled: Tensor
+    texts: list[Text | None]
+    streams: list[Stream]
 
     def __init__(
         self,
@@ -71,6 +66,7 @@ class ModelSource:
         keeps: tuple[bool, bool],
         padded: Sequence[int] = (),
         source: Callable[[int, int], Source] | None = None,
+        streams: int = 1,
     ) -> None:
         self.pair, self.drafter, self.mode, self.topology, self.settings = pair, drafter, mode, topology, settings
         # What rejection sends to the target must not depend on tokens drawn later, so policies select level by level. For
@@ -82,18 +78,20 @@ class ModelSource:
             raise InputError(
                 f"{type(drafter).__name__} wants states of the target's layers: load it with --engine plain"
             )
-        self._padded, self._source, self._temperature = padded, source, settings.temperature
-        self._whole = [np.ones((1, len(level)), dtype=bool) for level in topology.levels]
-        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers)
+        self._padded = padded if streams == 1 else ()
+        self._source, self._temperature, self._size = source, settings.temperature, streams
+        self.texts, self.streams = [None] * streams, []
+        self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]
+        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers, streams)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
-        self.reader = Reader(policy, widths)
+        self.reader = Reader(policy, widths, self._size)
         self._base: Base | None = None
         self._level: Level | None = None
 
     def reserve(self, tokens: int) -> None:
-        """Empty both caches, with room for `tokens` and a round beyond them."""
+        """Empty both caches, with room for texts of `tokens` and a round beyond them."""
         capacity = tokens + max(len(self.topology), len(self._padded)) + 1
         self._readable = capacity
         for role, limit in (("target", readable(self.pair.target)), ("draft", self.drafter.readable)):
@@ -104,27 +102,41 @@ class ModelSource:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self.target.capacity < capacity:
-            self.target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._layers)
-        self.target.roll_back(0)
-        self.drafter.reserve(1, capacity)
+            self.target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._layers, self._size)
+        self.drafter.reserve(self._size, capacity)
+        self.texts = [None] * self._size
 
-    def open(self, prompt: list[int], key: int, padding: Sequence[int]) -> Text:
-        """Read a prompt with the target and draw the first roots; the drafter reads when it is first asked."""
-        if not prompt:
-            raise InputError("the prompt is empty: expected at least one token")
+    def open(
+        self, number: int, prompt: list[int], key: int, padding: Sequence[int], shaping: Shaping | None = None
+    ) -> Text:
+        """Read a prompt with the target and draw the first roots; the drafter reads when it is first asked.
+
+        Args:
+            number: of the stream, whose text before has ended.
+            prompt: token ids.
+            key: of the noise.
+            padding: see `loop.Request`.
+            shaping: of this text; None = that of the settings.
+        """
         settings, device = self.settings, self.pair.device
-        self.reserve(len(prompt) + settings.max_new_tokens)
         seen = len(padding) + len(prompt)
-        processors = settings.shaping.build(settings.temperature, seen, tuple(self.eos), device)
-        logits = self.target.read(upload([prompt], device), rows=1)[0]
+        processors = (shaping or settings.shaping).build(settings.temperature, seen, tuple(self.eos), device)
+        self.target.roll_back(0, number)
+        logits = self.target.read(upload([prompt], device), rows=1, stream=number)[0]
         check_rows(logits)
-        self.drafter.committed(0, prompt, self._told(slice(None)))
+        states = self.target.states
+        told = None if states is None else states[0]
+        self.drafter.begin(number)
+        self.drafter.committed(number, prompt, self._told(told))
         sampler = Sampler(processors, settings.temperature, padding)
-        self.text = text = Text(prompt, len(prompt), self._open_source(key), sampler, [], logits, self._hidden(-1))
+        hidden = None if told is None else self._hidden(told[-1:])
+        text = Text(prompt, len(prompt), self._open_source(key), sampler, [], logits, hidden)
+        self.texts[number] = text
         sampled = sampler(logits, lambda: [prompt])[0]
-        text.roots = self.mode.start(sampled, self.topology.roots, self._choices(len(prompt)))
+        choices = text.choices(len(prompt), self._temperature == 0.0)
+        text.roots = self.mode.start(sampled, self.topology.roots, choices)
         if not self.mode.deferred:
-            self._extend(text.roots)
+            self._extend(text, text.roots)
         return text
 
     def _open_source(self, key: int) -> Source:
@@ -133,149 +145,199 @@ class ModelSource:
             return self._source(key, window)
         return KeyedSource(key, pair.vocabulary, window, pair.logits_dtype, pair.device)
 
-    def _hidden(self, row: int) -> Tensor | None:
-        """Return [1, H], the target's last hidden state of a row of its last call, if a policy or an observer wants it."""
-        states = self.target.states
-        if states is None or not self._keeps[0]:
+    def _hidden(self, states: Tensor) -> Tensor | None:
+        """Return [n, H], the target's last hidden states among [n, layers x H], if a policy or an observer wants them."""
+        if not self._keeps[0]:
             return None
         width, at = states.shape[-1] // len(self._layers), self._layers.index(-1)
-        return states[:, row, at * width : (at + 1) * width]
+        return states[:, at * width : (at + 1) * width]
 
-    def _told(self, rows: slice | list[int]) -> Tensor | None:
-        """Return [n, layers x H], what the drafter is told of rows of the target's last call."""
-        states, layers = self.target.states, len(self.drafter.layers)
+    def _told(self, states: Tensor | None) -> Tensor | None:
+        """Return [n, layers x H], what the drafter is told of the target's states [n, .]."""
+        layers = len(self.drafter.layers)
         if states is None or not layers:
             return None
-        return states[0, rows, : states.shape[-1] // len(self._layers) * layers]
-
-    def _choices(self, position: int) -> Choices:
-        """Return the random choices of the next round, whose roots stand at `position`."""
-        text = self.text
-        choices = Choices(text.source, text.round, position, self._temperature == 0.0)
-        text.round += 1
-        return choices
+        return states[:, : states.shape[-1] // len(self._layers) * layers]
 
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
         """See `rounds.RoundSource`."""
-        text = self.text
-        context = len(text.tokens)
-        self.base = context if self.mode.deferred else context - 1
-        self.before = text.anchor_row, text.hidden
-        self.choices = self._choices(self.base)
-        self.found = Candidates.at(text.roots, self.topology)
-        self._latest = list(range(len(text.roots)))
+        deferred, greedy, deepest = self.mode.deferred, self._temperature == 0.0, self.topology.deepest
+        active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
+        limit, limited = np.full(self._size, deepest), False
+        self.streams = []
+        for number, text in enumerate(self.texts):
+            if text is None or text.ended:
+                continue
+            self.streams.append(Stream.begin(number, text, self.topology, deferred, greedy))
+            active[number], context[number] = True, len(text.tokens)
+            allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
+            if allowed < deepest:
+                limit[number], limited = allowed, True
         self._base = self._level = None
-        allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
-        alive = self._grown = self._marked(0, [place for place in self._latest if text.roots[place] not in self.eos])
-        limit = np.array([allowed]) if allowed < self.topology.deepest else None
-        return _ACTIVE, alive, np.array([context]), self.drafter.backlog(), limit
+        roots = [[p for p in own.latest if own.found.tokens[p] not in self.eos] for own in self.streams]
+        alive = self._grown = self._marked(0, roots)
+        return active, alive, context, self.drafter.backlog(), limit if limited else None
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""
-        text = self.text
         if self._base is None:
-            before = text.tokens[self.base - 1]
+            streams = self.streams
+            rows = [own.text.anchor_row for own in streams]
+            states = [own.text.hidden for own in streams if own.text.hidden is not None]
             self._base = self.reader.base(
-                text.anchor_row, text.roots[0], before, history, self._temperature, text.hidden
+                rows[0] if len(rows) == 1 else torch.cat(rows),
+                [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],
+                history,
+                self._temperature,
+                torch.cat(states) if states else None,
+                None if len(streams) == self._size else [own.number for own in streams],
             )
-        return self.reader.step(depth, self._base, self._level, self.found, alive)
+        return self.reader.step(depth, self._base, self._level, self.topology, alive)
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.RoundSource`."""
-        found, tree, places = self.found, self.topology, self._latest
-        if feeding is not self._grown and np.count_nonzero(feeding) < len(places):
-            fed, first = feeding[0].tolist(), tree.spans[depth].start
-            places = [place for place in places if fed[found.rows[place] - first]]
-        self._latest, logits = self.draw(places)
+        tree, fed = self.topology, [own.latest for own in self.streams]
+        if feeding is not self._grown and np.count_nonzero(feeding) < sum(map(len, fed)):
+            first = tree.spans[depth].start
+            for at, own in enumerate(self.streams):
+                row = feeding[own.number].tolist()
+                fed[at] = [place for place in own.latest if row[own.found.rows[place] - first]]
+        places, logits = self.draw(fed)
         if logits is not None and self.reader.wants(depth + 1, tree.deepest):
-            self.note(self._latest, logits)
-        drawn = self._grown = self._marked(depth + 1, self._latest)
-        if self._ended:
-            return drawn, self._marked(depth + 1, [place for place in self._latest if place not in self._ended])
+            self.note(places, logits)
+        drawn = self._grown = self._marked(depth + 1, places)
+        if any(own.ended for own in self.streams):
+            going = [[p for p in own.latest if p not in own.ended] for own in self.streams]
+            return drawn, self._marked(depth + 1, going)
         return drawn, drawn
 
-    def _marked(self, depth: int, places: Sequence[int]) -> Array:
-        """Return [1, B] bool, the rows of a depth that these places stand at."""
-        whole, span = self._whole[depth], self.topology.spans[depth]
-        if len(places) == whole.size:
+    def _marked(self, depth: int, places: Sequence[Sequence[int]]) -> Array:
+        """Return [S, B] bool, the rows of a depth that these places of the streams of the round stand at."""
+        whole, first = self._whole[depth], self.topology.spans[depth].start
+        if sum(map(len, places)) == whole.size:
             return whole
-        marked = [False] * whole.size
-        for place in places:
-            marked[self.found.rows[place] - span.start] = True
-        return np.array([marked])
+        marked = np.zeros_like(whole)
+        for own, some in zip(self.streams, places, strict=True):
+            for place in some:
+                marked[own.number, own.found.rows[place] - first] = True
+        return marked
 
-    def draw(self, feeding: list[int]) -> tuple[list[int], Logits | None]:
-        """Feed places, draw below them, and return the new places with the logits that they were drawn from."""
-        text, found, base = self.text, self.found, self.base
-        self._ended = set()
-        proposal = self.feed(feeding)
+    def draw(self, fed: list[list[int]]) -> tuple[list[list[int]], Logits | None]:
+        """Feed places, draw below them, and return the new places with the logits that they were drawn from.
+
+        Args:
+            fed: by stream of the round, all of one depth.
+        """
+        streams = self.streams
+        for own in streams:
+            own.latest, own.ended = [], set()
+        at = [i for i, some in enumerate(fed) if some]
+        asked, places = [streams[i] for i in at], [fed[i] for i in at]
+        proposal = self.feed(asked, places)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
-        sampler = text.sampler
-        sampled = sampler(raw, lambda: [[*text.tokens[:base], *found.tokens_to(place)] for place in feeding])
+        sampled, untruncated = self._sampled(asked, places, raw)
         if proposal.ids is not None:  # it may know of no token
             known = torch.isfinite(sampled).any(-1).tolist()
-            feeding = [place for place, any_ in zip(feeding, known, strict=True) if any_]
+            rows = iter(known)
+            places = [[place for place in some if next(rows)] for some in places]
             raw, sampled = raw[known], sampled[known]
-            if sampler.untruncated is not None:
-                sampler.untruncated = sampler.untruncated[known]
+            untruncated = None if untruncated is None else untruncated[known]
             states = None if states is None else states[known]
-            if not feeding:
-                return [], None
-        below = [self.topology.children[found.rows[place]] for place in feeding]
-        drawn = self.mode.draw(sampled, [len(rows) for rows in below], found, feeding, self.choices)
-        places, owner = [], []
-        for at, place in enumerate(feeding):
-            if drawn.source is not None:
-                found.drawn_from[place] = drawn.source[at]
-            for row, token in zip(below[at], drawn.tokens[at], strict=False):  # fewer where the draft knows no more
-                places.append(new := found.add(place, row, token))
-                if token in self.eos:
-                    self._ended.add(new)
-                owner.append(at)
-        if not places:  # rows that no token can be drawn from
-            return [], None
-        shaped = sampled if sampler.reads_prefix and self._temperature > 0 else None
-        untruncated = sampler.untruncated if shaped is not None else None
-        return places, Logits(raw, shaped, drawn.scores, owner, states, drawn.best, untruncated)
+            asked, places = [o for o, some in zip(asked, places, strict=True) if some], [s for s in places if s]
+            if not asked:
+                return [own.latest for own in streams], None
+        children = self.topology.children
+        below = [children[own.found.rows[place]] for own, some in zip(asked, places, strict=True) for place in some]
+        turns = [own.turn(some) for own, some in zip(asked, places, strict=True)]
+        drawn = self.mode.draw(sampled, [len(rows) for rows in below], turns)
+        owner: list[int] = []
+        row = 0
+        for own, some in zip(asked, places, strict=True):
+            for place in some:
+                if drawn.source is not None:
+                    own.found.drawn_from[place] = drawn.source[row]
+                for node, token in zip(below[row], drawn.tokens[row], strict=False):  # fewer where no more are known
+                    own.latest.append(new := own.found.add(place, node, token))
+                    if token in self.eos:
+                        own.ended.add(new)
+                    owner.append(row)
+                row += 1
+        if not owner:  # rows that no token can be drawn from
+            return [own.latest for own in streams], None
+        shaped = sampled if asked[0].text.sampler.reads_prefix and self._temperature > 0 else None
+        untruncated = None if shaped is None else untruncated
+        return [own.latest for own in streams], Logits(
+            raw, shaped, drawn.scores, owner, states, drawn.best, untruncated
+        )
 
-    def feed(self, feeding: list[int]) -> Proposal:
-        """Return what the drafter proposes after places."""
-        return self.drafter.propose([self.found], [feeding])
+    def _sampled(
+        self, streams: Sequence[Stream], places: Sequence[Sequence[int]], raw: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return processed scores [R, V] of rows after places, and what they were before tokens were left out.
 
-    def note(self, places: Sequence[int], logits: Logits) -> None:
+        Each stream's own processors see its own prefixes.
+        """
+        if len(streams) == 1:
+            (own,), (some,) = streams, places
+            return own.text.sampler(raw, lambda: own.prefixes(some)), own.text.sampler.untruncated
+        if not any(own.text.sampler.reads_prefix for own in streams):
+            return streams[0].text.sampler(raw, list), None
+        out, kept, first = torch.empty_like(raw), None, 0
+        for own, some in zip(streams, places, strict=True):
+            rows = slice(first, first := first + len(some))
+            sampler = own.text.sampler
+            out[rows] = sampler(raw[rows], lambda own=own, some=some: own.prefixes(some))  # type: ignore[misc]
+            if sampler.untruncated is not None:
+                kept = torch.empty_like(raw) if kept is None else kept
+                kept[rows] = sampler.untruncated
+        return out, kept
+
+    def feed(self, streams: Sequence[Stream], places: Sequence[Sequence[int]]) -> Proposal:
+        """Return what the drafter proposes after places of streams."""
+        return self.drafter.propose([own.number for own in streams], [own.found for own in streams], places)
+
+    def note(self, places: Sequence[Sequence[int]], logits: Logits) -> None:
         """Take from the logits of the tokens just drawn what a policy will be shown."""
-        self._level = self.reader.level(self.found, places, logits, self._temperature, self._level)
+        turns = [(own.number, own.found, some) for own, some in zip(self.streams, places, strict=True) if some]
+        self._level = self.reader.level(turns, logits, self._temperature, self._level)
 
     def tree(self, sent: Array) -> DraftTree:
         """See `rounds.RoundSource`."""
-        return self.found.tree(sent, self.mode.hides)
+        found = {own.number: own.found for own in self.streams}
+        return draft_tree([found.get(number) for number in range(self._size)], sent, self.mode.hides)
 
     def verify(self, found: Drafted) -> Array:
         """See `rounds.RoundSource`."""
-        drawn = self.found
-        self.sent = sent = list(range(len(drawn.rows)))
-        if found.verified[0] < found.drafted[0]:
-            rows = found.sent[0].tolist()
-            self.sent = sent = [place for place in sent if rows[drawn.rows[place]]]
-        text, base = self.text, self.base
-        self.raw, finite = self.read(sent)
-        self.sampled = text.sampler(self.raw, lambda: [[*text.tokens[:base], *drawn.tokens_to(p)] for p in sent])
+        streams, accepted = self.streams, np.zeros(self._size, dtype=np.int64)
+        less = found.verified < found.drafted
+        for own in streams:
+            own.select(found.sent[own.number].tolist() if less[own.number] else None)
+        raw, finite = self.read(streams)
+        sampled, _ = self._sampled(streams, [own.sent for own in streams], raw)
         with finite:
-            self.path, text.roots = self.mode.accept(drawn, sent, self.sampled, self.choices)
-        drawn.accepted = self.path
-        return np.array([len(self.path) - 1])
+            results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
+        first = 0
+        for own, (path, roots) in zip(streams, results, strict=True):
+            rows = slice(first, first := first + len(own.sent))
+            own.raw, own.sampled = raw[rows], sampled[rows]
+            own.path, own.text.roots, own.found.accepted = path, roots, path
+            accepted[own.number] = len(path) - 1
+        return accepted
 
-    def read(self, sent: list[int]) -> tuple[Tensor, FiniteRows]:
-        """Return the target's raw logits [len(sent), V] of what follows each place sent, and the check of them."""
-        found = self.found
-        tokens = [found.tokens[place] for place in sent]
-        if len(sent) == found.depth[sent[-1]] + 1:  # a single path
-            padding = self._padding(len(self.text.tokens), len(sent) - 1)
-            read = upload([tokens + tokens[-1:] * padding], self.pair.device)
-            logits = self.target.read(read)[0, : len(sent)]
-        else:
-            rows = [found.rows[place] for place in sent]
-            logits = self.target.read_tree(tokens, self.base, found.topology, [], rows)[0]
+    def read(self, streams: Sequence[Stream]) -> tuple[Tensor, FiniteRows]:
+        """Return the target's raw logits [R, V] of what follows each place sent, stream by stream, and the check of them."""
+        parts, padding = [], 0
+        for own in streams:
+            tokens = [own.found.tokens[place] for place in own.sent]
+            if own.sends_path:
+                padding = self._padding(len(own.text.tokens), len(own.sent) - 1)
+                parts.append(Part(own.number, tokens + tokens[-1:] * padding))
+            else:
+                rows = [own.found.rows[place] for place in own.sent]
+                parts.append(Part(own.number, tokens, tree=TreeRows(self.topology, own.base, [], rows)))
+        logits = self.target.read_parts(parts)
+        if padding:
+            logits = logits[:-padding]
         return logits, FiniteRows(logits)
 
     def _padding(self, context: int, proposed: int) -> int:
@@ -284,32 +346,24 @@ class ModelSource:
         return size - proposed if context + size <= self._readable else 0
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:
-        """Append the accepted path, and the next root unless it is deferred; compact both caches along the path."""
-        text, drawn, path, base = self.text, self.found, self.path, self.base
-        row = {place: at for at, place in enumerate(self.sent)}
-        rows = [row[place] for place in path]
-        self.target.keep(base, [base + at for at in rows])
-        accepted = [drawn.tokens[place] for place in path]
-        self.drafter.committed(0, accepted, self._told(rows))
-        last = rows[-1]
-        text.anchor_row, text.hidden = self.raw[last : last + 1], self._hidden(last)
-        committed = self._extend(accepted if self.mode.deferred else [*accepted[1:], *text.roots])
-        return np.array([committed]), np.array([text.ended])
+        """Append accepted paths, and the next roots unless they are deferred; compact both caches along the paths."""
+        committed, ended = np.zeros(self._size, dtype=np.int64), np.zeros(self._size, dtype=bool)
+        states, first = self.target.states, 0
+        for own in self.streams:
+            text, path, sent = own.text, own.path, own.sent
+            rows = path if len(sent) == len(own.found.rows) else [sent.index(place) for place in path]
+            self.target.keep(own.base, [own.base + row for row in rows], own.number)
+            accepted = [own.found.tokens[place] for place in path]
+            told = None if states is None else states[0, [first + row for row in rows]]
+            self.drafter.committed(own.number, accepted, self._told(told))
+            assert own.raw is not None
+            text.anchor_row = own.raw[rows[-1] : rows[-1] + 1]
+            text.hidden = None if told is None else self._hidden(told[-1:])
+            new = accepted if self.mode.deferred else [*accepted[1:], *text.roots]
+            committed[own.number], ended[own.number] = self._extend(text, new), text.ended
+            first += len(sent)
+        return committed, ended
 
-    def _extend(self, new: Sequence[int]) -> int:
-        """Commit tokens one by one until the text ends: EOS, a stopping criterion, the limit. Return their number."""
-        text = self.text
-        before = len(text.tokens)
-        for token in new:
-            text.tokens.append(token)
-            text.ended = text.generated >= self.settings.max_new_tokens or token in self.eos or self._stops()
-            if text.ended:
-                break
-        return len(text.tokens) - before
-
-    def _stops(self) -> bool:
-        """Ask transformers' stopping criteria, as plain decoding does after each token."""
-        if not self.settings.stops:
-            return False
-        ids = torch.tensor([[*self.text.sampler.padding, *self.text.tokens]], device=self.pair.device)
-        return any(bool(torch.as_tensor(stop(ids, None)).all()) for stop in self.settings.stops)
+    def _extend(self, text: Text, new: Sequence[int]) -> int:
+        settings = self.settings
+        return text.extend(new, settings.max_new_tokens, self.eos, settings.stops)

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from ..policies.contract import State
+from ..policies.state import take
 from .candidates import Candidates
 from .reader import Logits
 from .records import Round
-from .settings import Text
+from .stream import Stream, Text
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Seen:
         record: counts and times of the round; looking on is no part of them.
         anchor_hidden: [1, H] the target's last hidden state that `anchor_row` is of, where it is kept.
         state: of the policy, the round taken in.
+        stream: number of the text among those that are decoded side by side.
     """
 
     text: Text
@@ -41,13 +44,31 @@ class Seen:
     record: Round
     anchor_hidden: Tensor | None = None
     state: State = None
+    stream: int = 0
+
+    @staticmethod
+    def of(own: Stream, record: Round, state: State, streams: int) -> Seen:
+        """Return what is seen of a stream that has played its round.
+
+        Args:
+            own: the stream.
+            record: of the round.
+            state: of the policy, for all of them.
+            streams: S.
+        """
+        row, hidden = own.before
+        assert own.raw is not None and own.sampled is not None
+        alone = state if streams == 1 else take(state, np.array([own.number]))
+        return Seen(
+            own.text, row, own.found, own.sent, own.path, own.raw, own.sampled, record, hidden, alone, own.number
+        )
 
 
 class Observer(Protocol):
     """Is told of every depth and every round; the loop's clock stands still only in `round`, so `level` must be short."""
 
-    def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
-        """Take note of the tokens just drawn at `places`; the tensors may be kept, not changed."""
+    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
+        """Take note of the tokens that a stream has just drawn at `places`; the tensors may be kept, not changed."""
 
     def round(self, seen: Seen) -> None:
         """Take note of a finished round."""

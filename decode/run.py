@@ -9,7 +9,7 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
 from .drafters import find_drafter
-from .loop import Speculator
+from .loop import Request, Speculator
 from .models.pair import Pair
 from .records import Generation
 from .settings import Settings
@@ -27,9 +27,10 @@ def decode(
     seed: int = 0,
     profile: Profile | None = None,
     drafter: str = "model",
+    batch: int = 1,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generation]:
-    """Decode prompts one after the other with a policy; the text is the target's own under every lossless mode.
+    """Decode prompts with a policy; the text is the target's own under every lossless mode.
 
     Args:
         pair: with a tokenizer.
@@ -40,7 +41,12 @@ def decode(
         seed: the other part; without effect at temperature 0.
         profile: supplies the modelled seconds that some policies observe.
         drafter: `model`, or `lookup` for prompt lookup.
+        batch: how many are decoded side by side; one that ends gives its place to the next. Under every lossless mode a
+            text is the same in any batch (where two tokens are equally likely, rounding may decide).
         on_text: called with (prompt number, new text) after each round, for streaming.
+
+    Returns:
+        The texts in the order of the prompts; in a batch the seconds of each are its share.
 
     Raises:
         InputError: a prompt is empty or too long.
@@ -49,17 +55,21 @@ def decode(
         raise InputError("the pair has no tokenizer to read prompts with")
     tell_if_untrained(policy, settings or Settings())
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-    speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair))
-    generations = []
-    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        stream = _TextStream(pair, number, on_text) if on_text else None
-        tokens = list(pair.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
-        made = speculator.generate(tokens, stream_key(seed, name), stream.push if stream else None)
-        text = str(pair.tokenizer.decode(list(made.tokens), skip_special_tokens=True))
-        generations.append(replace(made, text=text))
-        if stream:
-            stream.end()
-    return generations
+    speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)
+    read = pair.tokenizer
+    requests = [
+        Request(list(read(prompt)["input_ids"] if isinstance(prompt, str) else prompt), stream_key(seed, name))
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    streams = [_TextStream(pair, number, on_text) for number in range(len(requests))] if on_text else []
+
+    def end(number: int, generation: Generation, stream: int) -> None:
+        if streams:
+            streams[number].end()
+
+    made = speculator.run(requests, (lambda number, new: streams[number].push(new)) if on_text else None, end)
+    texts = [str(read.decode(list(one.tokens), skip_special_tokens=True)) for one in made]
+    return [replace(one, text=text) for one, text in zip(made, texts, strict=True)]
 
 
 class _TextStream:

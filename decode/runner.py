@@ -104,7 +104,7 @@ def outcome(made: Finished, seconds: Array) -> RoundOutcome:
 
 
 class GuardedRunner(PolicyRunner):
-    """One stream under a policy that cannot harm its text: one that raises or breaks the contract is named once and replaced.
+    """Streams under a policy that cannot harm their texts: one that raises or breaks the contract is named once and replaced.
 
     Args:
         policy: the user's.
@@ -112,6 +112,7 @@ class GuardedRunner(PolicyRunner):
         chain: whether no round has more than one branch.
         fallback: length that is drafted after a failure.
         mode: of the live guard: off, warn, or fallback (`guard`).
+        streams: S.
 
     Attributes:
         replaced: called with a policy that takes charge.
@@ -119,9 +120,16 @@ class GuardedRunner(PolicyRunner):
     """
 
     def __init__(
-        self, policy: StopPolicy, profile: Profile | None, chain: bool, fallback: int, mode: str = "off"
+        self,
+        policy: StopPolicy,
+        profile: Profile | None,
+        chain: bool,
+        fallback: int,
+        mode: str = "off",
+        streams: int = 1,
     ) -> None:
         super().__init__(policy, profile)
+        self._streams = streams
         self._given, self._chain, self._fallback, self._mode = policy, chain, fallback, mode
         self._watch = make_watch(policy, mode, chain)
         self._warned = self._begun = False
@@ -140,11 +148,15 @@ class GuardedRunner(PolicyRunner):
         self._watch = make_watch(self.policy, self._mode, self._chain)
         self._begun = False
 
-    def begin(self, key: int) -> None:
-        """Go on to a text of this key."""
-        keys = np.array([key], dtype=np.int64)
+    def begin(self, rows: Array, keys: Array) -> None:
+        """Go on to other texts in the streams `rows` [R], of `keys` [R]."""
         try:
-            self.refill(_ONE, keys) if self._begun else self.start(keys)
+            if self._begun:
+                self.refill(rows, keys)
+            else:
+                every = np.zeros(self._streams, dtype=np.int64)
+                every[rows] = keys
+                self.start(every)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(error)
         self._begun = True
@@ -157,7 +169,7 @@ class GuardedRunner(PolicyRunner):
             self._fail(error)
             return step.alive & (step.depth < self._fallback)
         if self._watch is not None:
-            self._watch.decided(step.depth, float(self.state[0, 0]))  # of a learned policy: S_j
+            self._watch.decided(step.depth, self.state[:, 0], step.alive[:, 0])  # of a learned policy: S_j
         return kept
 
     def select(self, tree: DraftTree) -> Array | None:
@@ -171,21 +183,22 @@ class GuardedRunner(PolicyRunner):
     def finished(self, made: Finished) -> None:
         """See `PolicyRunner.finished`; what nobody reads is left out, as it would cost every round some microseconds."""
         if self._reads_history:
-            self.history = self.history.after(made.accepted, made.found.verified, ~made.cut)
+            self.history = self.history.after(made.accepted, made.found.verified, made.active & ~made.cut)
         if self._watch is not None:
-            self._compare(int(made.accepted[0]), int(made.found.verified[0]), bool(made.cut[0]))
+            self._compare(made)
         if not self.observes:
             return
         try:
-            seconds = np.array([self.elapsed()]) if self.policy.reads_clock else self.seconds(made)
+            clock = self.policy.reads_clock
+            seconds = np.full(len(made.active), self.elapsed()) if clock else self.seconds(made)
             self.state = checked_observe(self.policy, outcome(made, seconds), self.state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(error)
 
-    def _compare(self, accepted: int, verified: int, cut: bool) -> None:
+    def _compare(self, made: Finished) -> None:
         """Compare live acceptance with what the policy predicted; warn, or fall back, once it leaves the band."""
         assert self._watch is not None
-        self._watch.finished(accepted, verified, cut)
+        self._watch.finished(made.accepted, made.found.verified, made.active & ~made.cut)
         band = self._watch.band()
         if band is None or not band.left:
             return
@@ -216,7 +229,3 @@ class GuardedRunner(PolicyRunner):
         self._take_charge(policy)
         self.state = None
         self.replaced(policy)
-
-
-_ONE = np.zeros(1, dtype=np.int64)
-"""The one stream."""

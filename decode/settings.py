@@ -1,4 +1,4 @@
-"""What a run is told, and what the loop keeps: the settings, the clock, one text."""
+"""What a run is told, and its clock."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import StoppingCriteria, StopStringCriteria
 
 from ..policies.errors import InputError
 from ..policies.limits import check_limits
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
-from .verify.noise import Source
-from .verify.sampling import Sampler, Shaping
+from .verify.sampling import Shaping
 
 
 @dataclass(frozen=True)
@@ -120,37 +118,6 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-@dataclass
-class Text:
-    """One sequence while it is decoded.
-
-    Attributes:
-        tokens: committed, prompt included.
-        prompt: its length.
-        source: of its random numbers.
-        sampler: of its logits.
-        roots: tokens that the next round starts from: the last committed one, or alternatives for the one to come.
-        anchor_row: [1, V] raw logits of the target that the roots were drawn from.
-        hidden: [1, H] the target's last hidden state there, for drafters and policies that read it.
-        round: of the next choices; 0 while the prompt is read.
-    """
-
-    tokens: list[int]
-    prompt: int
-    source: Source
-    sampler: Sampler
-    roots: list[int]
-    anchor_row: Tensor
-    hidden: Tensor | None = None
-    round: int = 0
-    ended: bool = False
-
-    @property
-    def generated(self) -> int:
-        """Tokens committed behind the prompt."""
-        return len(self.tokens) - self.prompt
 
 
 def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, ...]:

@@ -63,6 +63,7 @@ class Range:
 _TINY = 2.0**-53
 
 LIMITS: Mapping[str, Limit | Range] = {
+    "batch": Limit(1, 1 << 12),
     "batch-size": Limit(1, 1 << 24),
     "budget": Range(_TINY, 1e6, "seconds above 0"),
     "depth": Limit(0, MOST_ROWS - 1),

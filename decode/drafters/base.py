@@ -54,6 +54,9 @@ class Drafter(Protocol):
     def reserve(self, streams: int, tokens: int) -> None:
         """Forget all texts, and make room for as many of `tokens`, those of a round's candidates included."""
 
+    def begin(self, stream: int) -> None:
+        """Forget the text of a stream: another one begins there."""
+
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """Take in what the target has read of a text for good: the prompt, then each round's root and accepted path.
 
@@ -66,12 +69,18 @@ class Drafter(Protocol):
         """
 
     def backlog(self) -> Array:
-        """Return [S] int64, the committed tokens that it has to read before it can propose, the root included."""
+        """Return [S] int64, the committed tokens that it has to read before it can propose, the root included.
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+        Of streams that have no text it is void.
+        """
+
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """Return what may come after places, stream by stream.
 
         Args:
-            found: S, drafted so far.
-            feeding: S, places of one depth; all their parents were fed before.
+            streams: those that are fed, by number.
+            found: what each has drafted so far.
+            feeding: places of each, at least one, all of one depth; all their parents were fed before.
         """

@@ -43,6 +43,10 @@ class LookupDrafter:
         self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(streams)]
         self._ahead = [0] * streams  # 1 where the root of a round has been noted already
 
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        self._texts[stream], self._index[stream], self._ahead[stream] = [], {}, 0
+
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         for token in tokens[self._ahead[stream] :]:
@@ -60,10 +64,12 @@ class LookupDrafter:
         """Return zeros: reading is free."""
         return np.zeros(len(self._texts), dtype=np.int64)
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """See `Drafter`."""
         rows = []
-        for stream, (here, places) in enumerate(zip(found, feeding, strict=True)):
+        for stream, here, places in zip(streams, found, feeding, strict=True):
             if here.depth[places[0]] == 0 and here.roots == 1:  # committed, though the target has not read it
                 self._note(stream, here.tokens[0])
                 self._ahead[stream] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -12,13 +13,23 @@ from ..candidates import Candidates
 from ..models.cuda_graph import open_cache
 from ..models.finite import check_rows
 from ..models.hidden import hidden_width
+from ..models.packed import Part, TreeRows
 from ..models.pair import Pair, readable
-from ..models.transfer import upload
 from .base import Proposal
 
 
+@dataclass(slots=True)
+class _Read:
+    """What the draft has read of one stream: `text` says what is committed, `fed` the places in the slots after it."""
+
+    text: list[int] = field(default_factory=list)
+    found: Candidates | None = None
+    fed: list[int] = field(default_factory=list)
+    looked_at: bool = False  # the first logits of a text tell a broken model
+
+
 class ModelDrafter:
-    """A smaller language model of the same tokenizer, for one stream.
+    """A smaller language model of the same tokenizer.
 
     Args:
         pair: whose draft it is.
@@ -30,26 +41,30 @@ class ModelDrafter:
         self._pair, self._draft = pair, pair.draft_model
         self.readable = readable(self._draft)
         self._hidden = False
-        self._model = open_cache(self._draft, 0, pair.vocabulary)
-        self._looked_at = False  # the first logits of a text tell a broken model
-        self._text: list[int] = []
-        self._found: Candidates | None = None
-        self._fed: list[int] = []  # places in the cache, in the order of its slots after the text
+        self._open(1, 0)
+
+    def _open(self, streams: int, capacity: int) -> None:
+        self._model = open_cache(self._draft, capacity, self._pair.vocabulary, self._hidden, streams)
+        self._streams = [_Read() for _ in range(streams)]
 
     def keep_states(self) -> int:
         """See `hidden.KeepsStates`."""
         if not self._hidden:
             self._hidden = True
-            self._model = open_cache(self._draft, 0, self._pair.vocabulary, True)
+            self._open(len(self._streams), 0)
         return hidden_width(self._draft)
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
-        if self._model.capacity < tokens:
-            self._model = open_cache(self._draft, tokens, self._pair.vocabulary, self._hidden)
-        self._model.roll_back(0)
-        self._text, self._found = [], None
-        self._looked_at = False
+        if self._model.capacity < tokens or len(self._streams) != streams:
+            self._open(streams, tokens)
+        for stream in range(streams):
+            self.begin(stream)
+
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        self._model.roll_back(0, stream)
+        self._streams[stream] = _Read()
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Do ahead what drafting chains in texts of these lengths takes to be done once (`CachedModel.prepare`)."""
@@ -57,40 +72,54 @@ class ModelDrafter:
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
-        found, base = self._found, len(self._text)
-        if found is not None and self._model.length > base:  # else nothing was drafted, and the backlog grows
-            slot = {place: base + at for at, place in enumerate(self._fed)}
-            self._model.keep(base, [slot[place] for place in found.accepted if place in slot])
-        self._found = None
-        self._text.extend(tokens)
+        own = self._streams[stream]
+        found, base = own.found, len(own.text)
+        if found is not None and self._model.lengths[stream] > base:  # else nothing was drafted, and the backlog grows
+            slot = {place: base + at for at, place in enumerate(own.fed)}
+            self._model.keep(base, [slot[place] for place in found.accepted if place in slot], stream)
+        own.found = None
+        own.text.extend(tokens)
 
     def backlog(self) -> Array:
         """See `Drafter`."""
-        return np.array([len(self._text) + 1 - self._model.length])
+        read = zip(self._streams, self._model.lengths, strict=True)
+        return np.array([len(own.text) + 1 - length for own, length in read])
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """See `Drafter`."""
-        (here,), (places,) = found, feeding
-        depth, base = here.depth[places[0]], len(self._text)
-        tokens = [here.tokens[place] for place in places]
-        if depth == 0:
-            self._found, self._fed = here, []
-            unread = self._text[self._model.length :]
-            if here.roots > 1 and unread:  # the roots do not see each other
-                self._read(unread)
-            elif here.roots == 1:
-                tokens = unread + tokens
-        if len(places) == 1 and len(self._fed) == depth:  # all it has read leads to this place
-            logits = self._read(tokens)
-        else:
-            before, rows = ([here.rows[place] for place in some] for some in (self._fed, places))
-            logits = self._model.read_tree(tokens, base, here.topology, before, rows)[0]
-        if not self._looked_at:
-            check_rows(logits, "draft")
-            self._looked_at = True
-        self._fed.extend(places)
+        parts = [self._part(stream, here, places) for stream, here, places in zip(streams, found, feeding, strict=True)]
+        logits = self._model.read_parts(parts)
+        self._look(streams, feeding, logits)
+        for stream, places in zip(streams, feeding, strict=True):
+            self._streams[stream].fed.extend(places)
         states = self._model.states
         return Proposal(logits, None, None if states is None else states[0, -len(logits) :])
 
-    def _read(self, tokens: Sequence[int]) -> Tensor:
-        return self._model.read(upload([list(tokens)], self._pair.device), rows=1)[0]
+    def _part(self, stream: int, here: Candidates, places: Sequence[int]) -> Part:
+        """Return what is read of one stream: with the first places of a round the backlog as well."""
+        own = self._streams[stream]
+        depth, tokens = here.depth[places[0]], [here.tokens[place] for place in places]
+        if depth == 0:
+            own.found, own.fed = here, []
+            unread = own.text[self._model.lengths[stream] :]
+            if here.roots > 1 and unread:  # the roots do not see each other
+                self._model.read_parts([Part(stream, unread, 1)])
+            elif here.roots == 1:
+                tokens = unread + tokens
+        if len(places) == 1 and len(own.fed) == depth:  # all it has read leads to this place
+            return Part(stream, tokens, 1)
+        before, rows = ([here.rows[place] for place in some] for some in (own.fed, places))
+        return Part(stream, tokens, tree=TreeRows(here.topology, len(own.text), before, rows))
+
+    def _look(self, streams: Sequence[int], feeding: Sequence[Sequence[int]], logits: Tensor) -> None:
+        """Refuse logits that are not finite where a stream's are seen for the first time."""
+        if all(self._streams[stream].looked_at for stream in streams):
+            return
+        first = 0
+        for stream, places in zip(streams, feeding, strict=True):
+            if not self._streams[stream].looked_at:
+                check_rows(logits[first : first + len(places)], "draft")
+                self._streams[stream].looked_at = True
+            first += len(places)

@@ -31,7 +31,7 @@ from ...policies.features.summary import Array
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
 from ..drafters import find_drafter
-from ..loop import Speculator
+from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..reader import draft_step
 from ..settings import Settings
@@ -62,7 +62,7 @@ def specstop_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate`
-            prepares, the attention mask among it. Rows of a batch are decoded one after the other.
+            prepares, the attention mask among it. The rows of a batch are decoded side by side.
         draft_model: proposes the tokens; not needed with `drafter="lookup"`.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
@@ -102,19 +102,19 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
     tell_if_untrained(rule, settings)
-    speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair))
-    texts = []
+    speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
     attention_mask = model_kwargs.get("attention_mask")  # a parameter of that name would be handed over twice
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
+    requests = []
     for row, ids in enumerate(input_ids.tolist()):
         real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
         start = real.index(True) if True in real else 0
-        speculator.settings = dataclasses.replace(settings, shaping=_of_row(shaping, row))
-        stream = (lambda new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
-        generation = speculator.generate(ids[start:], keys[row], stream, ids[:start])
-        texts.append([*ids, *generation.tokens])
+        requests.append(Request(ids[start:], keys[row], ids[:start], _of_row(shaping, row)))
+    stream = (lambda _, new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
+    made = speculator.run(requests, stream)
+    texts = [[*ids, *one.tokens] for ids, one in zip(input_ids.tolist(), made, strict=True)]
     if text_streamer is not None:
         text_streamer.end()
     pad = generation_config.pad_token_id

@@ -1,4 +1,4 @@
-"""A model with a preallocated cache: tokens go in at the end, roll-back only moves a length.
+"""A model with a preallocated cache: a stream's tokens go in at its end, roll-back only moves a length.
 
 Masks are boolean, built once and sliced; they become what the attention backend reads in one place (a boolean 4D mask is
 silently wrong under `eager`).
@@ -17,10 +17,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..topology import Topology
+from .attention import attending_packed
 from .kv_cache import SlotLayer, Slots
+from .packed import PackedCall, Part, TreeRows, pack, split
 from .transfer import upload
 from .tree_masks import TreeMasks
 from .wide_head import wide_head
+
+_LONG = 64
+"""Tokens of a stream that are read by themselves: beside a long text the others' rows would be filled up to its length."""
 
 _SLICED = 64
 """Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
@@ -53,17 +58,24 @@ class CachedModel:
 
     Args:
         model: in evaluation mode.
-        capacity: slots, a bound on the tokens in the cache at any time.
+        capacity: slots of a stream, a bound on the tokens in the cache at any time.
         vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
             scores the others -inf and reads them as its first token.
         hidden: keep hidden states of each call in `states`: of these layers, as transformers counts them; True = the last.
+        streams: S, texts that are read side by side.
 
     Attributes:
-        states: [B, n, H] of the last call, if asked for; of several layers [B, n, layers x H].
+        states: of the last call, if asked for; of several layers one after the other in each row. After `read` and
+            `read_tree` [1, n, H] of all its tokens, after `read_parts` [1, R, H] of those whose logits were wanted.
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool | Sequence[int] = False
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        vocabulary: int,
+        hidden: bool | Sequence[int] = False,
+        streams: int = 1,
     ) -> None:
         self.model, self._device = model, torch.device(model.device)
         self.capacity = capacity
@@ -73,7 +85,7 @@ class CachedModel:
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
         # Layers of several kinds may differ in shape: then each has buffers of its own.
-        self._slots = Slots(capacity, config.num_hidden_layers if len(kinds) < 2 else 1)
+        self._slots = Slots(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
         self._layers = [SlotLayer(self._slots) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))
@@ -86,7 +98,7 @@ class CachedModel:
         self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=model.device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=model.device)[None]
-        self._position_at = torch.zeros(1, capacity, dtype=torch.int64, device=model.device)  # by slot
+        self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=model.device)  # by slot
 
     def _behind_prefix(self, mask: Tensor) -> Tensor:
         """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
@@ -95,46 +107,64 @@ class CachedModel:
         return full if self._windows else backend_mask(full, self.model)
 
     @property
-    def length(self) -> int:
-        """Tokens in the cache."""
-        return self._layers[0].length
+    def streams(self) -> int:
+        """S."""
+        return self._slots.streams
 
-    def roll_back(self, length: int) -> None:
-        """Forget all tokens after the first `length`."""
-        assert length <= self.length
-        for layer in self._layers:
-            layer.length = length
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens in the cache, by stream."""
+        return self._slots.lengths
+
+    @property
+    def length(self) -> int:
+        """Tokens of the first stream in the cache."""
+        return self._slots.lengths[0]
+
+    def roll_back(self, length: int, stream: int = 0) -> None:
+        """Forget all tokens of a stream after the first `length`."""
+        assert length <= self._slots.lengths[stream]
+        self._slots.lengths[stream] = length
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Do once what the first calls of (tokens, rows) behind texts of these lengths would have to do."""
 
-    def keep(self, base: int, slots: Sequence[int]) -> None:
-        """Forget all tokens after the first `base` but those in `slots`, rising, which move up to it in place."""
+    def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
+        """Forget all of a stream after the first `base` tokens but those in `slots`, rising, which move up in place."""
         fixed = 0
         while fixed < len(slots) and slots[fixed] == base + fixed:
             fixed += 1
         if fixed < len(slots):
             moved = list(slots[fixed:])
-            self._slots.move(moved, base + fixed)
+            self._slots.move(stream, moved, base + fixed)
             if self._windows:
-                self._position_at[:, base + fixed : base + len(slots)] = self._position_at[:, moved]
-        self.roll_back(base + len(slots))
+                own = self._position_at[stream]
+                own[base + fixed : base + len(slots)] = own[moved]
+        self.roll_back(base + len(slots), stream)
 
     def read(
-        self, tokens: Tensor, rows: int = 0, mask: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        rows: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        stream: int = 0,
     ) -> Tensor:
-        """Append `tokens` and return logits.
+        """Append `tokens` to a stream and return logits.
 
         Args:
-            tokens: [B, n] int64; the batch size is fixed by the first call.
+            tokens: [1, n] int64.
             rows: how many of the last rows of logits are wanted; 0 = all n.
-            mask: [1 or B, 1, n, length + n], boolean or in the backend's form; None = causal.
-            positions: [1 or B, n]; None = behind what is there.
+            mask: [1, 1, n, length + n], boolean or in the backend's form; None = causal.
+            positions: [1, n]; None = behind what is there.
+            stream: its number.
 
         Returns:
-            [B, rows, V] float32, or float64 for a float64 model.
+            [1, rows, V] float32, or float64 for a float64 model.
         """
-        start, count = self.length, tokens.shape[1]
+        slots = self._slots
+        slots.stream = stream
+        start, count = slots.lengths[stream], tokens.shape[1]
         end = start + count
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
         if mask is None and count <= _SLICED and not alone:
@@ -142,19 +172,18 @@ class CachedModel:
         if positions is None:
             positions = self._positions[:, start:end]
         if self._windows:
-            if len(self._position_at) < len(positions):
-                self._position_at = self._position_at.repeat(len(positions), 1)
-            self._position_at[:, start:end] = positions
-        mask = self._by_layer(mask, positions, end)
+            self._position_at[stream, start:end] = positions[0]
+        mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
+        slots.lengths[stream] = end
         return logits
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Return the tokens as the model can read them."""
         return tokens.masked_fill(tokens >= self.vocabulary - self._lacks, 0) if self._lacks else tokens
 
-    def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of the last `rows` [B, rows, V] and, if they are kept, the last hidden states."""
+    def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
         with self._wide:
             out = self.model(
                 input_ids=tokens,
@@ -169,10 +198,13 @@ class CachedModel:
         if self._hidden:
             layers = [out.hidden_states[layer] for layer in self._hidden]
             states = layers[0] if len(layers) == 1 else torch.cat(layers, -1)
+        if isinstance(rows, Tensor):
+            scored = self._scores(out.logits, len(rows)) if out.logits.shape[1] == len(rows) else out.logits[:, rows]
+            return self._scores(scored, len(rows)), states
         return self._scores(out.logits, rows or tokens.shape[1]), states
 
     def _scores(self, logits: Tensor, rows: int) -> Tensor:
-        """Return the last `rows` of a model's logits [B, rows, V] in the precision that is computed with."""
+        """Return the last `rows` of a model's logits [1, rows, V] in the precision that is computed with."""
         if (
             logits.shape[1] > rows or logits.shape[2] > self.vocabulary
         ):  # some models return all rows whatever they are told
@@ -180,25 +212,96 @@ class CachedModel:
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return functional.pad(logits, (0, self._lacks), value=-math.inf) if self._lacks else logits
 
-    def read_tree(
-        self, tokens: Sequence[int], base: int, topology: Topology, before: Sequence[int], rows: Sequence[int]
-    ) -> Tensor:
-        """Append the tokens of some rows of a tree and return their logits [1, n, V].
+    def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
+        """Append the tokens of some rows of a tree to a stream and return their logits [1, n, V].
 
         Args:
             tokens: n.
-            base: length of the committed text; the tree's tokens lie in the slots behind it.
-            topology: of the tree.
-            before: rows of the tree that are in the cache, by slot.
-            rows: n rows to append.
+            tree: the rows.
+            stream: its number.
         """
+        mask, depth = self._masks(tree.topology).part(tree.base, tree.before, tree.rows)
+        return self.read(self._uploaded(tokens), 0, mask, tree.base + depth, stream)
+
+    def _uploaded(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Return tokens as a row of their own."""
+        return tokens[None] if isinstance(tokens, Tensor) else upload([list(tokens)], self._device)
+
+    def _masks(self, topology: Topology) -> TreeMasks:
         if topology not in self._trees:
             self._trees[topology] = TreeMasks(topology, self.capacity, self._behind_prefix)
-        mask, depth = self._trees[topology].part(base, before, rows)
-        return self.read(upload([list(tokens)], self._device), 0, mask, base + depth)
+        return self._trees[topology]
 
-    def _by_layer(self, mask: Tensor | None, positions: Tensor, end: int) -> Any:
-        """Return the mask of the first `end` slots as the model wants it: one for all layers, or one for each kind."""
+    def read_parts(self, parts: Sequence[Part]) -> Tensor:
+        """Append what several streams read, each at most once, and return the logits that are wanted, [R, V], part by part.
+
+        One packed call reads them, but for the beginnings of texts and other long parts.
+        """
+        lengths = self._slots.lengths
+        together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
+        if len(together) < 2:
+            together = []
+        if len(together) == len(parts):
+            return self._read_packed(parts)
+        if len(parts) == 1:
+            return self._read_alone(parts[0])
+        found = {part.stream: (self._read_alone(part), self.states) for part in parts if part not in together}
+        if together:
+            logits, states = self._read_packed(together), self.states
+            bounds = split(together)
+            for part, first, end in zip(together, bounds[:-1], bounds[1:], strict=True):
+                found[part.stream] = logits[first:end], None if states is None else states[:, first:end]
+        every = [found[part.stream] for part in parts]
+        kept = [states for _, states in every if states is not None]
+        self.states = torch.cat(kept, 1) if kept else None
+        return torch.cat([logits for logits, _ in every])
+
+    def _read_alone(self, part: Part) -> Tensor:
+        """Read a part by itself: written in slices, without a mask where the backend needs none."""
+        if part.tree is not None:
+            logits = self.read_tree(part.tokens, part.tree, part.stream)[0]
+        else:
+            logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
+        if part.wanted:
+            logits = logits[-part.wanted :]
+            self.states = None if self.states is None else self.states[:, -part.wanted :]
+        return logits
+
+    def _read_packed(self, parts: Sequence[Part]) -> Tensor:
+        slots = self._slots
+        call = pack(parts, slots, self._device)
+        mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
+        for part in parts:
+            if (tree := part.tree) is not None:
+                seen = self._masks(tree.topology).relation(tree.before, tree.rows)
+                mask[part.stream, 0, : len(seen), tree.base : tree.base + seen.shape[1]] = seen
+        if self._windows:
+            self._position_at[call.packing.stream, call.packing.slot] = call.positions[0]
+        logits, states = self._run_packed(call, mask)
+        for stream, end in call.ends.items():
+            slots.lengths[stream] = end
+        rows = call.wanted
+        self.states = states[:, rows] if states is not None and isinstance(rows, Tensor) else states
+        return logits[0]
+
+    def _run_packed(self, call: PackedCall, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""
+        position_at = self._position_at[:, : call.packing.seen]
+        by_layer = self._by_layer(mask, call.query_positions, position_at)
+        self._slots.packing = call.packing
+        try:
+            with attending_packed(self.model, call.packing):
+                return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
+        finally:
+            self._slots.packing = None
+
+    def _by_layer(self, mask: Tensor | None, positions: Tensor, position_at: Tensor) -> Any:
+        """Return the mask as the model wants it: one for all layers, or one for each kind.
+
+        Args:
+            mask: [B, 1, n, slots].
+            positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
+        """
         if self._windows is None:
             return mask if mask is None else backend_mask(mask, self.model)
         if mask is None:
@@ -206,7 +309,7 @@ class CachedModel:
         if mask.dtype != torch.bool:
             mask = mask == 0
         window, mixed = self._windows
-        near = positions[:, None, :, None] - self._position_at[:, None, None, :end] < window
+        near = positions[:, None, :, None] - position_at[:, None, None] < window
         sliding = backend_mask(mask & near, self.model)
         if not mixed:
             return sliding

@@ -119,24 +119,25 @@ class CompactModel(nn.Module):
         position_ids: Tensor,
         past_key_values: Any,
         use_cache: bool = True,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
         """Return `logits` [B, rows, V], and `hidden_states` whose last one is [B, n, H] if asked for.
 
         Args:
-            input_ids: [B, n].
-            attention_mask: [1 or B, 1, n, length + n] additive or boolean; None = causal.
-            position_ids: [1 or B, n].
-            past_key_values: a cache of `SlotLayer`s, which gets the new states.
+            input_ids: [1, n].
+            attention_mask: [1, 1, n, length + n] additive or boolean, of a packed call that of its rectangle; None = causal.
+            position_ids: [1, n].
+            past_key_values: a cache of `SlotLayer`s, which gets the new states and says whether the call is a packed one.
             use_cache: always.
-            logits_to_keep: how many of the last rows are wanted; 0 = all.
+            logits_to_keep: how many of the last rows are wanted, 0 = all; or which ones, [rows].
             output_hidden_states: also return the last hidden states.
         """
         count = input_ids.shape[1]
-        start = past_key_values.layers[0].length
-        if start + count > len(self._cos):
-            self._rotate(min(2 * (start + count), max(start + count, self.config.max_position_embeddings)))
+        start, packing = past_key_values.get_seq_length(), past_key_values.layers[0].packing
+        end = start + count if packing is None else packing.seen
+        if end > len(self._cos):
+            self._rotate(min(2 * end, max(end, self.config.max_position_embeddings)))
         if attention_mask is None and count > 1 and start:
             attention_mask = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
         cos, sin = self._cos[position_ids], self._sin[position_ids]
@@ -148,9 +149,9 @@ class CompactModel(nn.Module):
             h = functional.rms_norm(x, shape, layer.between, self._eps)
             gate, up = layer.gate_up(h).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
-        kept = x if output_hidden_states else x[:, -logits_to_keep:]
-        kept = functional.rms_norm(kept, shape, self._norm, self._eps)
-        logits = self._head(kept[:, -logits_to_keep:])
+        wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        kept = functional.rms_norm(x if output_hidden_states else x[:, wanted], shape, self._norm, self._eps)
+        logits = self._head(kept[:, wanted] if output_hidden_states else kept)
         return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
 
     def _attend(
@@ -168,7 +169,15 @@ class CompactModel(nn.Module):
             qk = torch.cat([q, k], 2)
         qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)
         keys, values = slots.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
+        q, packing = qk[:, :heads], slots.packing
         out = functional.scaled_dot_product_attention(
-            qk[:, :heads], keys, values, mask, is_causal=causal and mask is None, enable_gqa=heads != groups
-        )
-        return layer.out(out.transpose(1, 2).reshape(batch, count, heads * width))
+            q if packing is None else packing.spread(q),
+            keys,
+            values,
+            mask,
+            is_causal=causal and mask is None,
+            enable_gqa=heads != groups,
+        ).transpose(1, 2)
+        if packing is not None:
+            out = packing.gather(out)
+        return layer.out(out.reshape(batch, count, heads * width))

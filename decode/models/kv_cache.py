@@ -1,8 +1,14 @@
-"""Where a model keeps the keys and values of what it has read: slots in preallocated buffers, which can be moved."""
+"""Where a model keeps the keys and values of what it has read: slots in preallocated buffers, a row of them for each stream.
+
+One stream is written and read in slices, and needs no mask. Several streams are read in one *packed* call: their tokens
+follow one another as if they were one text, so that all but attention works on no more rows than there are tokens. Attention
+takes a rectangle of queries, a row for each stream, against the buffers as they lie: nothing that is cached is copied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,54 +17,105 @@ from transformers.cache_utils import CacheLayerMixin
 from .transfer import upload
 
 
-class Slots:
-    """Buffers of `capacity` slots, keys and values of many layers side by side: a move is two operations for all of them.
+@dataclass(slots=True)
+class Packing:
+    """Where T tokens of several streams lie in the buffers, and in the rectangle [S, n] of queries.
 
-    Args:
-        capacity: slots of a buffer.
-        together: layers that share memory.
+    Attributes:
+        stream, slot: [T] int64, of each token.
+        place: [T] int64, in the rectangle, row by row; None where the tokens fill it in their order.
+        streams, count: S and n.
+        seen: slots that attention reads.
     """
 
-    def __init__(self, capacity: int, together: int) -> None:
-        self.capacity, self._together = capacity, together
-        self._shared: list[Tensor] = []  # each [buffers, B, heads, capacity, width]
+    stream: Tensor
+    slot: Tensor
+    place: Tensor | None
+    streams: int
+    count: int
+    seen: int
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write states [1, heads, T, width] into buffers, and return what attention reads of them."""
+        keys[self.stream, :, self.slot] = new_keys[0].transpose(0, 1)
+        values[self.stream, :, self.slot] = new_values[0].transpose(0, 1)
+        return keys.narrow(2, 0, self.seen), values.narrow(2, 0, self.seen)
+
+    def spread(self, queries: Tensor) -> Tensor:
+        """Return queries [1, heads, T, width] as the rectangle [S, heads, n, width]; places of no token hold zeros."""
+        rows = queries[0].transpose(0, 1)
+        if self.place is not None:
+            rows = rows.new_zeros(self.streams * self.count, *rows.shape[1:]).index_copy_(0, self.place, rows)
+        return rows.reshape(self.streams, self.count, *rows.shape[1:]).transpose(1, 2)
+
+    def gather(self, out: Tensor) -> Tensor:
+        """Return [1, T, heads, width] of a rectangle [S, n, heads, width]."""
+        rows = out.reshape(1, self.streams * self.count, *out.shape[2:])
+        return rows if self.place is None else rows.index_select(1, self.place)
+
+
+class Slots:
+    """Buffers of `capacity` slots a stream, keys and values of many layers side by side: a move is two operations for all.
+
+    Args:
+        capacity: slots of a stream.
+        together: layers that share memory.
+        streams: S.
+
+    Attributes:
+        lengths: slots in use, by stream.
+        stream: whose text is read.
+        packing: of the call that reads several; None = it reads `stream`'s.
+    """
+
+    def __init__(self, capacity: int, together: int, streams: int = 1) -> None:
+        self.capacity, self._together, self.streams = capacity, together, streams
+        self.lengths = [0] * streams
+        self.stream = 0
+        self.packing: Packing | None = None
+        self._shared: list[Tensor] = []  # each [buffers, S, heads, capacity, width]
         self._free: dict[Any, list[Tensor]] = {}
 
     def take(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two buffers [B, heads, capacity, width] for states [B, heads, n, width] of a layer."""
+        """Return two buffers [S, heads, capacity, width] for states [1, heads, n, width] of a layer."""
         if keys.shape == values.shape and keys.dtype == values.dtype:
             return self._buffer("both", keys, 2), self._buffer("both", values, 2)
         return self._buffer("keys", keys, 1), self._buffer("values", values, 1)
 
     def _buffer(self, what: str, states: Tensor, each: int) -> Tensor:
         """Return a buffer beside others that hold `what`, of which a layer has `each`."""
-        batch, heads, _, width = states.shape
-        free = self._free.setdefault((what, batch, heads, width, states.dtype, states.device), [])
+        _, heads, _, width = states.shape
+        free = self._free.setdefault((what, heads, width, states.dtype, states.device), [])
         if not free:
-            shared = states.new_zeros(each * self._together, batch, heads, self.capacity, width)
+            shared = states.new_zeros(each * self._together, self.streams, heads, self.capacity, width)
             self._shared.append(shared)
             free.extend(shared[layer] for layer in range(len(shared)))
         return free.pop()
 
-    def move(self, slots: Sequence[int], to: int) -> None:
-        """Copy the states in `slots`, rising and none below `to`, to `to`, `to` + 1, ..., in all buffers."""
+    def move(self, stream: int, slots: Sequence[int], to: int) -> None:
+        """Copy the states in a stream's `slots`, rising and none below `to`, to `to`, `to` + 1, ..., in all buffers."""
         for shared in self._shared:
+            own = shared[:, stream]
             if len(slots) == 1:
-                shared[:, :, :, to] = shared[:, :, :, slots[0]]
+                own[:, :, to] = own[:, :, slots[0]]
             else:
                 at = upload(list(slots), shared.device)
-                shared.narrow(3, to, len(slots)).copy_(shared.index_select(3, at))
+                own.narrow(2, to, len(slots)).copy_(own.index_select(2, at))
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, written in place; its buffers are taken from `slots`."""
+    """Keys and values of one layer, written in place; its buffers are taken from `slots`, which says where to write."""
 
     is_sliding = False
 
     def __init__(self, slots: Slots) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots = slots
-        self.length = 0
+
+    @property
+    def packing(self) -> Packing | None:
+        """Of the call that is being made."""
+        return self._slots.packing
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for the shape, dtype and device of the first states."""
@@ -67,23 +124,27 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states and return views of all slots in use."""
+        """Write the states behind what is there and return views of all that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        count = key_states.shape[-2]
-        self.keys.narrow(2, self.length, count).copy_(key_states)
-        self.values.narrow(2, self.length, count).copy_(value_states)
-        self.length += count
-        return self.keys.narrow(2, 0, self.length), self.values.narrow(2, 0, self.length)
+        slots = self._slots
+        if slots.packing is not None:
+            return slots.packing.write(self.keys, self.values, key_states, value_states)
+        keys, values, start, count = self.keys, self.values, slots.lengths[slots.stream], key_states.shape[-2]
+        if slots.streams > 1:
+            keys, values = keys.narrow(0, slots.stream, 1), values.narrow(0, slots.stream, 1)
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the keys' length with `query_length` more tokens, and their offset."""
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
         """Return the slots in use."""
-        return self.length
+        return self._slots.lengths[self._slots.stream]
 
     def get_max_length(self) -> int:
         """Return the slots there are."""

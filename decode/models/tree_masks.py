@@ -27,7 +27,18 @@ class TreeMasks:
         self._whole = behind_prefix(topology.sees)
         self._sees = self._whole[0, 0, :, capacity:]
         self._scratch = self._whole[:, :, :0]
+        self._relations: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor | None, Tensor]] = {}
+
+    def relation(self, before: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Return what n rows see of m rows `before` them and of each other, [n, m + n] in the mask's form."""
+        key = tuple(before), tuple(rows)
+        if key not in self._relations:
+            if len(self._relations) == _MOST:
+                self._relations.clear()
+            at, columns = (torch.tensor(some, device=self._sees.device) for some in (key[1], key[0] + key[1]))
+            self._relations[key] = self._sees[at[:, None], columns]
+        return self._relations[key]
 
     def part(self, base: int, before: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the mask [1, 1, n, base + m + n] of n rows, and their depths [1, n].
@@ -55,9 +66,6 @@ class TreeMasks:
 
     def _make(self, before: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
         """Return what the rows see of the tree, [n, m + n]; None where it is a slice of the whole; and their depths."""
-        device, seen = self._sees.device, (*before, *rows)
-        depth = torch.tensor([[self._topology.depth[row] for row in rows]], device=device)
-        if seen == tuple(range(len(seen))):
-            return None, depth
-        at, columns = (torch.tensor(some, device=device) for some in (rows, seen))
-        return self._sees[at[:, None], columns], depth
+        seen = (*before, *rows)
+        depth = torch.tensor([[self._topology.depth[row] for row in rows]], device=self._sees.device)
+        return None if seen == tuple(range(len(seen))) else self.relation(before, rows), depth

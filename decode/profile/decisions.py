@@ -111,8 +111,8 @@ def _decision_alone(
     watch = Stopwatch(scratch.device)
 
     def ask(depth: int, base: Base, found: Candidates, drawn: Logits, above: Level | None) -> None:
-        level = reader.level(found, [depth], drawn, temperature, above)
-        runner.keep(reader.step(depth, base, level, found, one))
+        level = reader.level([(0, found, [depth])], drawn, temperature, above)
+        runner.keep(reader.step(depth, base, level, tree, one))
 
     timed = watch.timed("policy", ask)
 
@@ -121,15 +121,14 @@ def _decision_alone(
         found = Candidates.at([0], tree)
         for depth in range(asked):
             found.add(depth, depth + 1, int(logits.argmax(-1)))
-        base = reader.base(
-            logits, found.tokens[1], found.tokens[0], History.start(1), temperature, hidden.get(TARGET_HIDDEN)
-        )
+        before = [(found.tokens[1], found.tokens[0])]
+        base = reader.base(logits, before, History.start(1), temperature, hidden.get(TARGET_HIDDEN))
         if policy.first == 0:
-            runner.keep(reader.step(0, base, None, found, one))
+            runner.keep(reader.step(0, base, None, tree, one))
         drawn = Logits(logits, None, logits, [0], hidden.get(DRAFT_HIDDEN))
         level = None
         for depth in range(1, asked):
-            level = reader.level(found, [depth], drawn, temperature, level)
+            level = reader.level([(0, found, [depth])], drawn, temperature, level)
         scratch @ scratch[:8].T
         watch.restart()
         timed(asked, base, found, drawn, level)

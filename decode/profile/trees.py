@@ -111,7 +111,7 @@ class _Watching:
     def __init__(self) -> None:
         self.rounds: list[_Played] = []
 
-    def level(self, found: Candidates, places: Sequence[int], logits: Logits) -> None:
+    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
         """See `Observer.level`."""
 
     def round(self, seen: Seen) -> None:

@@ -14,8 +14,21 @@ from .noise import Choices
 
 
 @dataclass(slots=True)
+class Turn:
+    """One stream's share of a call: its candidates, its places there (fed, or read by the target), its random choices."""
+
+    found: Candidates
+    places: Sequence[int]
+    choices: Choices
+
+
+Accepted = tuple[list[int], list[int]]
+"""The places of a path, from a root on; the next roots (one, which is committed at once, unless `deferred`)."""
+
+
+@dataclass(slots=True)
 class Drawn:
-    """Candidates below the places that were fed.
+    """Candidates below the places that were fed, stream by stream.
 
     Attributes:
         tokens: by place, at most as many as were asked for, in the order in which they are tried.
@@ -50,35 +63,31 @@ class Verification(ABC):
     chains_only: ClassVar[bool] = False
 
     @abstractmethod
-    def draw(
-        self, sampled: Tensor, widths: Sequence[int], found: Candidates, feeding: Sequence[int], choices: Choices
-    ) -> Drawn:
+    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Return candidates below the places that were just fed.
 
         Args:
             sampled: [R, V] the draft's scores there, processed.
             widths: R, how many are wanted below each.
-            found: drafted so far.
-            feeding: R places, all of one depth.
-            choices: of the round.
+            turns: of the streams, whose places, all of one depth, are R in all.
         """
 
     @abstractmethod
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return the roots of the first round from the target's scores [V] behind the prompt; `count` if `deferred`."""
 
-    @abstractmethod
-    def accept(
-        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        """Return the accepted path and the next roots.
+    def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
+        """Return the accepted path and the next roots of each stream.
 
         Args:
-            found: what was drafted.
-            sent: places that the target has read, the roots first.
-            sampled: [len(sent), V] the target's scores, processed.
-            choices: of the round.
-
-        Returns:
-            The places of the path, from a root on; the next roots (one, which is committed at once, unless `deferred`).
+            turns: of the streams, whose places are what the target has read, R in all, the roots of each first.
+            sampled: [R, V] the target's scores, processed.
         """
+        if len(turns) == 1:
+            return [self.accept_one(turns[0], sampled)]
+        rows = sampled.split([len(turn.places) for turn in turns])
+        return [self.accept_one(turn, own) for turn, own in zip(turns, rows, strict=True)]
+
+    @abstractmethod
+    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+        """Return the accepted path and the next roots of one stream; see `accept`."""

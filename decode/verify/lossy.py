@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..candidates import Candidates
 from ..models.transfer import download
-from .base import Drawn
-from .match import Match, best_tokens
+from .base import Accepted, Drawn, Turn, Verification
+from .match import best_tokens
 from .noise import Choices, Purpose
 from .rejection import Rejection, first_ratios, without
 
@@ -32,22 +32,19 @@ class TargetInit(Rejection):
 
     name, lossless, deferred, hides = "target_init", False, True, False
 
-    def draw(
-        self, sampled: Tensor, widths: Sequence[int], found: Candidates, feeding: Sequence[int], choices: Choices
-    ) -> Drawn:
+    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Draw from q (greedy: the best); see `Verification.draw`."""
-        if choices.greedy:
+        if turns[0].choices.greedy:
             return Drawn(best_tokens(sampled, widths))
-        return super().draw(sampled, widths, found, feeding, choices)
+        return super().draw(sampled, widths, turns)
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return `count` roots, or as many tokens as there are."""
         return self._roots(sampled if choices.greedy else torch.softmax(sampled.double(), -1), count, choices)
 
-    def accept(
-        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        """Return the longest accepted branch, the first of equals; see `Verification.accept`."""
+    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+        """Return the longest accepted branch, the first of equals; see `Verification.accept_one`."""
+        found, sent, choices = turn.found, turn.places, turn.choices
         probs = dict(zip(sent, sampled if choices.greedy else torch.softmax(sampled.double(), -1), strict=True))
         ratios = {} if choices.greedy else first_ratios(found, probs)
         best: list[int] = []
@@ -86,7 +83,7 @@ class TargetInit(Rejection):
         return roots
 
 
-class Typical(Match):
+class Typical(Verification):
     """Lossy. Accepts a candidate x if p(x) > min(epsilon, delta exp(-entropy of p)); the next token is drawn from p.
 
     Epsilon 0.3 and delta 0.09 are the defaults of Medusa's functions. The candidates are the draft's best tokens.
@@ -95,9 +92,7 @@ class Typical(Match):
     name, lossless, label = "typical", False, "typical"
     epsilon, delta = 0.3, 0.09
 
-    def draw(
-        self, sampled: Tensor, widths: Sequence[int], found: Candidates, feeding: Sequence[int], choices: Choices
-    ) -> Drawn:
+    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Propose the draft's best tokens; see `Verification.draw`."""
         return Drawn(best_tokens(sampled, widths))
 
@@ -105,10 +100,9 @@ class Typical(Match):
         """Draw the first token from p."""
         return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
 
-    def accept(
-        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        """Return the longest path of typical tokens, the likeliest of equals; see `Verification.accept`."""
+    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+        """Return the longest path of typical tokens, the likeliest of equals; see `Verification.accept_one`."""
+        found, sent, choices = turn.found, turn.places, turn.choices
         p = torch.softmax(sampled.double(), -1)
         row = {place: at for at, place in enumerate(sent)}
         tried = [place for place in sent if found.parent[place] in row]

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..candidates import Candidates
 from ..models.transfer import download, upload
-from .base import Drawn, Verification
+from .base import Accepted, Drawn, Turn, Verification
 from .noise import Choices
 
 NOTHING = float("-inf")
@@ -24,14 +23,16 @@ class Match(Verification):
 
     name, lossless, label = "match", True, "match"
 
-    def draw(
-        self, sampled: Tensor, widths: Sequence[int], found: Candidates, feeding: Sequence[int], choices: Choices
-    ) -> Drawn:
+    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Propose the best scores: without replacement, in falling order; see `Verification.draw`."""
-        depth = found.depth[feeding[0]] + 1
-        scores = sampled if choices.greedy else torch.log_softmax(sampled, -1) + choices.noise(depth, 1)
-        if len(widths) == 1 and widths[0] == 1:
-            return Drawn([[int(scores.argmax(-1))]], scores)
+        scores = sampled
+        if not turns[0].choices.greedy:
+            noise = [turn.choices.noise(turn.found.depth[turn.places[0]] + 1, 1) for turn in turns]
+            scores = torch.log_softmax(sampled, -1) + _stacked(noise, [len(turn.places) for turn in turns])
+        if max(widths) == 1:
+            tokens = scores.argmax(-1).tolist()
+            best = scores.amax(-1).tolist() if len(tokens) > 1 else [0.0]
+            return Drawn([[t] if v > NOTHING else [] for t, v in zip(tokens, best, strict=True)], scores)
         # One more: the best score that was not drawn tells policies how near it came.
         top = scores.topk(min(max(widths) + 1, scores.shape[-1]), -1)
         best, tokens = download(top.values, top.indices)
@@ -42,24 +43,51 @@ class Match(Verification):
         scores = sampled if choices.greedy else torch.log_softmax(sampled, -1) + choices.noise(0, 1)[0]
         return [int(scores.argmax(-1))]
 
-    def accept(
-        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        """Follow the children that equal the target's own tokens; see `Verification.accept`."""
+    def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
+        """Look up the target's own tokens in one go; see `Verification.accept`."""
         scores = sampled
-        if not choices.greedy:
-            noise = choices.noise(1, found.depth[sent[-1]] + 1)
-            if not found.topology.is_chain:
-                noise = noise[upload([found.depth[place] for place in sent], noise.device)]
-            scores = torch.log_softmax(sampled, -1) + noise
-        own = dict(zip(sent, scores.argmax(-1).tolist(), strict=True))
-        path = [0]
-        while True:
-            token = own[path[-1]]
-            below = next((c for c in found.children[path[-1]] if c in own and found.tokens[c] == token), None)
-            if below is None:
-                return path, [token]
-            path.append(below)
+        if not turns[0].choices.greedy:
+            noise = [_noise_at(turn) for turn in turns]
+            scores = torch.log_softmax(sampled, -1) + (noise[0] if len(noise) == 1 else torch.cat(noise))
+        own = scores.argmax(-1).tolist()
+        found, first = [], 0
+        for turn in turns:
+            end = first + len(turn.places)
+            found.append(_follow(turn, own[first:end]))
+            first = end
+        return found
+
+    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+        """Follow the children that equal the target's own tokens; see `Verification.accept_one`."""
+        return self.accept([turn], sampled)[0]
+
+
+def _stacked(noise: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Return the noise [1, V] of each stream as often as it has rows; a single one as it is, which all rows share."""
+    if len(noise) == 1:
+        return noise[0]
+    return torch.cat([own.expand(count, -1) for own, count in zip(noise, rows, strict=True)])
+
+
+def _noise_at(turn: Turn) -> Tensor:
+    """Return the noise [n, V] of the tokens to come after each place."""
+    depth = turn.found.depth
+    noise = turn.choices.noise(1, depth[turn.places[-1]] + 1)
+    if turn.found.topology.is_chain:
+        return noise
+    return noise[upload([depth[place] for place in turn.places], noise.device)]
+
+
+def _follow(turn: Turn, tokens: Sequence[int]) -> Accepted:
+    """Return the path of candidates that are the target's own tokens, given by place."""
+    found, own = turn.found, dict(zip(turn.places, tokens, strict=True))
+    path = [0]
+    while True:
+        token = own[path[-1]]
+        below = next((c for c in found.children[path[-1]] if c in own and found.tokens[c] == token), None)
+        if below is None:
+            return path, [token]
+        path.append(below)
 
 
 def best_tokens(scores: Tensor, widths: Sequence[int]) -> list[list[int]]:

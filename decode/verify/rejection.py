@@ -19,7 +19,7 @@ from torch import Tensor
 from ..candidates import Candidates
 from ..models.finite import broken
 from ..models.transfer import download
-from .base import Drawn, Verification
+from .base import Accepted, Drawn, Turn, Verification
 from .noise import Choices, Purpose
 
 
@@ -29,34 +29,36 @@ class Rejection(Verification):
     name, lossless, label, hides = "rejection", True, "ratio", True
     replacement = False
 
-    def draw(
-        self, sampled: Tensor, widths: Sequence[int], found: Candidates, feeding: Sequence[int], choices: Choices
-    ) -> Drawn:
+    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Draw from q, each candidate from what the ones before have left of it; see `Verification.draw`."""
         probs = torch.softmax(sampled.double(), -1)
-        node = len(found.tokens)
         tokens: list[list[int]] = []
-        for q, width in zip(probs, widths, strict=True):
-            tokens.append([])
-            for left in reversed(range(width)):
-                token = choices.draw(q, node, Purpose.DRAFT)
-                tokens[-1].append(token)
-                node += 1
-                if left and not self.replacement:
-                    q = without(q, token)
-                    if q is None:  # every token that q knows is a candidate already
-                        break
+        for turn in turns:
+            node = len(turn.found.tokens)
+            for _ in turn.places:
+                at = len(tokens)
+                tokens.append(self._draw_below(probs[at], widths[at], node, turn.choices))
+                node += len(tokens[at])
         return Drawn(tokens, None, list(probs))
+
+    def _draw_below(self, q: Tensor, width: int, node: int, choices: Choices) -> list[int]:
+        """Return the candidates of one place, numbered from `node` on."""
+        tokens: list[int] = []
+        left: Tensor | None = q
+        while left is not None and len(tokens) < width:  # else every token that q knows is a candidate already
+            tokens.append(choices.draw(left, node + len(tokens), Purpose.DRAFT))
+            if not self.replacement and len(tokens) < width:
+                left = without(left, tokens[-1])
+        return tokens
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Draw the first token from p."""
         return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
 
-    def accept(
-        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        """Walk down from the root; see `Verification.accept`."""
-        probs = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+        """Go down from the root; see `Verification.accept_one`."""
+        found, choices = turn.found, turn.choices
+        probs = dict(zip(turn.places, torch.softmax(sampled.double(), -1), strict=True))
         ratios = first_ratios(found, probs)
         path = [0]
         while True:
@@ -96,10 +98,9 @@ class Block(Rejection):
 
     name, label, chains_only = "block", "block", True
 
-    def accept(
-        self, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept`."""
+    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+        """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept_one`."""
+        found, sent, choices = turn.found, turn.places, turn.choices
         p = torch.softmax(sampled.double(), -1)
         joint, rest, taken = [p.new_ones(())], [p.new_zeros(())], 0
         last = len(sent) - 1

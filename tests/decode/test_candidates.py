@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.decode.candidates import Candidates
+from specstop.decode.candidates import Candidates, draft_tree
 from specstop.decode.topology import from_widths, parse_tree
 
 
@@ -31,12 +31,12 @@ def test_places_go_by_the_order_of_drawing() -> None:
 def test_a_policy_sees_the_nodes_in_the_order_of_the_tree() -> None:
     found = drawn()
     sent = np.array([[True, True, False, True, True, False, False]])
-    tree = found.tree(sent)
+    tree = draft_tree([found], sent)
     assert tree.tokens.tolist() == [[11, -1, 21, 22, -1, -1]]
     assert tree.drawn.tolist() == [[True, False, True, True, False, False]]
     assert tree.parent.tolist() == [[-1, -1, 0, 0, 1, 1]]
     assert tree.depth.tolist() == [[1, 1, 2, 2, 2, 2]]
-    hidden = found.tree(sent, hide_tokens=True)
+    hidden = draft_tree([found], sent, hide_tokens=True)
     assert hidden.tokens.tolist() == [[-1] * 6]
     assert np.array_equal(hidden.drawn, tree.drawn)
 
@@ -46,7 +46,7 @@ def test_alternatives_to_the_anchor_are_no_nodes() -> None:
     place = found.add(1, 4, 31)
     assert (found.roots, found.drafted) == (2, 1)
     assert found.path(place) == [1, place]
-    tree = found.tree(np.array([[True, True, False, False, True, False]]))
+    tree = draft_tree([found], np.array([[True, True, False, False, True, False]]))
     assert tree.tokens.tolist() == [[-1, -1, 31, -1]]
     assert tree.parent.tolist() == [[-1, -1, -1, -1]]
     assert tree.depth.tolist() == [[1, 1, 1, 1]]

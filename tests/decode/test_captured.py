@@ -19,6 +19,7 @@ from specstop.decode.drafters import model as drafters_module
 from specstop.decode.models import cuda_graph as captured_module
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda_graph import CapturedModel, open_cache
+from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
 from specstop.policies.errors import SpecstopWarning
@@ -59,8 +60,8 @@ def readings(cache: CachedModel, device: str = "cpu") -> list[torch.Tensor]:
         out += [cache.read(tokens(1), 1), cache.read(tokens(3))]
         base = cache.length
         row = tokens(len(TREE))[0].tolist()
-        out.append(cache.read_tree(row[:3], base, TREE, [], [0, 1, 2]))
-        out.append(cache.read_tree([row[4]], base, TREE, [0, 1, 2], [4]))
+        out.append(cache.read_tree(row[:3], TreeRows(TREE, base, [], [0, 1, 2])))
+        out.append(cache.read_tree([row[4]], TreeRows(TREE, base, [0, 1, 2], [4])))
         if cache.states is not None:
             out.append(cache.states)
         cache.keep(base, [base, base + 2])
@@ -208,20 +209,22 @@ def test_grouped_queries_repeat_no_keys(graphs: Graphs, monkeypatch: pytest.Monk
 
 @torch.no_grad()
 def test_streams_side_by_side_are_recorded(model: PreTrainedModel, graphs: Graphs) -> None:
-    """As plain decoding of a batch reads them: padded on the left, each told what it sees."""
-    real = torch.tensor([[False, False, True, True], [True] * 4])
+    """Calls of one shape are recorded, whatever the lengths of the texts; prompts are read one by one."""
     logits = []
-    for cache in (CachedModel(model, 32, VOCABULARY), CapturedModel(model, 32, VOCABULARY, batch=2, recorder=recorder)):
-        mask = torch.ones(4, 4, dtype=torch.bool).tril_() & real[:, None] | torch.eye(4, dtype=torch.bool)
-        positions = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])
-        out = [cache.read(torch.full((2, 4), 7), 1, mask[:, None], positions)]
-        for step in range(4, 20):
-            seen = torch.cat([real, torch.ones(2, step - 3, dtype=torch.bool)], 1)[:, None, None]
-            at = torch.tensor([[step - 2], [step]])
-            out.append(cache.read(torch.tensor([[3 + step], [5 + step]]), 1, seen, at))
+    for cache in (CachedModel(model, 60, VOCABULARY, True, 2), CapturedModel(model, 60, VOCABULARY, True, 2, recorder)):
+        out = [cache.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])]
+        for step in range(6):
+            out.append(cache.read_parts([Part(0, [3 + step]), Part(1, [5 + step])]))
+            out.append(cache.read_parts([Part(0, [step, 4], 1), Part(1, [2])]))
+            tree = [TreeRows(TREE, cache.lengths[stream], [], [0, 1, 2]) for stream in range(2)]
+            out.append(cache.read_parts([Part(stream, [1, 2, 3], tree=tree[stream]) for stream in range(2)]))
+            cache.keep(tree[0].base, [tree[0].base, tree[0].base + 2], 0)
+            cache.keep(tree[1].base, [tree[1].base], 1)
+            assert cache.states is not None
+            out.append(cache.states)
         logits.append(out)
     same(*logits)
-    assert graphs.recorded == 2
+    assert graphs.recorded == 3
 
 
 def test_the_cpu_takes_the_growing_cache(pair: Pair) -> None:

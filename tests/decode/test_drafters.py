@@ -39,7 +39,7 @@ def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None 
 
 
 def proposed(drafter: LookupDrafter, found: Candidates, places: list[int]) -> Tensor:
-    return drafter.propose([found], [places]).dense(VOCABULARY)
+    return drafter.propose([0], [found], [places]).dense(VOCABULARY)
 
 
 def generate(
@@ -99,7 +99,7 @@ def test_lookup_knows_each_text_of_a_batch_by_itself(pair: Pair) -> None:
     for stream, text in enumerate(texts):
         drafter.committed(stream, text[:-1], None)
     found = [Candidates.at(text[-1:], chain(2)) for text in texts]
-    sparse = drafter.propose(found, [[0], [0], [0]])
+    sparse = drafter.propose([0, 1, 2], found, [[0], [0], [0]])
     assert sparse.ids is not None and sparse.ids.shape == sparse.scores.shape == (3, 2)
     rows = sparse.dense(VOCABULARY)
     assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[8, 9], [7], []]
@@ -169,6 +169,9 @@ class Heads:
 
     def reserve(self, streams: int, tokens: int) -> None:
         assert streams == 1
+
+    def begin(self, stream: int) -> None:
+        assert stream == 0
         self.text: list[int] = []
 
     def backlog(self) -> Array:
@@ -180,7 +183,10 @@ class Heads:
         self.hidden = states[-1:]
         self.seen.append((list(self.text[-len(tokens) :]), list(self.text), states.clone()))
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
+        assert list(streams) == [0]
         depth = found[0].depth[feeding[0][0]]
         if depth == 0:
             self.passes += 1

@@ -10,6 +10,7 @@ from conftest import build_draft, build_model
 from specstop.decode import Settings, Speculator, load_pair, parse_tree
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
+from specstop.decode.models.packed import TreeRows
 from specstop.policies import FixedLength
 from specstop.policies.errors import InputError
 from transformers import (
@@ -98,8 +99,8 @@ def readings(model: PreTrainedModel) -> list[torch.Tensor]:
         out.append(cache.states)
     cache.roll_back(20)
     row = tokens(len(tree))[0].tolist()
-    out.append(cache.read_tree(row[:3], 20, tree, [], [0, 1, 2]))
-    out.append(cache.read_tree([row[4]], 20, tree, [0, 1, 2], [4]))
+    out.append(cache.read_tree(row[:3], TreeRows(tree, 20, [], [0, 1, 2])))
+    out.append(cache.read_tree([row[4]], TreeRows(tree, 20, [0, 1, 2], [4])))
     cache.keep(20, [20, 22])
     out.append(cache.read(tokens(2)))
     return out

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from specstop.decode.models.cache import CachedModel, window_layers
+from specstop.decode.models.packed import TreeRows
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
 from tiny import table
 from torch import Tensor
@@ -69,7 +70,9 @@ class Tree:
 
     def read(self, rows: Sequence[int]) -> Tensor:
         with torch.no_grad():
-            logits = self.cached.read_tree([self.tokens[r] for r in rows], self.base, self.tree, self.seen, rows)
+            logits = self.cached.read_tree(
+                [self.tokens[r] for r in rows], TreeRows(self.tree, self.base, self.seen, rows)
+            )
         self.seen += rows
         return logits
 

@@ -1,0 +1,110 @@
+"""Attention behind a mask: of grouped queries without copying keys and values for each of them, and of packed streams."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from .kv_cache import Packing
+
+GROUPED, PACKED = "specstop_grouped", "specstop_packed"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return [B, n, heads, width]: the queries that share a key head are rows of one attention.
+
+    Under a mask CUDA has no kernel for grouped queries, so the library repeats keys and values, the whole cache of them in
+    every layer (eight heads for 32: four times the bytes).
+
+    Args:
+        module: the layer.
+        query: [B, heads, n, width].
+        key, value: [B, groups, slots, width].
+        attention_mask: [1 or B, 1, n, slots] additive, or None: all is seen.
+        scaling: of the scores.
+        kwargs: of other backends, without effect.
+    """
+    batch, heads, count, width = query.shape
+    rows = query.reshape(batch, key.shape[1], -1, width)
+    if attention_mask is not None and count > 1:
+        attention_mask = attention_mask.repeat(1, 1, rows.shape[2] // count, 1)
+    out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
+    return out.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def attending_grouped(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model that attends by `sdpa` attend so; its masks must be four-dimensional and additive."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    if before != "sdpa":
+        yield
+        return
+    config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+class _Call:
+    """The packed call that is being made; a model hands its attention no more than tensors."""
+
+    packing: Packing
+    eager = False
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return [1, T, heads, width]: each stream's tokens attend to its own row of the buffers.
+
+    Args:
+        module: the layer.
+        query: [1, heads, T, width].
+        key, value: [S, groups, slots, width].
+        attention_mask: [S, 1, n, slots] additive.
+        scaling, kwargs: as of the model's own attention.
+    """
+    packing, attend = _Call.packing, grouped_attention
+    if _Call.eager:  # what a model adds to it, as a bound on the scores, it has in its own module
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+    out, _ = attend(module, packing.spread(query), key, value, attention_mask, scaling=scaling, **kwargs)
+    return packing.gather(out), None
+
+
+@contextlib.contextmanager
+def attending_packed(model: PreTrainedModel, packing: Packing) -> Iterator[None]:
+    """Have a model's attention take the streams of a packed call apart."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    _Call.packing, _Call.eager = packing, before == "eager"
+    config._attn_implementation = PACKED
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,104 @@
+"""Packed calls: what several streams read next, as one call of a model (`kv_cache` has how its attention sees them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.contract import Array
+from ..topology import Topology
+from .kv_cache import Packing, Slots
+from .transfer import upload
+
+
+@dataclass(slots=True)
+class TreeRows:
+    """The `rows` of a tree that are read, behind its rows `before`, which lie in the slots from `base` on."""
+
+    topology: Topology
+    base: int
+    before: Sequence[int]
+    rows: Sequence[int]
+
+
+@dataclass(slots=True)
+class Part:
+    """What one stream reads next.
+
+    Attributes:
+        stream: its number.
+        tokens: n, in order; numbers, or int64 on the model's device.
+        wanted: logits after the last so many are wanted; 0 = after all.
+        tree: the rows that the tokens are of; None = the tokens follow one another.
+    """
+
+    stream: int
+    tokens: Sequence[int] | Tensor
+    wanted: int = 0
+    tree: TreeRows | None = None
+
+
+@dataclass(slots=True)
+class PackedCall:
+    """One call for T tokens of several streams.
+
+    Attributes:
+        tokens, positions: [1, T].
+        wanted: [R] which tokens' logits are wanted; 0 = all.
+        sees: [S, n] the last slot that each query sees; of a tree's rows the last one before the tree.
+        query_positions: [S, n].
+        packing: where everything lies.
+        ends: slots in use by stream, once it is done.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    wanted: Tensor | int
+    sees: Tensor
+    query_positions: Tensor
+    packing: Packing
+    ends: dict[int, int]
+
+    def mask(self) -> Tensor:
+        """Return [S, 1, n, seen] bool; what the rows of a tree see of each other is left to be filled in."""
+        slots = torch.arange(self.packing.seen, device=self.sees.device)
+        return (slots <= self.sees[..., None])[:, None]
+
+
+def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCall:
+    """Return the call that reads `parts`, of a stream each, behind what `slots` hold."""
+    count, total = max(len(part.tokens) for part in parts), sum(len(part.tokens) for part in parts)
+    line = np.zeros((5, total), dtype=np.int64)  # token, position, stream, slot, place in the rectangle
+    rectangle = np.zeros((2, slots.streams, count), dtype=np.int64)  # a query of no token sees the first slot
+    wanted: list[int] = []
+    ends, first = {}, 0
+    for part in parts:
+        start, tree, size = slots.lengths[part.stream], part.tree, len(part.tokens)
+        end = first + size
+        slot = np.arange(start, start + size)
+        position = slot if tree is None else tree.base + tree.topology.depths[list(tree.rows)]
+        if not isinstance(part.tokens, Tensor):
+            line[0, first:end] = part.tokens
+        line[1, first:end], line[2, first:end] = position, part.stream
+        line[3, first:end], line[4, first:end] = slot, np.arange(size) + part.stream * count
+        rectangle[0, part.stream, :size] = slot if tree is None else tree.base - 1
+        rectangle[1, part.stream, :size] = position
+        wanted.extend(range(end - (part.wanted or size), end))
+        ends[part.stream], first = start + size, end
+    tokens, positions, stream, slot, place = upload(line, device)
+    if own := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # all of them
+        tokens = torch.cat(own)
+    sees, query_positions = upload(rectangle, device)
+    filled = total == slots.streams * count and [part.stream for part in parts] == list(range(slots.streams))
+    packing = Packing(stream, slot, None if filled else place, slots.streams, count, max(ends.values()))
+    rows = upload(wanted, device) if len(wanted) < total else 0
+    return PackedCall(tokens[None], positions[None], rows, sees, query_positions, packing, ends)
+
+
+def split(parts: Sequence[Part]) -> Array:
+    """Return where each part's wanted logits begin among all of them, and where they end: [parts + 1]."""
+    return np.cumsum([0, *(part.wanted or len(part.tokens) for part in parts)])

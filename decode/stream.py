@@ -1,0 +1,141 @@
+"""One text of a batch while it is decoded: what is committed, and the candidates of its round."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from .candidates import Candidates
+from .topology import Topology
+from .verify.base import Turn
+from .verify.noise import Choices, Source
+from .verify.sampling import Sampler
+
+
+@dataclass
+class Text:
+    """One sequence while it is decoded.
+
+    Attributes:
+        tokens: committed, prompt included.
+        prompt: its length.
+        source: of its random numbers.
+        sampler: of its logits.
+        roots: tokens that the next round starts from: the last committed one, or alternatives for the one to come.
+        anchor_row: [1, V] raw logits of the target that the roots were drawn from.
+        hidden: [1, H] the target's last hidden state there, for drafters and policies that read it.
+        round: of the next choices; 0 while the prompt is read.
+    """
+
+    tokens: list[int]
+    prompt: int
+    source: Source
+    sampler: Sampler
+    roots: list[int]
+    anchor_row: Tensor
+    hidden: Tensor | None = None
+    round: int = 0
+    ended: bool = False
+
+    @property
+    def generated(self) -> int:
+        """Tokens committed behind the prompt."""
+        return len(self.tokens) - self.prompt
+
+    def choices(self, position: int, greedy: bool) -> Choices:
+        """Return the random choices of the next round, whose roots stand at `position`."""
+        choices = Choices(self.source, self.round, position, greedy)
+        self.round += 1
+        return choices
+
+    def extend(
+        self, new: Sequence[int], limit: int, eos: Collection[int], stops: Sequence[StoppingCriteria] = ()
+    ) -> int:
+        """Commit tokens one by one until the text ends: EOS, a stopping criterion, the limit. Return their number.
+
+        Args:
+            new: tokens.
+            limit: of the tokens generated.
+            eos: ids that end the text.
+            stops: transformers' criteria, asked after each token, as plain decoding does.
+        """
+        before = len(self.tokens)
+        for token in new:
+            self.tokens.append(token)
+            self.ended = self.generated >= limit or token in eos or (bool(stops) and self._stops(stops))
+            if self.ended:
+                break
+        return len(self.tokens) - before
+
+    def _stops(self, stops: Sequence[StoppingCriteria]) -> bool:
+        ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor_row.device)
+        return any(bool(torch.as_tensor(stop(ids, None)).all()) for stop in stops)
+
+
+@dataclass(slots=True)
+class Stream:
+    """A text and its round.
+
+    Attributes:
+        number: of the stream, its row in the caches.
+        text: that is decoded.
+        base: tokens before the round's roots.
+        choices: the round's random ones.
+        found: its candidates.
+        latest: places of the deepest level, and those of them that end their branch.
+        before: anchor row and hidden state that its roots were drawn from.
+        sent, path: places that the target read, and those that it accepted.
+        raw, sampled: [len(sent), V] the target's logits there, and the processed ones.
+    """
+
+    number: int
+    text: Text
+    base: int
+    choices: Choices
+    found: Candidates
+    latest: list[int]
+    before: tuple[Tensor, Tensor | None]
+    ended: set[int] = field(default_factory=set)
+    sent: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    raw: Tensor | None = None
+    sampled: Tensor | None = None
+
+    @staticmethod
+    def begin(number: int, text: Text, topology: Topology, deferred: bool, greedy: bool) -> Stream:
+        """Return a text at the beginning of a round.
+
+        Args:
+            number, text: see above.
+            topology: of the round.
+            deferred: whether the roots are alternatives for the token to come (`Verification.deferred`).
+            greedy: temperature 0.
+        """
+        base = len(text.tokens) - (not deferred)
+        found = Candidates.at(text.roots, topology)
+        before = text.anchor_row, text.hidden
+        return Stream(number, text, base, text.choices(base, greedy), found, list(range(len(text.roots))), before)
+
+    def turn(self, places: Sequence[int]) -> Turn:
+        """Return this stream's share of a call for `places`."""
+        return Turn(self.found, places, self.choices)
+
+    def prefixes(self, places: Sequence[int]) -> list[list[int]]:
+        """Return the text up to and with each place."""
+        return [[*self.text.tokens[: self.base], *self.found.tokens_to(place)] for place in places]
+
+    def select(self, rows: Sequence[bool] | None) -> None:
+        """Send the candidates at these rows of the topology, roots included; None = all."""
+        found = self.found
+        self.sent = list(range(len(found.rows)))
+        if rows is not None:
+            self.sent = [place for place in self.sent if rows[found.rows[place]]]
+
+    @property
+    def sends_path(self) -> bool:
+        """Whether what is sent is a single path."""
+        return len(self.sent) == self.found.depth[self.sent[-1]] + 1
