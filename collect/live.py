@@ -223,7 +223,7 @@ class LiveCollector:
                 continue
             columns: dict[str, Any] = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
             columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
-            length = len(prompt) + len(texts[number].tokens)
+            length = len(texts[number].tokens)
             for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", length)):
                 columns[k] = np.full(len(rows), value)
             chunks.append(columns)

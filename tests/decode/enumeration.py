@@ -11,8 +11,9 @@ from deciders import DECIDERS
 from oracle import Law, oracle_pair
 from small_drafters import TRAINED, small_drafter
 from specstop.decode.drafters import find_drafter
-from specstop.decode.loop import Settings, Speculator
-from specstop.decode.verify.noise import Purpose
+from specstop.decode.loop import Request, Settings, Speculator
+from specstop.decode.records import Generation
+from specstop.decode.verify.noise import KeyedSource, Purpose
 from torch import Tensor
 
 NEGLIGIBLE = 1e-15
@@ -110,8 +111,14 @@ class Proof:
     reused: int = 0
 
 
-def enumerate_texts(case: Case, most: int = MOST_LEAVES) -> Proof:
-    """Run `Speculator` on every sequence of choices and return the distribution of its texts, not compared yet."""
+def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Proof:
+    """Run `Speculator` on every sequence of choices and return the distribution of its texts, not compared yet.
+
+    Args:
+        case: what is decoded.
+        most: leaves.
+        beside: number of other streams of the batch, which have keyed noise; the second half of them begins before.
+    """
     pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention, case.draft_knows)
     settings = Settings(
         case.temperature, case.new, fallback=1, verification=case.mode, tree=case.tree, shaping=SHAPINGS[case.shaping]
@@ -120,12 +127,20 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES) -> Proof:
 
     def build() -> Speculator:
         drafter = (small_drafter if case.drafter in TRAINED else find_drafter)(case.drafter, pair)
-        return Speculator(pair, DECIDERS[case.decider](), settings, source=lambda key, window: source, drafter=drafter)
+        policy = DECIDERS[case.decider]()
+        return Speculator(pair, policy, settings, source=open_source, drafter=drafter, batch=1 + beside)
+
+    def open_source(key: int, window: int) -> Any:
+        return source if key == 5 else KeyedSource(key, pair.vocabulary, window, pair.logits_dtype)
+
+    def decode(speculator: Speculator) -> Generation:
+        others = [Request(case.prompt[:1] * (1 + key % 3), key) for key in range(100, 100 + 2 * beside)]
+        return speculator.run([*others[beside:], Request(case.prompt, 5), *others[:beside]])[beside]
 
     speculator = build()
     # A policy that fails is replaced for good: each leaf needs one that has not failed yet.
     fails = case.decider.startswith("raising")
-    for generation in source.runs(lambda: (build() if fails else speculator).generate(case.prompt, key=5)):
+    for generation in source.runs(lambda: decode(build() if fails else speculator)):
         proof.leaves += 1
         if proof.leaves > most:
             raise TooMany(str(case))
@@ -138,9 +153,9 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES) -> Proof:
     return proof
 
 
-def prove(case: Case, most: int = MOST_LEAVES) -> Proof:
+def prove(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Proof:
     """Return the distribution of the loop's texts and its distance from the target's own."""
-    proof = enumerate_texts(case, most)
+    proof = enumerate_texts(case, most, beside)
     proof.distance = distance(proof.texts, target_texts(case))
     return proof
 
@@ -166,11 +181,11 @@ def distance(one: Texts, other: Texts) -> float:
     return 0.5 * sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other})
 
 
-def prove_within(case: Case, most: int = MOST_LEAVES) -> tuple[Case, Proof]:
+def prove_within(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> tuple[Case, Proof]:
     """Return the proof of `case`, or of one with fewer choices where it has more than `most` leaves."""
     while True:
         try:
-            return case, prove(case, most)
+            return case, prove(case, most, beside)
         except TooMany:
             # A sparse table leaves each token two successors; after that the text gets shorter.
             case = replace(case, kind="sparse") if case.kind != "sparse" else replace(case, new=case.new - 1)

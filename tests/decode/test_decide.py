@@ -42,9 +42,9 @@ def test_tokens_that_no_decision_looks_at_are_not_read(
     seen: set[int] = set()
     level = Reader.level
 
-    def noted(self: Reader, found: Candidates, places: Sequence[int], *more: Any) -> Level:
-        seen.add(found.depth[places[0]])
-        return level(self, found, places, *more)
+    def noted(self: Reader, turns: Sequence[tuple[int, Candidates, Sequence[int]]], *more: Any) -> Level:
+        seen.update(found.depth[places[0]] for _, found, places in turns)
+        return level(self, turns, *more)
 
     monkeypatch.setattr(Reader, "level", noted)
     Speculator(pair, policy, Settings(0.0, 30, tree=tree, ignore_eos=True)).generate(prompt_ids[0])

@@ -117,19 +117,6 @@ def test_the_compact_forward_gives_the_librarys_logits(name: str) -> None:
 
 
 @torch.no_grad()
-def test_the_compact_forward_reads_padded_batches() -> None:
-    model = build(COMPACT["llama"], torch.float32)
-    tokens = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones(6, 6, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
-    mask[1, :, 1:, 0] = False
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4]])
-    expected, found = (
-        CachedModel(m, 8, 64).read(tokens, 0, mask, positions) for m in (model, speed_up(model, "compact"))
-    )
-    torch.testing.assert_close(found, expected, atol=NEAR, rtol=NEAR)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", [*OTHERS, "llama-biased-tied", "qwen3"])
 def test_reordered_weights_give_the_librarys_logits(name: str) -> None:
     model = build({**OTHERS, **COMPACT}[name], torch.float32)

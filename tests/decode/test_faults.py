@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
-from specstop.decode import loop
-from specstop.decode.candidates import Candidates
+from specstop.decode import loop, model_source
+from specstop.decode.candidates import Candidates, draft_tree
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models import kv_cache
+from specstop.decode.stream import Text
 from specstop.decode.topology import Topology
 from specstop.decode.verify import modes, rejection
+from specstop.decode.verify.base import Turn
 from specstop.decode.verify.lossy import TargetInit
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace
@@ -84,14 +86,12 @@ def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) ->
 
 
 def test_the_row_before_the_one_where_a_block_ends(monkeypatch: Patch) -> None:
-    shipped = Block.accept
+    shipped = Block.accept_one
 
-    def shifted(
-        self: Block, found: Candidates, sent: Sequence[int], sampled: Tensor, choices: Choices
-    ) -> tuple[list[int], list[int]]:
-        return shipped(self, found, sent, torch.cat([sampled[:1], sampled[:-1]]), choices)
+    def shifted(self: Block, turn: Turn, sampled: Tensor) -> tuple[list[int], list[int]]:
+        return shipped(self, turn, torch.cat([sampled[:1], sampled[:-1]]))
 
-    assert is_seen(BLOCK, monkeypatch, (Block, "accept", shifted))
+    assert is_seen(BLOCK, monkeypatch, (Block, "accept_one", shifted))
 
 
 class TrimsUnlikely(StopPolicy):
@@ -125,8 +125,7 @@ class SelectsEven(StopPolicy):
 
 def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
     monkeypatch.setitem(DECIDERS, "selects-even", SelectsEven)
-    shipped = Candidates.tree
-    shown = (Candidates, "tree", lambda found, sent, hide_tokens=False: shipped(found, sent))
+    shown = (model_source, "draft_tree", lambda found, sent, hide_tokens=False: draft_tree(found, sent))
     assert is_seen(replace(TREE, decider="selects-even"), monkeypatch, shown)
 
 
@@ -179,13 +178,13 @@ def test_acceptance_and_residual_that_share_a_number(monkeypatch: Patch) -> None
 
 def test_rounds_that_share_their_numbers(monkeypatch: Patch) -> None:
     """All choices of a round after the first are made by the numbers of round 1."""
-    shipped = ModelSource._choices
+    shipped = Text.choices
 
-    def stuck(self: ModelSource, position: int) -> Choices:
-        self.text.round = min(self.text.round, 1)
-        return shipped(self, position)
+    def stuck(self: Text, position: int, greedy: bool) -> Choices:
+        self.round = min(self.round, 1)
+        return shipped(self, position, greedy)
 
-    assert is_seen(CHAIN, monkeypatch, (ModelSource, "_choices", stuck))
+    assert is_seen(CHAIN, monkeypatch, (Text, "choices", stuck))
 
 
 def test_siblings_tried_against_a_draft_that_is_not_reduced(monkeypatch: Patch) -> None:
@@ -209,7 +208,7 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        (kv_cache.Slots, "move", lambda self, slots, to: None),
+        (kv_cache.Slots, "move", lambda self, stream, slots, to: None),
         (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
         (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
     ],

@@ -199,14 +199,23 @@ def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = No
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, facts)
 
 
+def decided(watch: AcceptanceWatch, depth: int, survival: float) -> None:
+    """Of the one stream that there is."""
+    watch.decided(depth, np.array([survival]), np.array([True]))
+
+
+def finished(watch: AcceptanceWatch, accepted: int, verified: int, cut: bool) -> None:
+    watch.finished(np.array([accepted]), np.array([verified]), np.array([not cut]))
+
+
 def simulate(truth: float, said: float, rounds: int, seed: int) -> AcceptanceWatch:
     chance, watch = random.Random(seed), AcceptanceWatch()
     for _ in range(rounds):
         k = chance.randint(1, 5)
         accepted = next((j for j in range(k) if chance.random() >= truth), k)
         for depth in range(1, k + 1):
-            watch.decided(depth, said**depth)
-        watch.finished(accepted, k, False)
+            decided(watch, depth, said**depth)
+        finished(watch, accepted, k, False)
     return watch
 
 
@@ -232,19 +241,19 @@ def test_the_mean_and_its_variance_are_those_of_the_accepted_length() -> None:
     variance = sum(a * a * p for a, p in chances.items()) - mean**2
     watch = AcceptanceWatch()
     for depth, survival in ((1, 0.8), (2, 0.4), (3, 0.3)):
-        watch.decided(depth, survival)
-    watch.finished(2, 3, False)
+        decided(watch, depth, survival)
+    finished(watch, 2, 3, False)
     assert watch._rounds[0] == pytest.approx((mean, variance, 2, 3))
 
 
 def test_rounds_that_were_cut_or_never_asked_about_do_not_count() -> None:
     watch = AcceptanceWatch(least=1)
-    watch.decided(1, 0.5)
-    watch.finished(1, 1, True)
-    watch.finished(3, 3, False)
+    decided(watch, 1, 0.5)
+    finished(watch, 1, 1, True)
+    finished(watch, 3, 3, False)
     assert watch.band() is None
-    watch.decided(1, 0.5)
-    watch.finished(3, 3, False)
+    decided(watch, 1, 0.5)
+    finished(watch, 3, 3, False)
     band = watch.band()
     assert band is not None and (band.live, band.rounds) == (1.0, 1), "only the token that it was asked about"
 

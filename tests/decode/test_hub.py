@@ -45,14 +45,14 @@ def test_the_text_is_that_of_plain_decoding_and_the_rounds_are_the_policys(
 ) -> None:
     deploy_hf(policy_folder, tmp_path / "out")
     rounds: list[Any] = []
-    inner = Speculator.generate
+    inner = Speculator.run
 
     def spied(self: Speculator, *args: Any, **kwargs: Any) -> Any:
-        made = inner(self, *args, **kwargs)
+        (made,) = inner(self, *args, **kwargs)
         rounds.append((self.policy.name, [(r.drafted, r.accepted) for r in made.rounds]))
-        return made
+        return [made]
 
-    monkeypatch.setattr(Speculator, "generate", spied)
+    monkeypatch.setattr(Speculator, "run", spied)
     for ids in map(torch.tensor, ([p] for p in prompt_ids[:4])):
         plain = pair.target.generate(ids, **OPTIONS)
         ours = generate(pair, ids, tmp_path / "out", draft_model=pair.draft)

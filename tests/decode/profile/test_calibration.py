@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY
-from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
@@ -22,6 +21,7 @@ from specstop.decode.profile import add_decisions, loop_decisions, measure_decis
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.profile.trees import TreeRun
+from specstop.decode.verify.base import Turn
 from specstop.decode.verify.match import Match
 from specstop.decode.verify.sampling import Sampler
 from specstop.policies.baselines.fixed import Confidence, FixedLength
@@ -331,9 +331,10 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
 ) -> None:
     accept, branching = Match.accept, 3e-4
 
-    def timed(self: Match, found: Candidates, sent: Sequence[int], *more: Any) -> Any:
+    def timed(self: Match, turns: Sequence[Turn], sampled: Any) -> Any:
+        ((found, sent),) = [(turn.found, turn.places) for turn in turns]
         clock[0] += branching if max(found.fed()) > 1 or len(sent) > found.depth[sent[-1]] + 1 else 0.0
-        return accept(self, found, sent, *more)
+        return accept(self, turns, sampled)
 
     monkeypatch.setattr(Match, "accept", timed)
     profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1")
