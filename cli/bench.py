@@ -9,6 +9,7 @@ import typer
 from .common import PHASES, find_pair, find_prompts, fitting, open_pair
 from .console import print_json, progress_bars, table
 from .options import (
+    Batch,
     Config,
     Depth,
     Device,
@@ -55,6 +56,7 @@ def bench(
         str | None, typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5, ...; default: chains.")
     ] = None,
     verification: Annotated[str, typer.Option(help="Verification mode, as in `specstop decode`.")] = "auto",
+    batch: Batch = 1,
     seed: Seed = 0,
     limit: Annotated[
         int, typer.Option(help="Use only so many prompts, from the first on: each policy decodes each of them.")
@@ -89,13 +91,15 @@ def bench(
             settings=settings,
             library=stock,
             seed=seed,
+            batch=batch,
             progress=progress,
         )
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
         return
     sampled = sampling_text(temperature, shaping.facts)
-    title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}"
+    side = f", {batch} texts side by side" if batch > 1 else ""
+    title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
 
 

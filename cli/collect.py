@@ -16,6 +16,7 @@ from .config import config_saved, running_options, save_config
 from .console import human_bytes, human_seconds, next_step, print_json, progress_bars, table
 from .interrupt import Interrupted, finish_first
 from .options import (
+    Batch,
     Config,
     Depth,
     Device,
@@ -161,6 +162,7 @@ def collect(
     mix: Mix = 0.0,
     completions: Completions = None,
     hidden: Hidden = None,
+    batch: Batch = 1,
     memory: Memory = 256,
     from_vllm: FromVLLM = None,
     temperature: Temperature = 0.0,
@@ -248,6 +250,7 @@ def collect(
             memory=memory,
             shaping=shaping,
             long=long,
+            batch=batch,
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)

@@ -11,6 +11,7 @@ from ..policies.errors import InputError
 from .common import PHASES, find_prompts, find_target, fitting, open_pair, percent
 from .console import print_json, progress_bars, table
 from .options import (
+    Batch,
     Config,
     Depth,
     Device,
@@ -74,6 +75,7 @@ def decode(
             "best fixed length then; off."
         ),
     ] = "warn",
+    batch: Batch = 1,
     seed: Seed = 0,
     limit: Limit = None,
     device: Device = "cpu",
@@ -112,21 +114,10 @@ def decode(
         stops=stop_strings(pair, stop),
         guard=guard,
     )
-    texts = {p.id: p.text for p in chosen}  # as they were given, which is how they are shown
+    given = {p.id: p.text for p in chosen}  # they are shown as they were given
     kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
     mode = resolve_mode(verification, rule, settings.topology, temperature)
-    shown = -1
-
-    def stream(number: int, new: str) -> None:
-        nonlocal shown
-        if number != shown:
-            name = kept[number].id
-            title = f"[{number + 1} of {len(kept)}: {name}]\n" if len(kept) > 1 else ""
-            sys.stdout.write(("\n\n" if shown >= 0 else "") + title + texts[name])
-            shown = number
-        sys.stdout.write(new)
-        sys.stdout.flush()
-
+    shown = _Shown([p.id for p in kept], [given[p.id] for p in kept])
     generations = run(
         pair,
         tokens,
@@ -135,7 +126,9 @@ def decode(
         ids=[p.id for p in kept],
         seed=seed,
         drafter=drafter,
-        on_text=None if json else stream,
+        batch=batch,
+        on_text=None if json else shown.add,
+        on_end=None if json else shown.end,
     )
     tally = Tally.of(generations)
     if json:
@@ -148,11 +141,46 @@ def decode(
             }
         )
         return
-    sys.stdout.write("\n" if shown >= 0 else "")
+    sys.stdout.write("\n" if kept else "")
     if quiet:
         return
     sys.stdout.write("\n")
     show_tally(tally, f"{rule.name}, {describe(mode)}")
+
+
+class _Shown:
+    """Writes texts as they come, one after the other: what comes of a later one waits until those before it have ended.
+
+    Args:
+        names: of the prompts.
+        prompts: which their texts follow.
+    """
+
+    def __init__(self, names: list[str], prompts: list[str]) -> None:
+        titles = [f"[{at + 1} of {len(names)}: {name}]\n" if len(names) > 1 else "" for at, name in enumerate(names)]
+        self._waiting = [title + prompt for title, prompt in zip(titles, prompts, strict=True)]
+        self._ended = [False] * len(names)
+        self._now = 0
+
+    def add(self, number: int, new: str) -> None:
+        """Take what has come of a text."""
+        self._waiting[number] += new
+        self._write()
+
+    def end(self, number: int) -> None:
+        """Go on to the next text when this one has ended and been written."""
+        self._ended[number] = True
+        self._write()
+
+    def _write(self) -> None:
+        while self._now < len(self._ended):
+            sys.stdout.write(self._waiting[self._now])
+            self._waiting[self._now] = ""
+            if not self._ended[self._now]:
+                break
+            self._now += 1
+            sys.stdout.write("\n\n" if self._now < len(self._ended) else "")
+        sys.stdout.flush()
 
 
 def show_tally(tally: Tally, title: str) -> None:

@@ -34,6 +34,9 @@ Seed = Annotated[int, typer.Option(help="Seed of everything random in this comma
 MaxNewTokens = Annotated[int, typer.Option(help="Longest text in new tokens.")]
 Depth = Annotated[int, typer.Option(help="Most tokens drafted in a round.")]
 Limit = Annotated[int | None, typer.Option(help="Use only so many prompts, from the first on.")]
+Batch = Annotated[
+    int, typer.Option(help="Texts that are decoded side by side; one that ends gives its place to the next.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON in the place of tables.")]

@@ -28,7 +28,7 @@ from .completion_check import check_sampled
 from .completions import Completions
 from .prompts import Prompt, fit
 from .schema import Header, parents
-from .shards import Plan, Work, record
+from .shards import BATCH, Plan, Work, record
 from .store import Trace
 from .ways import MEMORY_MIB, choose_way
 
@@ -64,6 +64,7 @@ def collect(
     memory: int = MEMORY_MIB,
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
+    batch: int = 1,
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -81,7 +82,8 @@ def collect(
         overwrite: replace an older result there, once the new one is complete.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions, vectors, memory, shaping, long: see `plan_run`.
+        collector, policy, verification, explore, mix, completions, vectors, memory, shaping, long, batch: see
+            `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
@@ -108,6 +110,7 @@ def collect(
         memory=memory,
         shaping=shaping,
         long=long,
+        batch=batch,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -135,6 +138,7 @@ def plan_run(
     memory: int = MEMORY_MIB,
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
+    batch: int = 1,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -162,6 +166,7 @@ def plan_run(
             2 bytes x width x nodes for the draft's, at each anchor.
         memory: MiB for the scores of the positions that the dense collector unrolls together.
         long: what becomes of prompts that are too long; see `prompt_tokens.fit`.
+        batch: texts that the live collector decodes side by side.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
     Raises:
@@ -171,7 +176,7 @@ def plan_run(
     """
     check_limits(
         depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
-        explore=explore, mix=mix,
+        explore=explore, mix=mix, batch=batch,
     )  # fmt: skip
     check_limit("depth", depth, least=1)
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
@@ -191,7 +196,9 @@ def plan_run(
         temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree, shaping=shaping
     )
     widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
-    way = choose_way(pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory)
+    way = choose_way(
+        pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch
+    )
     told: dict[str, Any] = {"prompts from": source}
     if len(prompts) < asked:
         told["prompts left out"] = f"{asked - len(prompts)} of {asked}, longer than the pair reads"
@@ -226,7 +233,7 @@ def plan_run(
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
     models = (target, draft, pair.target.config.name_or_path, pair.draft_model.config.name_or_path)
     read = (*models, policy.source if policy is not None else None)
-    return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read)
+    return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read, max(BATCH, 2 * batch))
 
 
 def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:

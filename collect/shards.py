@@ -15,7 +15,7 @@ from .schema import Header
 from .store import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
 
 BATCH = 16
-"""Prompts decoded side by side; part of what makes a shard's rows reproducible, so not an option."""
+"""Prompts that are collected together, at least."""
 
 Work = tuple[int, str, str, list[int], int]
 """One prompt to collect: sequence, prompt id, group, token ids, stream key."""
@@ -35,6 +35,7 @@ class Plan:
         rows: returns the rows of a batch of prompts, as column chunks.
         begin: called before the first batch of each shard, whose rows must not depend on other shards.
         inputs: files and folders that the run reads.
+        at_once: prompts of a batch.
     """
 
     header: Header
@@ -42,11 +43,12 @@ class Plan:
     rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
     begin: Callable[[], None] = nothing
     inputs: tuple[Input, ...] = ()
+    at_once: int = BATCH
 
     def batches(self, index: int) -> Iterator[Sequence[Work]]:
         """Yield the batches of a shard; they never cross it."""
-        for start in range(0, len(self.work[index]), BATCH):
-            yield self.work[index][start : start + BATCH]
+        for start in range(0, len(self.work[index]), self.at_once):
+            yield self.work[index][start : start + self.at_once]
 
 
 def never() -> bool:

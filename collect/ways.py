@@ -55,6 +55,7 @@ def choose_way(
     completions: Completions | None,
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
+    batch: int = 1,
 ) -> Way:
     """Return the way that the options ask for; arguments as of `run.plan_run`.
 
@@ -66,7 +67,11 @@ def choose_way(
     if collector == "live":
         if mix or completions is not None:
             raise InputError("--mix and --completions: for the dense collector; leave out --collector live")
-        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, vectors)
+        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, vectors, batch)
+    if batch > 1:
+        raise InputError(
+            "--batch: for the live collector; the dense one decodes as many texts side by side as --memory holds"
+        )
     if policy is not None or explore or settings.verification != "match":
         raise InputError(
             "--policy, --explore and --verification: give --collector live with them; dense traces serve any policy"
@@ -86,8 +91,10 @@ def choose_way(
     return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit))
 
 
-def _live(pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str]) -> Way:
-    made = LiveCollector(pair, policy, settings, explore, vectors=vectors)
+def _live(
+    pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str], batch: int
+) -> Way:
+    made = LiveCollector(pair, policy, settings, explore, vectors=vectors, batch=batch)
     header = {
         "collector": "live",
         "policy": policy.name,

@@ -113,7 +113,7 @@ def plain_texts(
                 break
         logits[going] = model.read_parts([Part(at, out[at, step : step + 1]) for at in going])
         last_states = model.states
-    return PlainTexts([_cut(text, set(eos.tolist())) for text in out[:, : step + 1].tolist()], rows, states, kept)
+    return PlainTexts([cut_at(text, ends) for text in out[:, : step + 1].tolist()], rows, states, kept)
 
 
 def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor) -> list[list[int]]:
@@ -121,6 +121,6 @@ def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor) -> list[list[
     return [[*prompt, *tokens] for prompt, tokens in zip(prompts, generated.tolist(), strict=True)]
 
 
-def _cut(text: list[int], eos: set[int]) -> list[int]:
+def cut_at(text: list[int], eos: Sequence[int]) -> list[int]:
     """Return the text up to its first end-of-text token, that token included."""
     return next((text[: i + 1] for i, token in enumerate(text) if token in eos), text)

@@ -29,6 +29,7 @@ def decode(
     drafter: str = "model",
     batch: int = 1,
     on_text: Callable[[int, str], None] | None = None,
+    on_end: Callable[[int], None] | None = None,
 ) -> list[Generation]:
     """Decode prompts with a policy; the text is the target's own under every lossless mode.
 
@@ -44,6 +45,7 @@ def decode(
         batch: how many are decoded side by side; one that ends gives its place to the next. Under every lossless mode a
             text is the same in any batch (where two tokens are equally likely, rounding may decide).
         on_text: called with (prompt number, new text) after each round, for streaming.
+        on_end: called with the number of a prompt whose text has ended.
 
     Returns:
         The texts in the order of the prompts; in a batch the seconds of each are its share.
@@ -66,6 +68,8 @@ def decode(
     def end(number: int, generation: Generation, stream: int) -> None:
         if streams:
             streams[number].end()
+        if on_end:
+            on_end(number)
 
     made = speculator.run(requests, (lambda number, new: streams[number].push(new)) if on_text else None, end)
     texts = [str(read.decode(list(one.tokens), skip_special_tokens=True)) for one in made]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ...policies.progress import Progress, silent
-from ..loop import Speculator
+from ..loop import Request, Speculator
 from ..profile import CalibrationRun
 from ..records import Generation
 from ..verify.noise import stream_key
@@ -15,11 +15,15 @@ CALIBRATE_EVERY = 3
 """Prompts between two calibration runs, where there are dozens of prompts."""
 
 
-class Runner(Protocol):
-    """Whatever decodes a prompt: a `Speculator`, or another library."""
+TEXTS_A_PLACE = 2
+"""Prompts of a turn for each of a batch's places, so that texts that end give theirs to others."""
 
-    def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:
-        """Return the text of one stream."""
+
+class Runner(Protocol):
+    """Whatever decodes prompts: a `Speculator`, or another library."""
+
+    def run(self, requests: Sequence[Request]) -> list[Generation]:
+        """Return their texts."""
 
 
 def run_alternating(
@@ -29,6 +33,7 @@ def run_alternating(
     calibration: CalibrationRun | None = None,
     calibrate_every: int = CALIBRATE_EVERY,
     seed: int = 0,
+    batch: int = 1,
     progress: Progress = silent,
 ) -> list[list[Generation]]:
     """Decode every prompt in every way, the order of the ways turning from prompt to prompt.
@@ -39,21 +44,25 @@ def run_alternating(
         calibration: run in between, so that a profile of these very minutes comes out.
         calibrate_every: prompts between two calibration runs.
         seed: of the streams.
+        batch: texts that each decodes side by side.
         progress: see `Progress`.
 
     Returns:
         By way, by prompt.
     """
     out: list[list[Generation]] = [[] for _ in runs]
+    requests = [Request(tokens, stream_key(seed, name)) for name, tokens in prompts]
     for run in runs:
-        run.generate(prompts[0][1], stream_key(seed, prompts[0][0]))
+        run.run(requests[:batch])
         if isinstance(run, Speculator):
             run.renew()  # a policy that carries its state has not seen this text yet
-    for number, (name, tokens) in enumerate(prompts):
+    size = batch * TEXTS_A_PLACE if batch > 1 else 1
+    for number, first in enumerate(range(0, len(requests), size)):
+        some = requests[first : first + size]
         for turn in range(len(runs)):
             which = (turn + number) % len(runs)
-            out[which].append(runs[which].generate(tokens, stream_key(seed, name)))
+            out[which] += runs[which].run(some)
         if calibration is not None and number % calibrate_every == 0:
             calibration.play(number // calibrate_every)
-        progress("live", number + 1, len(prompts))
+        progress("live", first + len(some), len(prompts))
     return out

@@ -60,6 +60,7 @@ def bench(
     library: Pair | None = None,
     profile: Profile | None = None,
     seed: int = 0,
+    batch: int = 1,
     progress: Progress = silent,
 ) -> list[BenchLine]:
     """Measure ways to decode side by side; the first line is our plain decoding.
@@ -69,9 +70,11 @@ def bench(
         prompts: (id, token ids).
         policies: to compare.
         settings: shared by all.
-        library: the same pair with the engine `plain`; given, transformers' `generate` and assisted settings run too.
+        library: the same pair with the engine `plain`; given, transformers' `generate` and, where texts are decoded one by
+            one, which is all that they can do, its assisted settings run too.
         profile: see `Speculator`.
         seed: of the streams.
+        batch: texts that are decoded side by side.
         progress: see `Progress`.
 
     Raises:
@@ -82,10 +85,12 @@ def bench(
     settings = settings or Settings()
     for policy in policies:
         tell_if_untrained(policy, settings)
-    runs: list[Runner] = [Speculator(pair, policy, settings, profile) for policy in (FixedLength(0), *policies)]
+    runs: list[Runner] = [
+        Speculator(pair, policy, settings, profile, batch=batch) for policy in (FixedLength(0), *policies)
+    ]
     names = ["plain", *(policy.name for policy in policies)]
     if library is not None:
-        for setting in (PLAIN, *SETTINGS):
+        for setting in (PLAIN, *(SETTINGS if batch == 1 else ())):
             runs.append(
                 Assisted(
                     library, setting, settings.temperature, settings.max_new_tokens, settings.ignore_eos,
@@ -93,7 +98,7 @@ def bench(
                 )
             )  # fmt: skip
             names.append(setting.name)
-    texts = run_alternating(runs, prompts, seed=seed, progress=progress)
+    texts = run_alternating(runs, prompts, seed=seed, batch=batch, progress=progress)
     return [bench_line(name, row, texts[0]) for name, row in zip(names, texts, strict=True)]
 
 

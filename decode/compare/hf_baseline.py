@@ -13,7 +13,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
+from ..loop import Request
 from ..models.pair import Pair
+from ..plain import cut_at
 from ..records import Generation
 from ..verify.sampling import UNCHANGED, Shaping
 
@@ -93,10 +95,22 @@ class Assisted:
         if ignore_eos:
             self._options["eos_token_id"] = None
 
-    @torch.inference_mode()
+    def run(self, requests: Sequence[Request]) -> list[Generation]:
+        """Return the texts: plain ones side by side, assisted ones, of which the library takes one, after each other."""
+        if not self._setting.tokens:
+            return self._generate([list(request.prompt) for request in requests], requests[0].key)
+        return [self.generate(request.prompt, request.key) for request in requests]
+
     def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:
         """Return the text and its seconds; rounds are not reported by the library."""
-        ids = torch.tensor([list(prompt)], device=self._pair.device)
+        return self._generate([list(prompt)], key)[0]
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[list[int]], key: int) -> list[Generation]:
+        """Return texts that were generated in one call, padded on the left; each bears its share of the seconds."""
+        longest, device = max(map(len, prompts)), self._pair.device
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+        real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
         options = dict(self._options)
         target: Any = self._pair.target
@@ -106,10 +120,13 @@ class Assisted:
             if self._pair.device.type == "cuda":
                 torch.cuda.synchronize(self._pair.device)
             begin = time.perf_counter()
-            out = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            tokens = tuple(out[0, len(prompt) :].tolist())  # waits for the device
+            out = target.generate(ids, attention_mask=real, **options)
+            texts = out[:, longest:].tolist()  # waits for the device
             seconds = time.perf_counter() - begin
-        return Generation(tokens, (), len(prompt), 0.0, seconds)
+        share = seconds / len(prompts)
+        ends = self._pair.eos if "eos_token_id" not in options else ()
+        cut = [tuple(cut_at(text, ends)) for text in texts]
+        return [Generation(text, (), len(prompt), 0.0, share) for text, prompt in zip(cut, prompts, strict=True)]
 
     @contextlib.contextmanager
     def _set(self, draft: PreTrainedModel) -> Iterator[None]:
