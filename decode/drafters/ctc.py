@@ -80,19 +80,21 @@ class CTCDrafter(LayerDrafter):
         self._row_of: dict[tuple[int, int], int] = {}  # by stream and place that of the prefixes
         super().__init__(pair, network)
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """See `Drafter`."""
-        streams = [stream for stream, places in enumerate(feeding) if places]
-        depth = found[streams[0]].depth[feeding[streams[0]][0]]
-        keys = [(stream, place) for stream in streams for place in feeding[stream]]
+        depth = found[0].depth[feeding[0][0]]
+        keys = [(stream, place) for stream, places in zip(streams, feeding, strict=True) for place in places]
         if depth == 0:
-            self._positions = self._draw(found, feeding, streams)
+            self._positions = self._draw(streams, found, feeding)
             self._of = list(range(len(keys)))  # by place its root's row of the positions
             self._prefixes = Prefixes.empty(self._positions)
         else:
-            above = [self._row_of[stream, found[stream].parent[place]] for stream, place in keys]
+            of = dict(zip(streams, found, strict=True))
+            above = [self._row_of[stream, of[stream].parent[place]] for stream, place in keys]
             self._of = [self._of[row] for row in above]
-            tokens = upload([found[stream].tokens[place] for stream, place in keys], self._device)
+            tokens = upload([of[stream].tokens[place] for stream, place in keys], self._device)
             positions = self._positions[upload(self._of, self._device)]
             self._prefixes = self._prefixes.extended(upload(above, self._device), tokens, positions)
         self._row_of = {key: row for row, key in enumerate(keys)}
@@ -104,14 +106,14 @@ class CTCDrafter(LayerDrafter):
         """Refuse: a path has no state of its own; see `hidden.KeepsStates`."""
         raise NotImplementedError
 
-    def _draw(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]], streams: Sequence[int]) -> Tensor:
+    def _draw(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Tensor:
         """Return [R, T, V + 1], the chances of the symbols at T positions behind each of R roots."""
         rows = []
-        for stream in streams:
+        for stream, here, places in zip(streams, found, feeding, strict=True):
             read = self._take_unread(stream)
-            rows.append([*read, *(self._row(stream, found[stream], place) for place in feeding[stream])])
+            rows.append([*read, *(self._row(stream, here, place) for place in places)])
         states = self._read(rows, streams)
-        roots = [some[len(some) - len(feeding[stream]) :] for stream, some in zip(streams, rows, strict=True)]
+        roots = [some[len(some) - len(places) :] for places, some in zip(feeding, rows, strict=True)]
         last = [
             states[at, len(some) - len(own) : len(some)] for at, (some, own) in enumerate(zip(rows, roots, strict=True))
         ]

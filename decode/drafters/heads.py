@@ -44,6 +44,10 @@ class HeadsDrafter:
         """See `Drafter`."""
         self._before: list[Tensor | None] = [None] * streams
 
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        self._before[stream] = None
+
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         assert states is not None
@@ -53,15 +57,17 @@ class HeadsDrafter:
         """Return zeros: there is nothing to read."""
         return np.zeros(len(self._before), dtype=np.int64)
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """See `Drafter`; below the last head nothing is proposed."""
-        head = next(here.depth[places[0]] for here, places in zip(found, feeding, strict=True) if places)
+        head = found[0].depth[feeding[0][0]]
         counts = [len(places) for places in feeding]
         if head >= self._network.shape.depth:
-            return nothing(sum(counts), self._before[0])
-        states = [state for state, count in zip(self._before, counts, strict=True) if count and state is not None]
+            return nothing(sum(counts), self._before[streams[0]])
+        states = [state for state in (self._before[stream] for stream in streams) if state is not None]
         hidden = torch.cat(states) if len(states) > 1 else states[0]
-        owner = np.repeat(np.arange(len(states)), [count for count in counts if count]).tolist()
+        owner = np.repeat(np.arange(len(states)), counts).tolist()
         if self._network.reads_path:
             paths = [here.tokens_to(p) for here, places in zip(found, feeding, strict=True) for p in places]
             if len(owner) > len(states):

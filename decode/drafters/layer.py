@@ -60,6 +60,10 @@ class LayerDrafter:
         self._slot: list[dict[int, int]] = [{} for _ in range(streams)]  # of places fed this round
         self._states: dict[tuple[int, int], Tensor] = {}  # by stream and place
 
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        self._unread[stream], self._last[stream], self._length[stream], self._slot[stream] = [], None, 0, {}
+
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         assert states is not None
@@ -73,20 +77,20 @@ class LayerDrafter:
         """See `Drafter`."""
         return np.array([len(unread) + 1 for unread in self._unread])
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """See `Drafter`."""
-        streams = [stream for stream, places in enumerate(feeding) if places]
         rows = []
-        for stream in streams:
-            here, places = found[stream], feeding[stream]
+        for stream, here, places in zip(streams, found, feeding, strict=True):
             depth = here.depth[places[0]]
             read = [] if depth else self._take_unread(stream)
             rows.append([*read, *(self._row(stream, here, place) for place in places)])
         states = self._read(rows, streams)
-        last = [states[at, len(some) - len(feeding[stream]) : len(some)]
-                for at, (stream, some) in enumerate(zip(streams, rows, strict=True))]  # fmt: skip
-        for stream, some in zip(streams, last, strict=True):
-            self._states |= {(stream, place): state for place, state in zip(feeding[stream], some, strict=True)}
+        last = [states[at, len(some) - len(places) : len(some)]
+                for at, (places, some) in enumerate(zip(feeding, rows, strict=True))]  # fmt: skip
+        for stream, places, some in zip(streams, feeding, last, strict=True):
+            self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
         new = last[0] if len(last) == 1 else torch.cat(last)
         return Proposal(scores(self._output(new)), None, new if self._keeps else None)
 

@@ -72,6 +72,13 @@ class SuffixDrafter:
         self._ahead = [0] * streams  # 1 where the root of a round has been noted already
         self._at: list[dict[int, list[Match]]] = [{} for _ in range(streams)]  # by place
 
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        if self._keep:
+            self._learn(self._texts[stream])
+        self._texts[stream], self._own[stream], self._at[stream] = [], SuffixAutomaton(), {}
+        self._elsewhere[stream], self._ahead[stream] = (START, 0), 0
+
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         for token in tokens[self._ahead[stream] :]:
@@ -88,10 +95,12 @@ class SuffixDrafter:
         """Return zeros: reading is free."""
         return np.zeros(len(self._own), dtype=np.int64)
 
-    def propose(self, found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Proposal:
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
         """See `Drafter`."""
         rows: list[dict[int, float]] = []
-        for stream, (here, places) in enumerate(zip(found, feeding, strict=True)):
+        for stream, here, places in zip(streams, found, feeding, strict=True):
             for place in places:
                 matches = self._at[stream][place] = self._matches(stream, here, place)
                 automaton, state, length = max(matches, key=lambda match: match[2])

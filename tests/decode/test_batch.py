@@ -11,6 +11,7 @@ import torch
 from cases import Case
 from conftest import NEW
 from enumeration import EXACT, prove_within
+from small_drafters import TRAINED, small_drafter
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.cache import CachedModel
@@ -79,6 +80,18 @@ def test_lookup_needs_no_draft_in_a_batch_either(pair: Pair, prompt_ids: list[li
     prompts = [ids * 3 for ids in prompt_ids[:4]]
     made = same_in_batches(pair, prompts, FixedLength(3), Settings(0.0, NEW), "lookup")
     assert sum(r.accepted for g in made for r in g.rounds) > 0
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_heads_are_told_of_each_streams_own_states(pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
+    asked = requests(prompt_ids[:4])
+    settings = Settings(0.7, NEW, tree="2,1,1")
+    one, several = (
+        Speculator(pair, FixedLength(3), settings, drafter=small_drafter(kind, pair), batch=n) for n in (1, 3)
+    )
+    alone, made = one.run(asked), several.run(asked)
+    assert [g.tokens for g in made] == [g.tokens for g in alone]
+    assert [rounds(g) for g in made] == [rounds(g) for g in alone]
 
 
 def test_processors_see_each_texts_own_prefix(pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -75,7 +75,7 @@ def _first_row(drafter: Any, pair: Pair) -> torch.Tensor:
     from specstop.decode.topology import chain
 
     drafter.committed(0, [5, 6, 7], torch.linspace(-1.0, 1.0, 48).view(3, 16))
-    row: torch.Tensor = drafter.propose([Candidates.at([9], chain(2))], [[0]]).dense(pair.vocabulary)
+    row: torch.Tensor = drafter.propose([0], [Candidates.at([9], chain(2))], [[0]]).dense(pair.vocabulary)
     return row.nan_to_num(neginf=-9.0)
 
 

@@ -76,7 +76,11 @@ def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, kind: str) 
             found = [Candidates.at([end], tree) for _ in streams]
             feeding = [[0] for _ in streams]
             for depth in range(3):
-                rows = drafter.propose(found, feeding).dense(VOCABULARY).split([len(places) for places in feeding])
+                rows = (
+                    drafter.propose(range(len(found)), found, feeding)
+                    .dense(VOCABULARY)
+                    .split([len(places) for places in feeding])
+                )
                 for own, some in zip(out, rows, strict=True):
                     own.append(some)
                 for at, (number, here) in enumerate(zip(streams, found, strict=True)):
@@ -105,15 +109,17 @@ def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair: Pair) -> Non
         drafter = small_drafter(kind, pair)
         drafter.committed(0, text, states_of(pair, text))
         found = Candidates.at([3], tree)
-        drafter.propose([found], [[0]])
+        drafter.propose([0], [found], [[0]])
         places = [found.add(0, 1, 30), found.add(0, 2, 31)]
-        rows = drafter.propose([found], [places]).dense(VOCABULARY)
+        rows = drafter.propose([0], [found], [places]).dense(VOCABULARY)
         network, embed = drafter._network, pair.target.get_input_embeddings()
         for row, token in zip(rows, (30, 31), strict=True):
             path = embed(torch.tensor([[3, token]])) if kind == "hydra" else None
             torch.testing.assert_close(row, network.logits(1, network.state(1, hidden, path))[0], **SAME)
         assert torch.equal(rows[0], rows[1]) == (kind == "medusa")
-        assert not torch.isfinite(drafter.propose([_deep(4)], [[4]]).dense(VOCABULARY)).any(), "there are three heads"
+        assert not torch.isfinite(drafter.propose([0], [_deep(4)], [[4]]).dense(VOCABULARY)).any(), (
+            "there are three heads"
+        )
 
 
 def _deep(depth: int) -> Candidates:
@@ -149,11 +155,11 @@ def test_the_layer_goes_on_from_the_targets_states_and_then_from_its_own(pair: P
         drafter.committed(0, new, known[len(old) :])
         found = Candidates.at([3], tree)
         assert drafter.backlog().tolist() == [len(new) + (0 if not old else 1)]
-        drafter.propose([found], [[0]])
+        drafter.propose([0], [found], [[0]])
         first = [found.add(0, 1, 30), found.add(0, 2, 31)]
-        drafter.propose([found], [first])
+        drafter.propose([0], [found], [first])
         second = [found.add(first[1], 5, 12), found.add(first[1], 6, 13)]
-        rows = drafter.propose([found], [second]).dense(VOCABULARY)
+        rows = drafter.propose([0], [found], [second]).dense(VOCABULARY)
         for row, token in zip(rows, (12, 13), strict=True):
             read, states = [*text[1:], 3], known
             for following in (31, token):
@@ -197,7 +203,7 @@ def test_ctc_draws_all_its_positions_at_the_root(pair: Pair) -> None:
     drafter.reserve(1, 40)
     drafter.committed(0, text, states_of(pair, text))
     found = Candidates.at([3], parse_tree("2,2"))
-    first = drafter.propose([found], [[0]])
+    first = drafter.propose([0], [found], [[0]])
     assert first.ids is not None and first.ids.shape == (1, 32)
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     read, states = [*text[1:], 3], states_of(pair, text)

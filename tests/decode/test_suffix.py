@@ -80,7 +80,7 @@ def test_frequencies_are_mixed_by_the_escape_estimate() -> None:
 
 
 def proposed(drafter: SuffixDrafter, found: Candidates, places: list[int]) -> torch.Tensor:
-    return drafter.propose([found], [places]).dense(VOCABULARY)
+    return drafter.propose([0], [found], [places]).dense(VOCABULARY)
 
 
 def test_each_branch_goes_on_from_its_own_tokens(pair: Pair) -> None:
@@ -142,7 +142,7 @@ def test_a_batch_of_texts_is_proposed_for_as_if_alone(pair: Pair) -> None:
     for stream, text in enumerate(texts):
         drafter.committed(stream, text[:-1], None)
     found = [Candidates.at(text[-1:], chain(2)) for text in texts]
-    together = drafter.propose(found, [[0], [0], [0]]).dense(VOCABULARY)
+    together = drafter.propose([0, 1, 2], found, [[0], [0], [0]]).dense(VOCABULARY)
     for row, text in zip(together, texts, strict=True):
         alone = SuffixDrafter(pair)
         alone.reserve(1, 64)
