@@ -129,7 +129,7 @@ def _unknown(name: str) -> InputError:
     known = sorted({*BUILTINS, *TRAINED, *(point.name for point in _installed())})
     others = [kind for kind in known if kind not in (*BUILTINS, *TRAINED)]
     more = f", or a plugin's ({', '.join(others)})" if others else ""
-    meant = close_match(name, known)
+    meant = "" if name in known else close_match(name, known)
     trained = ", ".join(f"{kind}:PATH" for kind in TRAINED)
     return InputError(
         f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}{more}, not {name!r}{meant}"
