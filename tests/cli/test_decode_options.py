@@ -174,7 +174,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "block of a tree": (["--verification", "block", "--tree", "2,2", "--temperature", 1], "block: expected a chain"),
     "drafter": (["--drafter", "modle"], "layer:PATH, not 'modle' (did you mean 'model'?)"),
     "drafter-path": (["--drafter", "medusa"], "medusa:PATH, hydra:PATH, ctc:PATH, layer:PATH, not 'medusa'\n"),
-    "batch": (["--batch", "0"], "--batch: expected a whole number from 1"),
+    "batch": (["--batch", "0"], "--batch: expected 1 or more, not 0"),
     "top-k": (["--top-k", -1], "--top-k: expected 0 or more, not -1"),
     "top-p": (["--top-p", 1.5], "--top-p: expected above 0 and at most 1, not 1.5"),
     "min-p": (["--min-p", -0.5], "--min-p: expected between 0 and 1, not -0.5"),
