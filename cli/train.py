@@ -51,6 +51,10 @@ def train(
         Path | None,
         typer.Option(help="Trace of `collect --mix` that the head is fitted on in the place of the others."),
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--for", help="vllm: a policy that reads only what that engine hands to a drafter."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
     param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
     folds: Annotated[
@@ -123,9 +127,11 @@ def train(
     with progress_bars(quiet or json) as progress, config_saved(out):
         opened = [load_traces(path) for path in traces]
         if tune is not None:
-            single = [threshold, *vector, mixed]
+            single = [threshold, *vector, mixed, host]
             if any(value is not None for value in single):
-                raise InputError("--tune: leave out --threshold, --vector and --mixed; it finds thresholds by itself")
+                raise InputError(
+                    "--tune: leave out --threshold, --vector, --mixed and --for; it finds thresholds by itself"
+                )
             trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
         else:
             from ..train.fit.run import train as run
@@ -133,7 +139,7 @@ def train(
             trained = run(
                 opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, vectors=vector or None,
                 folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
-                progress=progress, **common,
+                host=host, progress=progress, **common,
             )  # fmt: skip
     if json:
         print_json(trained.metrics)

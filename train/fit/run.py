@@ -37,6 +37,7 @@ from ..heads.crossfit import (
 )
 from ..heads.fitting import HEAD_KINDS, FitOptions
 from ..heads.forms import Form, form, read_vectors, usual_features
+from ..heads.hosts import check_host, features_for
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
 from ..heads.scores import survival_scores
@@ -105,6 +106,7 @@ def train(
     passes: int | None = None,
     fit: FitOptions | None = None,
     mixed: Trace | None = None,
+    host: str | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Trained:
@@ -131,6 +133,7 @@ def train(
         fit: how heads are fitted.
         mixed: a trace of `collect --mix` that the head is fitted on in the place of `traces`, as SpecDec++'s is; on `traces`
             it is calibrated and settled.
+        host: the engine that the policy is to run in (`heads.hosts`): it then reads only what that engine hands over.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
@@ -140,6 +143,9 @@ def train(
     """
     kernels.load(progress)
     several = [traces] if isinstance(traces, Trace) else list(traces)
+    if host is not None:
+        check_host(host, several, rule, [*(vectors or ()), *form(head).vectors])
+        features = features_for(host, several, head, features, default_features(several))
     if rule == "gain":
         if len(several) != 1 or threshold is not None or vectors or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
@@ -155,7 +161,7 @@ def train(
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
         head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
-        fit or FitOptions(), read_vectors(head, several, vectors),
+        fit or FitOptions(), () if host is not None else read_vectors(head, several, vectors),
     )  # fmt: skip
     check_plan(plan)
     folder = None if out is None else claimed(out, [*several, mixed], profile, fit, overwrite=overwrite)
