@@ -9,14 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...policies.errors import PairError
-from ..models.cache import CachedModel
 from ..models.cuda_graph import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model, open_checkpoint
-from ..models.transfer import upload
+from ..models.packed import Part
 
-_LEAST = 256
-"""Tokens of a row to begin with; each next size is twice the last."""
+_LEAST = 512
+"""Tokens of a row to begin with."""
 
 
 def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int) -> PreTrainedModel:
@@ -41,7 +40,9 @@ def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: 
 
 
 class ModelRows:
-    """See `source.DraftRows`: a model and the texts it has read.
+    """See `source.DraftRows`: a model and the texts it has read, a row of its cache for each.
+
+    The cache grows with the longest text. What it held is read again then: that happens as often as a text doubles.
 
     Args:
         model: the draft.
@@ -51,26 +52,22 @@ class ModelRows:
 
     def __init__(self, model: PreTrainedModel, rows: int, vocabulary: int) -> None:
         self._model, self._vocabulary = model, vocabulary
-        self._caches: list[CachedModel | None] = [None] * rows
-        self._read: list[list[int]] = [[] for _ in range(rows)]
+        self._texts: list[list[int]] = [[] for _ in range(rows)]
+        self._cache = open_cache(model, _LEAST, vocabulary, batch=rows)
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """See `DraftRows.read`."""
-        return torch.cat([self._one(row, list(more)) for row, more in zip(rows, tokens, strict=True)])
-
-    def _one(self, row: int, more: list[int]) -> Tensor:
-        read, cache = self._read[row], self._caches[row]
-        read += more
-        if cache is None or cache.capacity < len(read):
-            size = max(_LEAST, 2 ** (len(read) - 1).bit_length())
-            self._caches[row] = cache = open_cache(self._model, size, self._vocabulary)
-            more = read
-        return cache.read(upload([more], torch.device(self._model.device)), rows=1)[0]
+        for row, more in zip(rows, tokens, strict=True):
+            self._texts[row].extend(more)
+        longest = max(len(self._texts[row]) for row in rows)
+        if self._cache.capacity < longest:
+            size = 2 ** (longest - 1).bit_length()
+            self._cache = open_cache(self._model, size, self._vocabulary, batch=len(self._texts))
+        return self._cache.read_parts([Part(row, self._texts[row][self._cache.lengths[row] :], 1) for row in rows])
 
     def roll_back(self, row: int, length: int) -> None:
         """See `DraftRows.roll_back`."""
-        cache = self._caches[row]
-        if cache is not None and cache.length > length:
-            cache.roll_back(length)
-            del self._read[row][length:]
+        del self._texts[row][length:]
+        if self._cache.lengths[row] > length:
+            self._cache.roll_back(length, row)

@@ -39,8 +39,8 @@ def check_host(host: str, traces: Sequence[Trace], rule: str | None, vectors: Se
         header = trace.header
         if header.temperature > 0 and header.label != "point":
             raise TraceError(
-                f"--for {host}: {trace.folder} has labels of the kind {header.label!r} at temperature {header.temperature:g}; "
-                f"{host} verifies the draft's likeliest token, which is accepted with the target's probability of it: "
+                f"--for {host}: {trace.folder} has labels {header.label!r} at temperature {header.temperature:g}; "
+                f"{host} verifies the draft's likeliest token, accepted with the target's probability of it: "
                 "expected labels of the kind 'point', or traces of temperature 0"
             )
 
