@@ -53,7 +53,7 @@ class ModelRows:
     def __init__(self, model: PreTrainedModel, rows: int, vocabulary: int) -> None:
         self._model, self._vocabulary = model, vocabulary
         self._texts: list[list[int]] = [[] for _ in range(rows)]
-        self._cache = open_cache(model, _LEAST, vocabulary, batch=rows)
+        self._cache = open_cache(model, _LEAST, vocabulary, streams=rows)
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -63,7 +63,7 @@ class ModelRows:
         longest = max(len(self._texts[row]) for row in rows)
         if self._cache.capacity < longest:
             size = 2 ** (longest - 1).bit_length()
-            self._cache = open_cache(self._model, size, self._vocabulary, batch=len(self._texts))
+            self._cache = open_cache(self._model, size, self._vocabulary, streams=len(self._texts))
         return self._cache.read_parts([Part(row, self._texts[row][self._cache.lengths[row] :], 1) for row in rows])
 
     def roll_back(self, row: int, length: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from simulated_engine import Engine, Request
+from specstop.decode.engines import models
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.models import ModelRows
 from specstop.decode.engines.rounds import Heard, Sent
@@ -177,3 +178,14 @@ def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> 
     assert [len(d) for d in drafting.propose([np.array([20, 21 + i]) for i in range(3)])] == [2, 2, 0]
     none = Drafting(rows, load_policy("fixed:0"), Options(2, K, 128))
     assert none.propose([np.array([20, 21])]) == [[]]
+
+
+def test_a_cache_that_grows_reads_its_texts_again(
+    pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "_LEAST", 4)
+    tool = Tool(pair, load_policy("fixed:3"), 2, requests[:6], True)
+    tool.engine.run(tool.propose)
+    assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3
+    for text, draft in tool.asked[::3]:
+        assert draft == greedy(pair.draft_model, text, 3, pair.vocabulary)[0]
