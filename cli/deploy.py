@@ -16,15 +16,16 @@ from .options import Config, Json, Out, Overwrite, Quiet, Seed, Set
 if TYPE_CHECKING:
     from ..policies.progress import Progress
 
-TARGETS = ("onnx", "hf", "vllm", "sglang", "llama.cpp")
-FROM_TRACES = ("vllm", "sglang", "llama.cpp")
+TARGETS = ("onnx", "hf", "vllm", "sglang", "trtllm", "llama.cpp")
+FROM_TRACES = ("vllm", "sglang", "trtllm", "llama.cpp")
+BY_BATCH = ("vllm", "sglang", "trtllm")
 
 To = Annotated[
     str,
     typer.Option(
         help="onnx: a file with the calibrated probabilities. hf: a folder for generate(custom_generate=...) that runs the "
-        "exact policy. vllm, sglang: draft lengths by batch size; llama.cpp: draft length and p_min; these three from "
-        "--traces and --profile."
+        "exact policy. vllm: the policy as a class that drafts there; vllm, sglang, trtllm: draft lengths by "
+        "batch size; llama.cpp: draft length and p_min; these four from --traces and --profile."
     ),
 ]
 
@@ -47,7 +48,7 @@ def deploy(
         ),
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option(help="vllm, sglang: the largest batch of the table. Default: 256, 64.")
+        int | None, typer.Option(help="vllm, sglang, trtllm: the largest batch of the table. Default: 256, 64, 256.")
     ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -59,8 +60,8 @@ def deploy(
     """Write a learned policy, or what of it another runtime can take, for that runtime."""
     if to not in TARGETS:
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
-    if max_batch is not None and to not in ("vllm", "sglang"):
-        raise InputError(f"--max-batch: only vllm and sglang have lengths by batch size, not {to}")
+    if max_batch is not None and to not in BY_BATCH:
+        raise InputError(f"--max-batch: only {', '.join(BY_BATCH)} have lengths by batch size, not {to}")
     if to == "onnx":
         deploy_onnx(_named(policy, to), out, overwrite, json)
         return
@@ -121,6 +122,10 @@ def _deploy(
         from ..train.serve.deploy_sglang import deploy_sglang
 
         return deploy_sglang(opened, costs, out, stated, **shared)
+    if to == "trtllm":
+        from ..train.serve.deploy_trtllm import deploy_trtllm
+
+        return deploy_trtllm(opened, costs, out, stated, **shared)
     from ..train.serve.deploy_llama import deploy_llama
 
     return deploy_llama(opened, costs, out, stated, **shared)

