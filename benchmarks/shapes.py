@@ -42,10 +42,12 @@ class Shape:
 SHAPES = {
     "8B": Shape(4096, 14336, 32, 32, 8, 128256),
     "1B": Shape(2048, 8192, 16, 32, 8, 128256),
+    "100M": Shape(640, 1712, 12, 10, 10, 32000),
+    "18M": Shape(256, 688, 2, 4, 4, 32000),
     "tiny target": Shape(64, 128, 2, 4, 2, 512),
     "tiny draft": Shape(64, 96, 1, 4, 2, 512),
 }
-"""Llama 3.1 8B and Llama 3.2 1B, and two that a processor runs in milliseconds."""
+"""Llama 3.1 8B and Llama 3.2 1B, two that a processor can serve, and two that it runs in milliseconds."""
 
 
 def random_model(shape: Shape, device: str, dtype: torch.dtype, longest: int, seed: int = 0) -> LlamaForCausalLM:

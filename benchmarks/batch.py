@@ -1,0 +1,261 @@
+"""Texts decoded side by side: the same as alone, replayed as they ran, faster together, in memory that does not grow.
+
+    python benchmarks/batch.py --check
+    python benchmarks/batch.py --pair pairs/a --out batch.json
+
+Without `--pair` the embedded pair is used. Speeds are compared on it and on a pair of 100M and 18M untrained weights. The
+last line is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bars import Bars, arguments
+from pairs import pair_folder
+from replay import equality
+from shapes import scripted_pair
+from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.run import collect, reading_room
+from specstop.decode import Generation, Pair, Settings, Speculator, load_pair, stream_key
+from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.compare.hf_baseline import PLAIN, Assisted
+from specstop.decode.loop import Request
+from specstop.decode.models.cuda_graph import open_cache
+from specstop.decode.models.pair import with_engine
+from specstop.decode.profile import measure_profile
+from specstop.policies import FixedLength
+from specstop.policies.storage.registry import load_policy
+from specstop.train.fit.run import train
+from specstop.train.replay.arrays import trace_arrays
+
+TREE, DEPTH, TIE = "3,2,1,1", 6, 1e-4
+MODES = [("match", None), ("match", TREE), ("rejection", None), ("rejection", "2,2,1"), ("block", None)]
+SPECS = ("fixed:3", "confidence:0.3", "product:0.2", "adaedl:0.3")
+SIZES, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)
+FEATURES = 3e-5
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    options = arguments(__doc__).parse_args()
+    bars = Bars()
+    folder = pair_folder(options)
+    pair = load_pair(folder / "target", folder / "draft")
+    count, tokens = (6, 16) if options.quick else (40, 128)
+    prompts = read_prompts(folder / "prompts-test.jsonl", count)
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
+    same_texts(pair, prompts, ids, tokens, options, bars)
+    with tempfile.TemporaryDirectory() as out:
+        replayed(
+            pair, prompts, ids, read_prompts(folder / "prompts-train.jsonl", count), tokens, Path(out), options, bars
+        )
+        collected(pair, prompts, tokens // 2, Path(out), options, bars)
+    stock = load_pair(folder / "target", folder / "draft", engine="plain")
+    speeds("embedded" if options.pair is None else options.pair.name, pair, ids, tokens // 2, options, bars, stock)
+    if not options.quick:
+        large, _ = scripted_pair(("100M", "18M"), "cpu", torch.float32, 512, 0.7)
+        texts = [[7 + at, 5, 3] * 12 for at in range(32)]
+        speeds("100M", with_engine(large), texts, 24, options, bars, large, least=0.0)
+    memory(options, bars)
+    return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens", len(prompts) >= 40)
+
+
+def requests(prompts: Sequence[Prompt], ids: Sequence[list[int]]) -> list[Request]:
+    """Return the prompts, each with the key of its noise."""
+    return [Request(tokens, stream_key(0, prompt.id)) for prompt, tokens in zip(prompts, ids, strict=True)]
+
+
+def same_texts(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    ids: Sequence[list[int]],
+    tokens: int,
+    options: argparse.Namespace,
+    bars: Bars,
+) -> None:
+    """Compare each text of a batch with its own alone, rejection under shared keys."""
+    compared, other, ties = 0, 0, []
+    for mode, tree in MODES[: 2 if options.quick else None]:
+        for temperature in (0.7,) if mode != "match" or options.quick else (0.0, 0.7):
+            settings = Settings(temperature, tokens, verification=mode, tree=tree)
+            asked = requests(prompts, ids)
+            texts = [Speculator(pair, FixedLength(4), settings, batch=batch).run(asked) for batch in (1, 3, 8)]
+            for made in texts[1:]:
+                for at, (own, alone) in enumerate(zip(made, texts[0], strict=True)):
+                    compared += 1
+                    if own.tokens == alone.tokens:
+                        continue
+                    other += 1
+                    ties.append(
+                        f"{mode} {tree or 'chain'} T={temperature:g} {prompts[at].id}: {tie(pair, ids[at], own, alone)}"
+                    )
+    for line in ties:
+        print(f"      differs: {line}")
+    bars.add(
+        "texts that differ from their own alone",
+        other,
+        other <= compared / 200 and compared > 0,
+        f"{other} of {compared}; 1 in 200",
+    )
+
+
+@torch.inference_mode()
+def tie(pair: Pair, prompt: list[int], own: Generation, alone: Generation) -> str:
+    """Return where two texts part, and how far apart the target's two best logits are there."""
+    at = next(i for i, (a, b) in enumerate(zip(own.tokens, alone.tokens, strict=False)) if a != b)
+    text = [*prompt, *own.tokens[:at]]
+    row = open_cache(pair.target, len(text), pair.vocabulary).read(torch.tensor([text], device=pair.device), 1)[0, 0]
+    best = row.topk(2).values.tolist()
+    return f"token {at}, best logits {best[0]:.5f} and {best[1]:.5f}"
+
+
+def replayed(
+    pair: Pair, prompts: Sequence[Prompt], ids: Sequence[list[int]], other: Sequence[Prompt], tokens: int, out: Path,
+    options: argparse.Namespace, bars: Bars,
+) -> None:  # fmt: skip
+    """Compare the rounds of batches with those that replay plays."""
+    total = ties = wrong = 0
+    for temperature in (0.7,) if options.quick else (0.0, 0.7):
+        for tree in (None, TREE):
+            told = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
+            held, seen = (
+                collect(pair, side, out / f"{temperature}{tree}{at}", **told)
+                for at, side in enumerate((prompts, other))
+            )
+            known = encode(other, pair.tokenizer, reading_room(pair, tokens))
+            profile = measure_profile(pair, known[:4], depth=DEPTH, temperature=temperature, new_tokens=16, tree=tree)
+            arrays = trace_arrays(held)
+            policies = [load_policy(spec).limited(arrays.depth) for spec in SPECS]
+            policies += [
+                train(seen, profile, rule="gain").policy if tree else train(seen, profile, head="logistic").policy
+            ]
+            for policy in policies:
+                for batch in (4, 8):
+                    run = Speculator(
+                        pair,
+                        policy,
+                        Settings(temperature, tokens, tree=tree, verification="match"),
+                        profile,
+                        batch=batch,
+                    )
+                    sums = equality(arrays, policy, profile, run.run(requests(prompts, ids)))
+                    total, ties, wrong = total + sums[0], ties + sums[1], wrong + sums[2]
+    enough = total >= 20_000 or options.quick
+    bars.add(
+        "rounds of batches replayed as live", total, wrong == 0 and ties <= max(1, total / 2000) and enough,
+        f"{total} rounds, {ties} ties, {wrong} wrong; 20,000, none wrong",
+    )  # fmt: skip
+
+
+def collected(
+    pair: Pair, prompts: Sequence[Prompt], tokens: int, out: Path, options: argparse.Namespace, bars: Bars
+) -> None:
+    """Compare the rows that live collection writes by batch, and its speed, with those of batch 1."""
+    worst, seconds = 0.0, {}
+    base: Any = None
+    for batch in (1, 2) if options.quick else (1, 2, 4, 8):
+        begin = time.perf_counter()
+        trace = collect(
+            pair,
+            prompts,
+            out / f"live-{batch}",
+            collector="live",
+            depth=4,
+            temperature=0.7,
+            max_new_tokens=tokens,
+            batch=batch,
+        )
+        seconds[batch] = time.perf_counter() - begin
+        arrays = trace_arrays(trace)
+        if base is None:
+            base = arrays
+        same = arrays.tokens.shape == base.tokens.shape and bool((arrays.tokens == base.tokens).all())
+        worst = (
+            max(worst, *(_apart(arrays.column(name), base.column(name)) for name in arrays.header.features))
+            if same
+            else np.inf
+        )
+    bars.add("features of rows collected by batch", worst, worst <= FEATURES, f"{worst:.1e} apart; {FEATURES:.0e}")
+    least = min(seconds[1] / spent for spent in seconds.values())
+    text = ", ".join(f"batch {batch} {seconds[1] / spent:.2f}" for batch, spent in seconds.items())
+    bars.add("live collection by batch over batch 1", least, least >= 0.98 or options.quick, f"{text}; at least 1")
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(((one - other).abs() / other.abs().clamp_min(1.0)).max())
+
+
+def speeds(
+    name: str,
+    pair: Pair,
+    ids: Sequence[list[int]],
+    tokens: int,
+    options: argparse.Namespace,
+    bars: Bars,
+    stock: Pair | None = None,
+    least: float = 2.5,
+) -> None:
+    """Measure the best fixed length of each batch size over that of batch 1, beside plain decoding and the library's own."""
+    sizes, lengths = (SIZES[:3], LENGTHS[:2]) if options.quick else (SIZES, LENGTHS)
+    settings = Settings(0.0, tokens, ignore_eos=True)
+    named = [(f"p{at}", own) for at, own in enumerate(ids[:32])]
+    runs = {(b, k): Speculator(pair, FixedLength(k), settings, batch=b) for b in sizes for k in (0, *lengths)}
+    found = run_alternating(list(runs.values()), named, batch=16)
+    rate = {
+        key: sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts)
+        for key, texts in zip(runs, found, strict=True)
+    }
+    library = {}
+    for batch in sizes if stock is not None else ():
+        made = run_alternating([Assisted(stock, PLAIN, 0.0, tokens, True)], named, batch=batch)[0]
+        library[batch] = sum(len(g.tokens) for g in made) / sum(g.seconds for g in made)
+    best = {b: max(lengths, key=lambda k: rate[b, k]) for b in sizes}
+    one = rate[1, best[1]]
+    for b in sizes:
+        theirs = f", library's plain {library[b] / one:.2f}" if library else ""
+        print(
+            f"      {name}, batch {b:>2}: fixed:{best[b]} {rate[b, best[b]]:.0f} tokens/s, {rate[b, best[b]] / one:.2f} of "
+            f"batch 1 (fixed:{best[1]}); plain {rate[b, 0] / one:.2f}{theirs}"
+        )
+    figures = {b: round(rate[b, best[b]] / one, 2) for b in sizes}
+    at = 8 if 8 in sizes else sizes[-1]
+    bars.add(
+        f"tokens/s by batch over batch 1, {name}", figures, figures[at] >= least or options.quick,
+        f"{figures[at]:.2f} at {at}; at least {least:g}",
+    )  # fmt: skip
+
+
+def memory(options: argparse.Namespace, bars: Bars) -> None:
+    """Decode 16 streams of 1,024 tokens for hundreds of rounds, and look at the memory in use after 50 and at the end."""
+    pair, _ = scripted_pair(("tiny target", "tiny draft"), "cpu", torch.float32, 1200, 0.6)
+    rounds, tokens = (60, 128) if options.quick else (500, 1024)
+    used: list[int] = []
+    loop = Speculator(pair, FixedLength(2), Settings(0.0, tokens), batch=16)
+
+    def note(number: int, new: list[int]) -> None:
+        if number == 0:
+            used.append(_resident())
+
+    loop.run([Request([5 + at, 7]) for at in range(16)] * 2, note)
+    early, late = np.median(used[40:60]), np.median(used[-20:])
+    grown = float(late - early) / 2**20
+    bars.add("memory of 16 streams", grown, grown <= 32.0, f"{grown:+.1f} MiB from round 50 to {rounds}; within 32")
+
+
+def _resident() -> int:
+    """Return the bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
