@@ -145,7 +145,7 @@ def decode(
     if quiet:
         return
     sys.stdout.write("\n")
-    show_tally(tally, f"{rule.name}, {describe(mode)}")
+    show_tally(tally, f"{rule.shown_name}, {describe(mode)}")
 
 
 class _Shown:

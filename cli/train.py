@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..train.fit.trained import Trained
 
 HEADS = "logistic,tokens,mlp,xgboost"
+DIAGNOSTICS = ("accept_", "next_", "survival_")
+"""What the names of metrics begin with that tell how a policy came about, not how good it is."""
 
 
 def train(
@@ -101,6 +103,10 @@ def train(
     ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Also print how well the head tells tokens apart, and how it is calibrated."),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
     config: Config = None,
@@ -144,7 +150,7 @@ def train(
     if json:
         print_json(trained.metrics)
     else:
-        show_trained(trained, out)
+        show_trained(trained, out, verbose)
         next_step("evaluate", "--traces", "HELD_OUT", "--train-traces", traces[0], "--profile", profile, "--policy", out,
                   "--out", "report")  # fmt: skip
 
@@ -165,23 +171,25 @@ def _tuned(
     return trained
 
 
-def show_trained(trained: Trained, out: Path) -> None:
-    """Print what was trained: the metrics, reliability by depth and temperature, and the trials of a search."""
+def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
+    """Print what was trained: how fast it replays, the trials of a search; `verbose`: how well it is calibrated as well."""
     metrics = trained.metrics
     plain = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-    table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(plain))
+    told = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
+    table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(told))
     for key, title in (
         ("reliability", "Survival by depth, of prompts that neither head nor calibration has seen"),
         ("trials", "Trials, replayed on prompts left out, the best first"),
     ):
         rows = metrics.get(key)
-        if rows:
+        if rows and (verbose or key != "reliability"):
             names = list(rows[0])
             shown = [name for name in names if any(row.get(name) is not None for row in rows)]
             table(
                 title, [name.replace("_", " ") for name in shown], [[_cell(row.get(n)) for n in shown] for row in rows]
             )
-    output().print(f"the policy is in {out}; its README.md has these tables")
+    more = "these tables" if verbose else "these tables, and how it is calibrated (--verbose)"
+    output().print(f"the policy is in {out}; its README.md has {more}")
 
 
 def _cell(value: Any) -> str:

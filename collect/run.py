@@ -23,7 +23,7 @@ from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
-from ..policies.progress import Progress, silent
+from ..policies.progress import Progress, shown
 from .completion_check import check_sampled
 from .completions import Completions
 from .prompts import Prompt, fit
@@ -53,7 +53,7 @@ def collect(
     resume: bool = False,
     overwrite: bool = False,
     repair: bool = False,
-    progress: Progress = silent,
+    progress: Progress = shown,
     collector: str = "dense",
     policy: StopPolicy | None = None,
     verification: str = "match",

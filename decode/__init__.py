@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         load_drafter as load_drafter,
         save_drafter as save_drafter,
     )
-    from .hf.generate import PolicyStoppingCriteria as PolicyStoppingCriteria, specstop_generate as specstop_generate
+    from .hf.generate import specstop_generate as specstop_generate
+    from .hf.stopping import PolicyStoppingCriteria as PolicyStoppingCriteria
     from .loop import Speculator as Speculator
     from .models.pair import Pair as Pair, join as join, load_pair as load_pair, with_engine as with_engine
     from .plain import plain_texts as plain_texts
@@ -36,7 +37,8 @@ __getattr__, __all__ = attach(
     {
         "compare.bench": "bench",
         "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafter load_drafter save_drafter",
-        "hf.generate": "PolicyStoppingCriteria specstop_generate",
+        "hf.generate": "specstop_generate",
+        "hf.stopping": "PolicyStoppingCriteria",
         "loop": "Speculator",
         "verify.noise": "stream_key",
         "models.pair": "Pair join load_pair with_engine",

@@ -96,6 +96,7 @@ class StopPolicy:
         first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
         max_depth: no deeper draft is made; at that depth the policy is not asked any more.
         source: the folder that the policy was loaded from; None = none.
+        label: what the user called it, a path or a spec; empty where it was made otherwise.
     """
 
     features: tuple[str, ...] = ()
@@ -108,6 +109,7 @@ class StopPolicy:
     max_depth: int = 20
     name: str = "policy"
     source: Path | None = None
+    label: str = ""
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of fresh sequences.
@@ -129,6 +131,11 @@ class StopPolicy:
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state after a round."""
         return state
+
+    @property
+    def shown_name(self) -> str:
+        """How reports and tables call the policy: as the user did, if they did."""
+        return self.label or self.name
 
     @property
     def cost_name(self) -> str:

@@ -12,7 +12,7 @@ from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown
 from ..loop import Speculator
 from ..models.pair import Pair
 from ..records import Generation, Tally
@@ -61,7 +61,7 @@ def bench(
     profile: Profile | None = None,
     seed: int = 0,
     batch: int = 1,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> list[BenchLine]:
     """Measure ways to decode side by side; the first line is our plain decoding.
 
@@ -88,7 +88,7 @@ def bench(
     runs: list[Runner] = [
         Speculator(pair, policy, settings, profile, batch=batch) for policy in (FixedLength(0), *policies)
     ]
-    names = ["plain", *(policy.name for policy in policies)]
+    names = ["plain", *(policy.shown_name for policy in policies)]
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 else ())):
             runs.append(

@@ -8,8 +8,14 @@ from ...policies.lazy import attach
 
 if TYPE_CHECKING:
     from .export import deploy_hf as deploy_hf, generate_carried as generate_carried
-    from .generate import PolicyStoppingCriteria as PolicyStoppingCriteria, specstop_generate as specstop_generate
+    from .generate import SpeculativeOutput as SpeculativeOutput, specstop_generate as specstop_generate
+    from .stopping import PolicyStoppingCriteria as PolicyStoppingCriteria
 
 __getattr__, __all__ = attach(
-    __name__, {"export": "deploy_hf generate_carried", "generate": "PolicyStoppingCriteria specstop_generate"}
+    __name__,
+    {
+        "export": "deploy_hf generate_carried",
+        "generate": "SpeculativeOutput specstop_generate",
+        "stopping": "PolicyStoppingCriteria",
+    },
 )

@@ -7,38 +7,42 @@ Traps of transformers 5.23 behind the names here: for a callable, `generate` dro
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.checking import check_policy
-from ...policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
-from ...policies.errors import InputError, PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, Layout
-from ...policies.features.history import History
-from ...policies.features.summary import Array
+from ...policies.contract import StopPolicy
+from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
 from ..drafters import find_drafter
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
-from ..reader import draft_step
+from ..records import Tally
 from ..settings import Settings
-from ..summaries import summarise
-from ..verify.modes import is_trimming, tell_if_untrained
+from ..verify.modes import tell_if_untrained
 from ..verify.noise import stream_key
 from ..verify.sampling import Shaping
+
+
+@dataclasses.dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` returns: the sequences, and how they came about.
+
+    Attributes:
+        statistics: sums over the rows of the batch (`records.Tally.summary`), and `acceptance`: (depth k, P(A >= k), rounds).
+    """
+
+    statistics: dict[str, Any] | None = None
 
 
 @torch.inference_mode()
@@ -57,7 +61,7 @@ def specstop_generate(
     seed: int | None = None,
     text_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
-) -> Tensor | GenerateDecoderOnlyOutput:
+) -> Tensor | SpeculativeOutput:
     """Generate with a stop policy: the decoding method that `generate(custom_generate=...)` calls.
 
     Args:
@@ -73,7 +77,7 @@ def specstop_generate(
         text_streamer: gets the tokens of each round; `generate` itself drops `streamer=`.
 
     Returns:
-        [rows, length] int64 like `generate`, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
+        [rows, length] int64 like `generate`, or a `SpeculativeOutput` with `return_dict_in_generate`.
 
     Raises:
         InputError: no draft model, or something that this loop does not do.
@@ -122,7 +126,8 @@ def specstop_generate(
     filler = pad if pad is not None else (ends[0] if ends else 0)
     sequences = torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], device=input_ids.device)
     if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        tally = Tally.of(made)
+        return SpeculativeOutput(sequences=sequences, statistics=tally.summary() | {"acceptance": tally.acceptance()})
     return sequences
 
 
@@ -162,98 +167,3 @@ def _key(seed: int | None, row: int, temperature: float) -> int:
     if seed is None:
         return int(torch.randint(2**62, (), device="cpu"))
     return stream_key(seed, str(row))
-
-
-class PolicyStoppingCriteria(StoppingCriteria):
-    """Lets a policy end the drafts of transformers' own assisted generation.
-
-        with PolicyStoppingCriteria(policy).riding(draft):
-            target.generate(**inputs, assistant_model=draft)
-
-    The stock loop asks from depth 1 on, knows nothing of the target's rows, and verifies every drafted token: policies
-    that read its distribution or hidden states, or leave drawn tokens out, are refused. Scores reach it processed; they are
-    the raw logits under greedy decoding, and times the temperature where that is the only processor.
-
-    Args:
-        policy: a policy or a spec.
-        temperature: of the sampling; 0 = greedy.
-    """
-
-    def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
-        self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
-        self._layout = Layout(self.policy.features)
-        self._anchor, self._columns = Columns(self._layout.anchor), Columns(self._layout.node)
-        known = (*RUN_FEATURES, *TOKEN_FEATURES)
-        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in known)]
-        if temperature > 0:
-            unknown += [name for name in self._layout.node if name.startswith("noisy_")]
-        if unknown:
-            raise PolicyError(f"{self.policy.name}: reads {', '.join(unknown)}, which the stock assisted loop has not")
-        if is_trimming(self.policy):
-            raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; the stock assisted loop verifies them all")
-        self._temperature = temperature
-        self._text: list[int] = []
-        self._drafted = 0
-
-    @contextlib.contextmanager
-    def riding(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
-        """Add this criterion to every draft of `assistant` and switch its stock stop rules off, until the block ends."""
-        config = assistant.generation_config
-        names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-        before = {name: getattr(config, name, None) for name in names}
-        stock: Any = assistant.generate
-
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            self._begin(kwargs["input_ids"])
-            kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs.get("stopping_criteria", ()), self])
-            return stock(*args, **kwargs)
-
-        config.num_assistant_tokens = self.policy.max_depth
-        config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = "constant", 0.0
-        setattr(assistant, "generate", generate)  # noqa: B010 - the type checker knows no other way
-        try:
-            yield self
-        finally:
-            del assistant.generate
-            for name, value in before.items():
-                setattr(config, name, value)
-
-    def _begin(self, input_ids: Tensor) -> None:
-        """Start a round; a text that does not continue the last one is a new sequence."""
-        text = input_ids[0].tolist()
-        known = len(self._text)
-        if not self._text or len(text) <= known or text[:known] != self._text:
-            self._state = checked_start(self.policy, 1, np.zeros(1, dtype=np.int64))
-            self._history = History.start(1)
-        else:
-            accepted = min(len(text) - known - 1, self._drafted)
-            self._history = self._history.after(np.array([accepted]), np.array([self._drafted]))
-            if type(self.policy).observe is not StopPolicy.observe:
-                self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
-        self._text, self._drafted = text, 0
-        self._path: Array | None = None
-        anchor = Drawn.of([(0, text[-1], text[-2] if len(text) > 1 else -1, 0, 1, 0)])
-        nothing = summarise(self._anchor.plan, torch.zeros(1, 1), anchor, self._temperature)
-        self._known = self._anchor(nothing, anchor, self._temperature)
-
-    def _outcome(self, accepted: int) -> RoundOutcome:
-        drafted, true = np.array([self._drafted]), np.array([True])
-        return RoundOutcome(true, drafted, drafted.copy(), np.array([accepted]), ~true, np.zeros(1))
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return [1] bool: stop behind the token just drawn."""
-        self._drafted += 1
-        device = input_ids.device
-        if self._drafted < self.policy.first or self._drafted >= self.policy.max_depth:
-            return torch.tensor([self._drafted >= self.policy.max_depth], device=device)
-        logits = scores[-1].float() * (self._temperature or 1.0)
-        greedy = logits if self._temperature == 0.0 else None
-        before, own = input_ids[0, -2:].tolist()
-        drawn = Drawn.of([(0, own, before, 0, 1, self._drafted)], self._path)
-        summary = summarise(self._columns.plan, logits, drawn, self._temperature, None, greedy)
-        self._path = summary.path
-        columns = self._columns(summary, drawn, self._temperature)
-        past = self._history.values(self._layout.history)
-        features = self._layout.step(self._layout.base(self._known, past), columns)
-        keep, self._state = checked_keep(self.policy, draft_step(self._drafted, features), self._state)
-        return torch.tensor([not keep[0, 0]], device=device)

@@ -21,7 +21,7 @@ from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN,
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown
 from ..loop import Speculator
 from ..models.pair import Pair
 from ..records import Generation
@@ -52,7 +52,7 @@ def measure_profile(
     new_tokens: int = NEW_TOKENS,
     effort: Effort | None = None,
     facts: Mapping[str, Any] | None = None,
-    progress: Progress = silent,
+    progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
     shaping: Shaping = UNCHANGED,

@@ -148,7 +148,12 @@ def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
     Raises:
         PolicyError: no such policy (the message has the close match), a wrong value, or a broken folder.
     """
-    text = str(spec)
+    policy = _of_spec(str(spec), plain)
+    policy.label = str(spec)
+    return policy
+
+
+def _of_spec(text: str, plain: bool) -> StopPolicy:
     path = Path(text).expanduser()
     if (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith("."))):
         return load_policy_folder(path)

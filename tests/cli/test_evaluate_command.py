@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from commands import cli, files
 from specstop.collect.store import Trace
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.profile import Profile
+from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
 
@@ -68,3 +70,19 @@ def test_decisions_are_added_to_a_profile_and_then_known(
 def test_without_a_place_to_go_a_profile_is_refused(pair_folder: Path) -> None:
     answer = cli("profile", "--target", pair_folder / "target", "--draft", pair_folder / "draft")
     assert answer.code == 2 and "--out: expected a JSON file for the profile to go to" in answer.err
+
+
+def test_rows_are_called_what_was_typed(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path) -> None:
+    """Two folders of one head, whose own names are the same, and a rule."""
+    for name in ("one", "two"):
+        train(sides[0], full_profile, out=tmp_path / name)
+    full_profile.save(tmp_path / "profile.json")
+    typed = [str(tmp_path / "one"), str(tmp_path / "two"), "confidence:0.7"]
+    options = [word for spec in typed for word in ("--policy", spec)]
+    read = ["evaluate", "--traces", sides[1].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "r"]
+    answer = cli(*read, *options, "--no-sweep", "--json")
+    assert answer.code == 0, answer.err
+    names = [line["name"] for line in json.loads(answer.out)["lines"]]
+    assert set(typed) <= set(names)
+    twice = cli(*read, *options[:2] * 2, "--overwrite")
+    assert twice.code == 2 and f"two policies are called '{typed[0]}'" in twice.err

@@ -148,6 +148,9 @@ def test_several_texts_of_one_prompt_differ(pair: Pair, prompt_ids: list[list[in
 def test_return_dict_in_generate(pair: Pair, prompt_ids: list[list[int]]) -> None:
     made = ours(pair, prompt_ids[:2], return_dict_in_generate=True)
     assert torch.equal(made.sequences, stock(pair, prompt_ids[:2]))
+    told = made.statistics
+    assert told["texts"] == 2 and told["drafted"] >= told["accepted"] > 0
+    assert told["acceptance"][0][0] == 1 and 0.0 < told["acceptance"][0][1] <= 1.0
 
 
 class Until(StoppingCriteria):
@@ -254,12 +257,14 @@ def drafts_of(draft: Any, run: Any) -> list[int]:
 def assisted(pair: Pair, prompt: list[int], policy: StopPolicy) -> tuple[Tensor, list[int]]:
     """The text of assisted generation with a policy riding, and the lengths of its drafts."""
     out: list[Tensor] = []
+    riding = PolicyStoppingCriteria(policy)
 
     def run() -> None:
-        with PolicyStoppingCriteria(policy).riding(pair.draft):
+        with riding.riding(pair.draft):
             out.append(stock(pair, [prompt], assistant_model=pair.draft))
 
     drafts = drafts_of(pair.draft, run)
+    assert [drafted for drafted, _ in riding.rounds] == drafts[:-1]  # there is no one to tell of the last
     return out[0], drafts
 
 

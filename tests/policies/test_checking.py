@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from specstop.collect.explore import exploring
 from specstop.collect.store import Trace
-from specstop.decode.hf.generate import PolicyStoppingCriteria
+from specstop.decode.hf.stopping import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import add_decisions

@@ -18,7 +18,7 @@ from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.outputs import claim_folder, refuse_inputs, staged_folder
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import load_policy_folder
 from ..fit.run import settle, train
 from ..fit.tune import best_of, fixed_grid
@@ -194,7 +194,7 @@ def demo(
     sizes: Sizes | None = None,
     seed: int = 0,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Demo:
     """Run the whole pipeline and leave traces, profile, policies, report and plot in `out`.
 

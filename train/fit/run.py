@@ -22,7 +22,7 @@ from ...policies.heads.build import Head
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import load_policy_folder, save_policy
 from ..heads.crossfit import (
     FOLDS,
@@ -108,7 +108,7 @@ def train(
     mixed: Trace | None = None,
     host: str | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Trained:
     """Fit a stop head on traces, calibrate it on prompts that it did not see, and give it a stop rule.
 

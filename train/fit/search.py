@@ -24,7 +24,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopError
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limits
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown, silent
 from ...policies.storage.registry import load_policy
 from ..heads.fitting import HEAD_KINDS, FitOptions
 from ..heads.forms import form, read_vectors, usual_features
@@ -153,7 +153,7 @@ def train_best(
     seed: int = 0,
     fit: FitOptions | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> tuple[Trained, Search]:
     """Search, then train the best head under its best rule on all prompts; its metrics have the table of trials.
 

@@ -19,7 +19,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.outputs import claim_folder
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown
 from ..fit.tune import PRICED, solve_rate, tune_confidence
 from ..replay.arrays import TraceArrays, trace_arrays
 from ..replay.bounds import oracle_plan
@@ -65,7 +65,7 @@ def evaluate(
     transfer: Transfer | None = None,
     shaping: Shaping | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Report:
     """Replay policies on held-out traces and compare them.
 
@@ -197,7 +197,7 @@ def _policies(
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
         jobs.append((TUNED, "rule", tuned, note))
     for policy in policies:
-        note = ""
+        note, called = "", policy.shown_name
         is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
         if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
             note = "rho as saved, of another profile; give dense training traces to solve it for this one"
@@ -205,7 +205,7 @@ def _policies(
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
                 note = "rho solved for this profile on the training traces"
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
-        jobs.append((policy.name, kind, policy.limited(depth), note))
+        jobs.append((called, kind, policy.limited(depth), note))
     names = [job[0] for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

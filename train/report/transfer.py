@@ -15,7 +15,7 @@ from ...policies.errors import InputError, TraceError
 from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import other_conditions
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown
 from ..replay.arrays import TraceArrays, trace_arrays
 from ..replay.log import play
 from .intervals import Resamples
@@ -33,7 +33,7 @@ def transfer(
     names: Sequence[str] | None = None,
     by_group: bool = False,
     seed: int = 0,
-    progress: Progress = silent,
+    progress: Progress = shown,
 ) -> Transfer:
     """Use each policy on each trace (or group of prompts) and say where it must not be deployed.
 

@@ -14,7 +14,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.progress import Progress, silent
+from ...policies.progress import Progress, shown
 from ..fit.tune import solve_rate
 from ..replay.arrays import TraceArrays, trace_arrays, typical_context
 from ..replay.log import Played, play, scaled
@@ -56,7 +56,7 @@ def sweep(
     train_traces: Trace | None = None,
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
-    progress: Progress = silent,
+    progress: Progress = shown,
     draws: Draws | None = None,
 ) -> Sweep:
     """Replay policies as the draft step grows dearer beside the target's, and say from where each of them pays.

@@ -1,0 +1,123 @@
+"""A stopping criterion that lets a policy end the drafts of transformers' own assisted generation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from ...policies.checking import check_policy
+from ...policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
+from ...policies.errors import PolicyError
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, Layout
+from ...policies.features.history import History
+from ...policies.features.summary import Array
+from ...policies.storage.registry import load_policy
+from ..reader import draft_step
+from ..summaries import summarise
+from ..verify.modes import is_trimming
+
+
+class PolicyStoppingCriteria(StoppingCriteria):
+    """Lets a policy end the drafts of transformers' own assisted generation.
+
+        with PolicyStoppingCriteria(policy).riding(draft):
+            target.generate(**inputs, assistant_model=draft)
+
+    The stock loop asks from depth 1 on, knows nothing of the target's rows, and verifies every drafted token: policies
+    that read its distribution or hidden states, or leave drawn tokens out, are refused. Scores reach it processed; they are
+    the raw logits under greedy decoding, and times the temperature where that is the only processor.
+
+    Args:
+        policy: a policy or a spec.
+        temperature: of the sampling; 0 = greedy.
+
+    Attributes:
+        rounds: (drafted, accepted) of each that has ended: what followed the last draft of a text is not known.
+    """
+
+    def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
+        self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
+        self._layout = Layout(self.policy.features)
+        self._anchor, self._columns = Columns(self._layout.anchor), Columns(self._layout.node)
+        known = (*RUN_FEATURES, *TOKEN_FEATURES)
+        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in known)]
+        if temperature > 0:
+            unknown += [name for name in self._layout.node if name.startswith("noisy_")]
+        if unknown:
+            raise PolicyError(f"{self.policy.name}: reads {', '.join(unknown)}, which the stock assisted loop has not")
+        if is_trimming(self.policy):
+            raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; the stock assisted loop verifies them all")
+        self._temperature = temperature
+        self._text: list[int] = []
+        self._drafted = 0
+        self.rounds: list[tuple[int, int]] = []
+
+    @contextlib.contextmanager
+    def riding(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
+        """Add this criterion to every draft of `assistant` and switch its stock stop rules off, until the block ends."""
+        config = assistant.generation_config
+        names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+        before = {name: getattr(config, name, None) for name in names}
+        stock: Any = assistant.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            self._begin(kwargs["input_ids"])
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs.get("stopping_criteria", ()), self])
+            return stock(*args, **kwargs)
+
+        config.num_assistant_tokens = self.policy.max_depth
+        config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = "constant", 0.0
+        setattr(assistant, "generate", generate)  # noqa: B010 - the type checker knows no other way
+        try:
+            yield self
+        finally:
+            del assistant.generate
+            for name, value in before.items():
+                setattr(config, name, value)
+
+    def _begin(self, input_ids: Tensor) -> None:
+        """Start a round; a text that does not continue the last one is a new sequence."""
+        text = input_ids[0].tolist()
+        known = len(self._text)
+        if not self._text or len(text) <= known or text[:known] != self._text:
+            self._state = checked_start(self.policy, 1, np.zeros(1, dtype=np.int64))
+            self._history = History.start(1)
+        else:
+            accepted = min(len(text) - known - 1, self._drafted)
+            self.rounds.append((self._drafted, accepted))
+            self._history = self._history.after(np.array([accepted]), np.array([self._drafted]))
+            if type(self.policy).observe is not StopPolicy.observe:
+                self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
+        self._text, self._drafted = text, 0
+        self._path: Array | None = None
+        anchor = Drawn.of([(0, text[-1], text[-2] if len(text) > 1 else -1, 0, 1, 0)])
+        nothing = summarise(self._anchor.plan, torch.zeros(1, 1), anchor, self._temperature)
+        self._known = self._anchor(nothing, anchor, self._temperature)
+
+    def _outcome(self, accepted: int) -> RoundOutcome:
+        drafted, true = np.array([self._drafted]), np.array([True])
+        return RoundOutcome(true, drafted, drafted.copy(), np.array([accepted]), ~true, np.zeros(1))
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return [1] bool: stop behind the token just drawn."""
+        self._drafted += 1
+        device = input_ids.device
+        if self._drafted < self.policy.first or self._drafted >= self.policy.max_depth:
+            return torch.tensor([self._drafted >= self.policy.max_depth], device=device)
+        logits = scores[-1].float() * (self._temperature or 1.0)
+        greedy = logits if self._temperature == 0.0 else None
+        before, own = input_ids[0, -2:].tolist()
+        drawn = Drawn.of([(0, own, before, 0, 1, self._drafted)], self._path)
+        summary = summarise(self._columns.plan, logits, drawn, self._temperature, None, greedy)
+        self._path = summary.path
+        columns = self._columns(summary, drawn, self._temperature)
+        past = self._history.values(self._layout.history)
+        features = self._layout.step(self._layout.base(self._known, past), columns)
+        keep, self._state = checked_keep(self.policy, draft_step(self._drafted, features), self._state)
+        return torch.tensor([not keep[0, 0]], device=device)
