@@ -162,21 +162,20 @@ class ModelSource:
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
         """See `rounds.RoundSource`."""
         deferred, greedy, deepest = self.mode.deferred, self._temperature == 0.0, self.topology.deepest
+        begun = [(number, text) for number, text in enumerate(self.texts) if text is not None and not text.ended]
+        self.streams = [Stream.begin(number, text, self.topology, deferred, greedy) for number, text in begun]
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
-        limit, limited = np.full(self._size, deepest), False
-        self.streams = []
-        for number, text in enumerate(self.texts):
-            if text is None or text.ended:
-                continue
-            self.streams.append(Stream.begin(number, text, self.topology, deferred, greedy))
+        limit: Array | None = None
+        for number, text in begun:
             active[number], context[number] = True, len(text.tokens)
             allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
             if allowed < deepest:
-                limit[number], limited = allowed, True
+                limit = np.full(self._size, deepest) if limit is None else limit
+                limit[number] = allowed
         self._base = self._level = None
         roots = [[p for p in own.latest if own.found.tokens[p] not in self.eos] for own in self.streams]
         alive = self._grown = self._marked(0, roots)
-        return active, alive, context, self.drafter.backlog(), limit if limited else None
+        return active, alive, context, self.drafter.backlog(), limit
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""
@@ -213,10 +212,10 @@ class ModelSource:
 
     def _marked(self, depth: int, places: Sequence[Sequence[int]]) -> Array:
         """Return [S, B] bool, the rows of a depth that these places of the streams of the round stand at."""
-        whole, first = self._whole[depth], self.topology.spans[depth].start
+        whole = self._whole[depth]
         if sum(map(len, places)) == whole.size:
             return whole
-        marked = np.zeros_like(whole)
+        marked, first = np.zeros_like(whole), self.topology.spans[depth].start
         for own, some in zip(self.streams, places, strict=True):
             for place in some:
                 marked[own.number, own.found.rows[place] - first] = True
@@ -231,8 +230,12 @@ class ModelSource:
         streams = self.streams
         for own in streams:
             own.latest, own.ended = [], set()
-        at = [i for i, some in enumerate(fed) if some]
-        asked, places = [streams[i] for i in at], [fed[i] for i in at]
+        asked, places = streams, fed
+        if not all(fed):
+            asked, places = (
+                [own for own, some in zip(streams, fed, strict=True) if some],
+                [some for some in fed if some],
+            )
         proposal = self.feed(asked, places)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
         sampled, untruncated = self._sampled(asked, places, raw)
@@ -248,16 +251,20 @@ class ModelSource:
                 return [own.latest for own in streams], None
         children = self.topology.children
         below = [children[own.found.rows[place]] for own, some in zip(asked, places, strict=True) for place in some]
-        turns = [own.turn(some) for own, some in zip(asked, places, strict=True)]
-        drawn = self.mode.draw(sampled, [len(rows) for rows in below], turns)
+        drawn = self.mode.draw(
+            sampled,
+            [len(rows) for rows in below],
+            [own.turn(some) for own, some in zip(asked, places, strict=True)],
+        )
         owner: list[int] = []
         row = 0
         for own, some in zip(asked, places, strict=True):
+            found = own.found
             for place in some:
                 if drawn.source is not None:
-                    own.found.drawn_from[place] = drawn.source[row]
+                    found.drawn_from[place] = drawn.source[row]
                 for node, token in zip(below[row], drawn.tokens[row], strict=False):  # fewer where no more are known
-                    own.latest.append(new := own.found.add(place, node, token))
+                    own.latest.append(new := found.add(place, node, token))
                     if token in self.eos:
                         own.ended.add(new)
                     owner.append(row)
@@ -266,9 +273,8 @@ class ModelSource:
             return [own.latest for own in streams], None
         shaped = sampled if asked[0].text.sampler.reads_prefix and self._temperature > 0 else None
         untruncated = None if shaped is None else untruncated
-        return [own.latest for own in streams], Logits(
-            raw, shaped, drawn.scores, owner, states, drawn.best, untruncated
-        )
+        logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best, untruncated)
+        return [own.latest for own in streams], logits
 
     def _sampled(
         self, streams: Sequence[Stream], places: Sequence[Sequence[int]], raw: Tensor
@@ -278,8 +284,8 @@ class ModelSource:
         Each stream's own processors see its own prefixes.
         """
         if len(streams) == 1:
-            (own,), (some,) = streams, places
-            return own.text.sampler(raw, lambda: own.prefixes(some)), own.text.sampler.untruncated
+            own, some, sampler = streams[0], places[0], streams[0].text.sampler
+            return sampler(raw, lambda: own.prefixes(some)), sampler.untruncated
         if not any(own.text.sampler.reads_prefix for own in streams):
             return streams[0].text.sampler(raw, list), None
         out, kept, first = torch.empty_like(raw), None, 0

@@ -127,7 +127,8 @@ def specstop_generate(
     sequences = torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], device=input_ids.device)
     if generation_config.return_dict_in_generate:
         tally = Tally.of(made)
-        return SpeculativeOutput(sequences=sequences, statistics=tally.summary() | {"acceptance": tally.acceptance()})
+        statistics = tally.summary() | {"acceptance": tally.acceptance()}
+        return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences
 
 

@@ -173,7 +173,9 @@ class CachedModel:
             positions = self._positions[:, start:end]
         if self._windows:
             self._position_at[stream, start:end] = positions[0]
-        mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
+            mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
+        elif mask is not None:
+            mask = backend_mask(mask, self.model)
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
         slots.lengths[stream] = end
         return logits
@@ -237,14 +239,14 @@ class CachedModel:
 
         One packed call reads them, but for the beginnings of texts and other long parts.
         """
+        if len(parts) == 1:
+            return self._read_alone(parts[0])
         lengths = self._slots.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
         if len(together) < 2:
             together = []
         if len(together) == len(parts):
             return self._read_packed(parts)
-        if len(parts) == 1:
-            return self._read_alone(parts[0])
         found = {part.stream: (self._read_alone(part), self.states) for part in parts if part not in together}
         if together:
             logits, states = self._read_packed(together), self.states
@@ -262,9 +264,10 @@ class CachedModel:
             logits = self.read_tree(part.tokens, part.tree, part.stream)[0]
         else:
             logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
-        if part.wanted:
+        if part.wanted and part.tree is not None:
             logits = logits[-part.wanted :]
-            self.states = None if self.states is None else self.states[:, -part.wanted :]
+        if self.states is not None and self.states.shape[1] > len(logits):
+            self.states = self.states[:, -len(logits) :]
         return logits
 
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
