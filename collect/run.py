@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..decode.models.engine import layouts_of
 from ..decode.models.hidden import vector_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
@@ -254,6 +255,7 @@ def facts(pair: Pair) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else str(pair.device),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "weight layouts": layouts_of(pair.target),
         "versions": {name: version(name) for name in packages},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -33,8 +33,8 @@ from ...policies.storage.safe_loading import (
 )
 from ..models.engine import pack
 from ..models.hidden import hidden_width
-from ..models.packing import can_pack
 from ..models.pair import Pair
+from ..models.products import can_pack
 from .layer_network import CTCNetwork, LayerNetwork
 from .networks import HydraHeads, MedusaHeads, Shape
 

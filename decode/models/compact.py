@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from .cache import window_layers
-from .packing import Packed
+from .products import Product
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
@@ -62,10 +62,10 @@ class _Layer:
         self.k_norm = getattr(getattr(attention, "k_norm", None), "weight", None)
 
 
-def _joined(*linears: nn.Linear) -> Packed:
+def _joined(*linears: nn.Linear) -> Product:
     """Return several linear layers of one input as a single one."""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
-    return Packed(torch.cat([linear.weight.data for linear in linears]), torch.cat(biases) if biases else None)
+    return Product(torch.cat([linear.weight.data for linear in linears]), torch.cat(biases) if biases else None)
 
 
 class CompactModel(nn.Module):
@@ -103,6 +103,12 @@ class CompactModel(nn.Module):
     def get_output_embeddings(self) -> Any:
         """Return the output layer, for drafters that make their distributions by it; as of a `PreTrainedModel`."""
         return self._head
+
+    @property
+    def products(self) -> list[Product]:
+        """The products with weights, layer by layer."""
+        each = [product for layer in self._layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [*each, self._head]
 
     def _rotate(self, positions: int) -> None:
         """Tabulate the rotations of so many positions: [P, 1, width], the sign of the rotated half in the sine."""

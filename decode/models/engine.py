@@ -3,14 +3,17 @@
 | engine | what | for |
 |---|---|---|
 | `plain` | transformers' modules as they are | everything; the reference |
-| `packed` | the same, every linear's weight reordered once for oneDNN | CPU, float32 and bfloat16 |
-| `compact` | one forward of few operations, fused projections, reordered weights | CPU, Llama family, `sdpa` |
+| `packed` | the same, every linear's weight in the layout that multiplies fastest here | CPU, float32 and bfloat16 |
+| `compact` | one forward of few operations, fused projections, the same layouts | CPU, Llama family, `sdpa` |
 
-Stock matrix products on a CPU read the weights several times for 2 to 8 rows; a reordered weight is read once, so that
-verifying costs little more than one step. All three give the library's logits within float rounding.
+Stock matrix products on a CPU read the weights several times for 2 to 8 rows; in oneDNN's order a weight is read once, so
+that verifying costs little more than one step, on most processors (`layouts` measures which). All three give the library's
+logits within float rounding.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -18,13 +21,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
 from .compact import CompactModel, compact_refusal
-from .packing import Packed, can_pack
+from .layouts import choose_layouts
+from .products import Product, can_pack
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is kept in the order that oneDNN reads.
+    """A linear layer whose weight is kept in the layout that multiplies fastest.
 
     Args:
         weight: [out, in].
@@ -33,12 +37,12 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.packed = Packed(weight, bias)
+        self.product = Product(weight, bias)
         self.out_features, self.in_features = weight.shape
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out]."""
-        return self.packed(input)
+        return self.product(input)
 
 
 def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
@@ -66,18 +70,33 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
         engine: from `choose_engine`.
     """
     if engine == "compact":
-        return CompactModel(model)  # type: ignore[return-value]
+        compact = CompactModel(model)
+        choose_layouts(compact.products)
+        return compact  # type: ignore[return-value]
     if engine == "packed":
         pack(model)
     return model
 
 
+def layouts_of(model: PreTrainedModel) -> str:
+    """Return in which layouts a model multiplies, for people: by class of rows, and how many of its products do."""
+    products = model.products if isinstance(model, CompactModel) else []
+    products = products or [layer.product for layer in model.modules() if isinstance(layer, PackedLinear)]
+    counts = Counter("/".join(dict.fromkeys(product.layouts)) for product in products)
+    return ", ".join(f"{layouts} ({count})" for layouts, count in counts.most_common()) or "linear"
+
+
 def pack(module: nn.Module) -> None:
-    """Reorder the weight of every linear layer, in place: the module can no longer be saved, trained or moved."""
+    """Have every linear layer multiply in the fastest layout, in place: the module cannot be saved, trained or moved then."""
+    _pack(module)
+    choose_layouts([layer.product for layer in module.modules() if isinstance(layer, PackedLinear)])
+
+
+def _pack(module: nn.Module) -> None:
     for name, child in module.named_children():
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight.data, None if child.bias is None else child.bias.data))
         elif isinstance(child, Conv1D):  # GPT-2 keeps its weights transposed
             setattr(module, name, PackedLinear(child.weight.data.t().contiguous(), child.bias.data))
         else:
-            pack(child)
+            _pack(child)
