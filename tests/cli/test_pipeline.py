@@ -137,7 +137,7 @@ def test_evaluate_answers_its_report(done: dict[str, Any], home: Path) -> None:
     assert report == json.loads((home / "report" / "report.json").read_text())
     names = [line["name"] for line in report["lines"]]
     assert names[:2] == ["plain decoding", "best fixed"]
-    assert {"logistic", "fixed:2", "confidence, tuned"} <= set(names)
+    assert {str(home / "policy"), "fixed:2", "confidence, tuned"} <= set(names)
     assert {p.name for p in (home / "report").iterdir()} == {
         "report.csv",
         "report.html",
