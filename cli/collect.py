@@ -111,6 +111,26 @@ Hidden = Annotated[
 Memory = Annotated[
     int, typer.Option(help="Dense collector: MiB for the scores of the positions that are unrolled together.")
 ]
+Draws = Annotated[
+    int,
+    typer.Option(
+        help="Draws of drafts and acceptances given each text (rejection, block): more of them, less variance."
+    ),
+]
+OffText = Annotated[
+    str,
+    typer.Option(
+        help="Block verification: exact, where the target reads what the draft proposes off the text too, or approximate."
+    ),
+]
+DraftGreedy = Annotated[
+    bool,
+    typer.Option(
+        "--draft-greedy",
+        help="The draft proposes its best token while the text is sampled (--verification point): as engines without "
+        "draft probabilities do.",
+    ),
+]
 FromVLLM = Annotated[
     Path | None,
     typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; no model is run."),
@@ -156,8 +176,15 @@ def collect(
     collector: Collector = "dense",
     policy: LivePolicy = None,
     verification: Annotated[
-        str, typer.Option(help="Live collector: verification mode, as in `specstop decode`.")
+        str,
+        typer.Option(
+            help="Whose rounds are recorded. Dense: match or point (replay is exact path by path), rejection, "
+            "rejection_replace or block (drawn given the text: exact in law). Live: any, as in `specstop decode`."
+        ),
     ] = "match",
+    draft_greedy: DraftGreedy = False,
+    draws: Draws = 1,
+    off_text: OffText = "exact",
     explore: Explore = 0.0,
     mix: Mix = 0.0,
     completions: Completions = None,
@@ -237,7 +264,9 @@ def collect(
             tree=tree,
             collector=collector,
             policy=load_policy(policy) if policy else None,
-            verification=verification,
+            verification=_verification(verification, draft_greedy),
+            draws=draws,
+            off_text=off_text,
             explore=explore,
             mix=mix,
             completions=None if completions is None else {p.id: p.completion or "" for p in chosen},
@@ -258,6 +287,13 @@ def collect(
         _show_estimate(expected, place.world, json)
     elif trace is not None:
         _show(trace, place, json)
+
+
+def _verification(name: str, draft_greedy: bool) -> str:
+    """Return the verification that two options ask for."""
+    if draft_greedy and name not in ("match", "point"):
+        raise InputError(f"--draft-greedy: is --verification point; leave out --verification {name}")
+    return "point" if draft_greedy else name
 
 
 def _vectors(hidden: str | None) -> list[str]:

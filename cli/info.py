@@ -74,7 +74,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     """Return the plain facts of a trace, and its acceptance by depth as table rows."""
     import numpy as np
 
-    from ..collect.card import balance_text, hidden_text
+    from ..collect.card import balance_text, hidden_text, replay_text
     from ..decode.verify.modes import describe
     from ..policies.learned.conditions import shaping_text
 
@@ -97,6 +97,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "target": header.target,
         "draft": header.draft,
         "verification": describe(header.verification),
+        "replay": replay_text(header),
         "temperature": header.temperature,
         "filter": shaping_text(header.shaping),
         "depth": header.depth,

@@ -51,6 +51,7 @@ def _facts(header: Header) -> dict[str, Any]:
         "temperature": f"{header.temperature:g}",
         "filter": shaping_text(header.shaping),
         "verification": header.verification,
+        "replay": replay_text(header),
         "depth": header.depth,
         "nodes": len(header.topology),
         "collector": header.collector,
@@ -69,6 +70,16 @@ def hidden_text(header: Header) -> str:
     """Return which hidden states a trace has, with their shape in a row."""
     shapes = {name: " x ".join(map(str, header.vector_shape(name))) for name in header.vectors}
     return ", ".join(f"{name} ({shape}, float16)" for name, shape in shapes.items()) or "none"
+
+
+def replay_text(header: Header) -> str:
+    """Return in words how replay of a trace is exact."""
+    return {
+        "": "single rounds only" if header.collector == "live" else "none: its texts are not whole texts of the target",
+        "path": "exact path by path",
+        "law": f"exact in law, {header.draws} draw{'s' * (header.draws > 1)} of each text",
+        "nearly": f"nearly exact in law (--off-text approximate), {header.draws} draw{'s' * (header.draws > 1)} of each text",
+    }[header.exactness]
 
 
 def balance_text(checked: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 At temperature 0 the positions count after which a text goes on as the target itself would. Above it a text is taken for what
 it says it is, a sample of the target's: then noise is drawn given the text (`noise.gumbel_given`), so that text and noise
-together have the law of plain sampling, and every position is an exact anchor. Texts that were not sampled so are refused.
+together have the law of plain sampling, and every position is an exact anchor; other verifications than `match` need none.
+Texts that were not sampled so are refused.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def completion_rows(
         noise = None
         if unroller.temperature > 0:
             text = text[: possible(sampled, text)]
-            noise = given_noise(pair, sampled[: len(text)], len(prompt), text, key)
+            if unroller.verification == "match":
+                noise = given_noise(pair, sampled[: len(text)], len(prompt), text, key)
         ended = bool(text) and text[-1] in pair.eos
         if unroller.temperature > 0:
             last = min(max_new_tokens, len(text) if ended else len(text) - unroller.depth + 1)
@@ -74,7 +76,9 @@ def completion_rows(
         if not anchors:
             continue
         anchor = torch.tensor(anchors, device=pair.device)
-        chunks.append(text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, states, noise)))
+        for draw in range(unroller.draws):
+            written = Written(one, text, rows[: len(text)], last, anchor, states, noise, draw)
+            chunks.append(text_columns(unroller, written))
     return chunks
 
 

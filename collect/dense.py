@@ -1,7 +1,8 @@
 """The dense collector: the target's text once, then the draft unrolled from every position at once.
 
-Under `match` the committed text does not depend on the policy, so one plain text holds every anchor that any policy can
-visit. From each anchor the draft is unrolled (`unroll`); labels compare with the text and cost no further target call.
+Under every lossless verification the text has the target's law whatever the policy, so one plain text holds every anchor
+that any policy can visit. From each anchor the draft is unrolled (`unroll`). Under `match` the labels compare with the text,
+exact path by path; under `rejection` and `block` drafts and acceptances are drawn given the text, exact in law.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Written:
         anchor: [n] of 1 .. last - 1, rising.
         target_states: [L, H] float16, the hidden states of `target_rows`, if the unroller is to record them.
         noise: [L, V] that the text was drawn with, where it is at hand.
+        draw: number of the draw given the text, of `Unroller.draws`.
     """
 
     prompt: tuple[int, str, str, list[int], int]
@@ -44,6 +46,7 @@ class Written:
     anchor: Tensor
     target_states: Tensor | None = None
     noise: Tensor | None = None
+    draw: int = 0
 
 
 def dense_rows(
@@ -61,14 +64,16 @@ def dense_rows(
         max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
     """
     longest, temperature = max_new_tokens + unroller.depth, unroller.temperature
-    wide = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 else 1)  # rows and noise
+    hidden, noisy = TARGET_HIDDEN in unroller.vectors, unroller.verification == "match"
+    wide = (
+        pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 and noisy else 1)
+    )  # rows and noise
     side_by_side = max(1, min(len(batch), unroller.memory_bytes // (longest * wide)))
     chunks: list[Mapping[str, Any]] = []
-    hidden = TARGET_HIDDEN in unroller.vectors
     for start in range(0, len(batch), side_by_side):
         part = batch[start : start + side_by_side]
         ids, keys = [b[3] for b in part], [b[4] for b in part]
-        made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=True, shaping=unroller.shaping)
+        made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=noisy, shaping=unroller.shaping)
         work: list[Written] = []
         for at, (one, text) in enumerate(zip(part, made.tokens, strict=True)):
             last = min(len(text), max_new_tokens)
@@ -77,7 +82,8 @@ def dense_rows(
                     v if v is None else v[at, : len(text)] for v in (made.logits, made.states, made.noise)
                 )
                 assert rows is not None
-                work.append(Written(one, text, rows, last, torch.arange(1, last, device=pair.device), states, noise))
+                anchor = torch.arange(1, last, device=pair.device)
+                work += [Written(one, text, rows, last, anchor, states, noise, draw) for draw in range(unroller.draws)]
         chunks += abreast(unroller, text_columns, work)
     return chunks
 
@@ -87,13 +93,14 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
     """Return the columns of one text, its draft unrolled."""
     sequence, name, group, prompt, key = written.prompt
     text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
-    trees = unroller.unroll(Anchors(prompt + text, len(prompt), anchor, key, written.noise), target_rows)
+    anchors_of = Anchors(prompt + text, len(prompt), anchor, key, written.noise, written.draw)
+    trees = unroller.unroll(anchors_of, target_rows)
     anchors = anchor_columns(target_rows[anchor - 1], text, [prompt[-1], *text], [at - 1 for at in anchor.tolist()])
     ended, count = text[-1] in unroller.pair.eos, len(anchor)
     columns: dict[str, Any] = {
         "prompt_id": [name] * count,
         "group": [group] * count,
-        "sequence": [sequence] * count,
+        "sequence": [sequence * unroller.draws + written.draw] * count,
         "prompt_tokens": [len(prompt)] * count,
         "text_tokens": [last] * count,
         "anchor": anchor,
@@ -108,6 +115,8 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
     }
     columns.update(zip(ANCHOR_FEATURES, anchors.T, strict=True))
     columns.update(zip(unroller.features, trees.features.unbind(2), strict=True))
+    if trees.chance is not None and trees.some is not None:
+        columns |= {"accept_chance": trees.chance.float(), "next_chance": trees.some.float()}
     if trees.hidden is not None:
         columns[DRAFT_HIDDEN] = trees.hidden
     if written.target_states is not None:

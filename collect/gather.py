@@ -23,9 +23,11 @@ class Unrolled:
         features: [n, N, F] float32 in the order of `Unroller.features`.
         draft_prob, target_prob: [n, N], q and p of the token in the sampled distributions (T = 0: at temperature 1).
         overlap: [n, N], sum over tokens of min(p, q).
-        labelled: [n, N] bool, the parent is on the text and the text goes on; elsewhere p and overlap are 0.
+        labelled: [n, N] bool, the parent is on the text, which goes on, and no sibling was accepted before; elsewhere p and
+            overlap are 0, but after such a sibling.
         accepted: [n, N] bool, the node is on the text.
         hidden: [n, N, H] float16, the draft's hidden states, if asked for.
+        chance, some: [n, N], the chance of acceptance where it is drawn, of the token and before it is known which comes.
     """
 
     tokens: Tensor
@@ -36,6 +38,8 @@ class Unrolled:
     labelled: Tensor
     accepted: Tensor
     hidden: Tensor | None = None
+    chance: Tensor | None = None
+    some: Tensor | None = None
 
 
 def gather(places: Places, start: Tensor, tree: Topology) -> Unrolled:
@@ -43,7 +47,7 @@ def gather(places: Places, start: Tensor, tree: Topology) -> Unrolled:
 
     Args:
         places: with all that is drafted after them.
-        start: where anchors are.
+        start: places of the anchors.
         tree: of each.
     """
     parent = torch.tensor(tree.parent, device=start.device)
@@ -51,16 +55,17 @@ def gather(places: Places, start: Tensor, tree: Topology) -> Unrolled:
     rank = rank.to(start.device)
     place, row = (start.new_zeros(len(start), len(tree)) for _ in range(2))  # of what each node is drawn after
     next_place, next_row = (start.new_zeros(len(start), len(tree)) for _ in range(2))
-    next_place[:, 0] = start
+    next_place[:, 0] = places.begin[start]
     for level in map(torch.tensor, tree.levels[1:]):
         above = parent[level]
         place[:, level], row[:, level] = here, behind = next_place[:, above], next_row[:, above]
-        on_text = (behind == 0) & (places.token[here, places.at[behind], rank[level]] == places.own[here])
-        next_place[:, level] = torch.where(on_text, (here + 1).clamp_max(places.count - 1), here)
+        on_text = (behind == 0) & (places.kept[here] == rank[level])
+        next_place[:, level] = torch.where(on_text, places.after[here], here)
         next_row[:, level] = torch.where(on_text, 0, places.child[behind, rank[level]])
     place, row, rank = place[:, 1:], row[:, 1:], rank[1:]
     fed, own = places.at[row], places.own[place]
     token, known = places.token[place, fed, rank], (row == 0) & (own >= 0)
+    accepted = known & (places.kept[place] == rank)
     features, prob = _features(places, place, row, rank, tree)
     hidden = None if places.hidden is None else places.hidden[place, fed]
     missing = torch.nn.functional.pad(token == NO_TOKEN, (1, 0))
@@ -68,11 +73,15 @@ def gather(places: Places, start: Tensor, tree: Topology) -> Unrolled:
         for rows in tree.levels[2:]:
             missing[:, rows] |= missing[:, parent[rows]]
         missing = missing[:, 1:]
-        token, known = token.masked_fill(missing, NO_TOKEN), known & ~missing
+        token, known, accepted = token.masked_fill(missing, NO_TOKEN), known & ~missing, accepted & ~missing
         features, prob = features.masked_fill(missing.cpu()[..., None], 0.0), prob.masked_fill(missing, 0.0)
         hidden = None if hidden is None else hidden.masked_fill(missing[..., None], 0.0)
     p, overlap = places.target_prob[place, rank] * known, places.overlap[place] * known
-    return Unrolled(token, features, prob, p, overlap, known, known & (token == own), hidden)
+    chance = some = None
+    if places.job.given_text:
+        known &= (places.kept[place] < 0) | (rank <= places.kept[place])  # the others are not tried
+        chance, some = places.chance[place, rank] * known, places.some[place] * known
+    return Unrolled(token, features, prob, p, overlap, known, accepted, hidden, chance, some)
 
 
 def _features(places: Places, place: Tensor, row: Tensor, rank: Tensor, tree: Topology) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,8 @@ def collect(
     completions: Completions | None = None,
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
+    draws: int = 1,
+    off_text: str = "exact",
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
     batch: int = 1,
@@ -83,8 +85,8 @@ def collect(
         overwrite: replace an older result there, once the new one is complete.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions, vectors, memory, shaping, long, batch: see
-            `plan_run`.
+        collector, policy, verification, explore, mix, completions, vectors, memory, draws, off_text, shaping, long,
+            batch: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
@@ -109,6 +111,8 @@ def collect(
         completions=completions,
         vectors=vectors,
         memory=memory,
+        draws=draws,
+        off_text=off_text,
         shaping=shaping,
         long=long,
         batch=batch,
@@ -137,6 +141,8 @@ def plan_run(
     completions: Completions | None = None,
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
+    draws: int = 1,
+    off_text: str = "exact",
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
     batch: int = 1,
@@ -157,7 +163,9 @@ def plan_run(
         source: where the prompts are from, for the data card.
         collector: "dense", or "live" for the rounds of the running loop, with their times.
         policy: of a live run; by default one that drafts to full depth.
-        verification: of a live run; dense traces are of `match`.
+        verification: of a live run (default `match`); or whose rounds a dense trace holds: `match`, exact path by path, as is
+            `point` (the draft is greedy while the text is sampled); `rejection`, `rejection_replace` or `block`, drawn given
+            the text, exact in law.
         explore: share of the rounds of a live run that are drafted to full depth whatever the policy says.
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
@@ -165,6 +173,8 @@ def plan_run(
             temperature 0 they must have been sampled from the target as `temperature` and `shaping` say.
         vectors: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
             2 bytes x width x nodes for the draft's, at each anchor.
+        draws: of drafts and acceptances given each text, under those; several shrink the variance of replay.
+        off_text: under `block`: "exact", where the target reads candidates off the text too, or "approximate", without.
         memory: MiB for the scores of the positions that the dense collector unrolls together.
         long: what becomes of prompts that are too long; see `prompt_tokens.fit`.
         batch: texts that the live collector decodes side by side.
@@ -198,7 +208,19 @@ def plan_run(
     )
     widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
     way = choose_way(
-        pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch
+        pair,
+        topology,
+        settings,
+        collector,
+        policy,
+        explore,
+        mix,
+        completions,
+        tuple(widths),
+        memory,
+        batch,
+        draws,
+        off_text,
     )
     told: dict[str, Any] = {"prompts from": source}
     if len(prompts) < asked:

@@ -4,8 +4,8 @@ A row is one anchor, or one round of a live run. Per-node columns are fixed-size
 siblings in falling order of their scores (for a chain: depths 1..K); where a filter leaves fewer tokens than there are
 siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also behind a
 rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
-`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (Under verifications
-other than `match`, `target_prob` is known wherever the target has read the node.)
+`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (In live traces of
+verifications other than `match`, `target_prob` is known wherever the target has read the node.)
 
 Hidden states are columns of their own where they were asked for: float16, the nodes' one behind the other.
 """
@@ -23,14 +23,19 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pyarrow as pa
 
 from ..decode.topology import Topology
+from ..decode.verify.given_text import GIVEN_TEXT
 from ..policies.errors import TraceError
 from ..policies.features import Kind
 from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.learned.conditions import Conditions
 from ..policies.text import HALF, is_text
 
-SCHEMA_VERSION = 4
-_LATER: Mapping[int, Mapping[str, Any]] = {2: {"vectors": {}, "shaping": {}}, 3: {"shaping": {}}}
+SCHEMA_VERSION = 5
+_SINCE: Mapping[int, Mapping[str, Any]] = {3: {"vectors": {}}, 4: {"shaping": {}}, 5: {"draws": 1, "off_text": "exact"}}
+_LATER: Mapping[int, Mapping[str, Any]] = {
+    version: {name: value for since, added in _SINCE.items() if since > version for name, value in added.items()}
+    for version in range(2, SCHEMA_VERSION)
+}
 """Older versions that are read, with what their headers lack."""
 
 UNKNOWN, NO_TOKEN = -1, -2
@@ -68,6 +73,8 @@ class Header:
         policy: that a live run was under, "" for dense traces.
         explore: share of its rounds that were drafted to full depth whatever the policy said.
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
+        draws: of drafts and acceptances given each text, sequences that follow one another; 1 where nothing is drawn so.
+        off_text: how candidates off the text were drawn under block verification: "exact", or "approximate".
         vectors: width of each hidden state that is recorded (`features.hidden_states`).
         facts: device, dtype, threads, versions.
     """
@@ -93,6 +100,8 @@ class Header:
     policy: str = ""
     explore: float = 0.0
     mix: float = 0.0
+    draws: int = 1
+    off_text: str = "exact"
     vectors: Mapping[str, int] = field(default_factory=dict)
     shaping: Mapping[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
@@ -112,6 +121,20 @@ class Header:
     def has_every_anchor(self) -> bool:
         """Whether each position of a text has its row, so that any policy can be replayed."""
         return self.collector == "dense" and self.texts in ("target", "sampled")
+
+    @property
+    def given_text(self) -> bool:
+        """Whether drafts and acceptances were drawn given the text (`decode.verify.given_text`)."""
+        return self.collector == "dense" and self.verification in GIVEN_TEXT
+
+    @property
+    def exactness(self) -> str:
+        """How replay is that of the live loop: by "path", in "law", "nearly" in law; "" where there is none."""
+        if not self.has_every_anchor or self.mix:
+            return ""
+        if not self.given_text:
+            return "path"
+        return "law" if self.off_text == "exact" else "nearly"
 
     @property
     def conditions(self) -> Conditions:
@@ -219,6 +242,11 @@ def arrow_schema(header: Header) -> pa.Schema:
         ("accepted_length", pa.int32()),
         ("cut", pa.bool_()),  # the text ends within the tree
     ]
+    if header.given_text:
+        columns += [
+            ("accept_chance", per_node(pa.float32())),  # P(accepted) given the prefix and this token
+            ("next_chance", per_node(pa.float32())),  # the same before it was drawn
+        ]
     if header.collector == "live":
         columns += [
             ("drawn", per_node(pa.bool_())),

@@ -9,6 +9,11 @@ from typing import Any
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
+from ..decode.verify.base import Verification
+from ..decode.verify.given_text import GIVEN_TEXT
+from ..decode.verify.match import Match
+from ..decode.verify.modes import find_mode
+from ..decode.verify.rejection import Block
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -56,6 +61,8 @@ def choose_way(
     vectors: Sequence[str] = (),
     memory: int = MEMORY_MIB,
     batch: int = 1,
+    draws: int = 1,
+    off_text: str = "exact",
 ) -> Way:
     """Return the way that the options ask for; arguments as of `run.plan_run`.
 
@@ -65,30 +72,63 @@ def choose_way(
     if collector not in ("dense", "live"):
         raise InputError(f"--collector: expected dense or live, not {collector!r}")
     if collector == "live":
-        if mix or completions is not None:
-            raise InputError("--mix and --completions: for the dense collector; leave out --collector live")
+        if mix or completions is not None or draws > 1 or off_text != "exact":
+            raise InputError(
+                "--mix, --completions, --draws and --off-text: for the dense collector; leave out --collector live"
+            )
         return _live(pair, policy or FixedLength(tree.deepest), settings, explore, vectors, batch)
     if batch > 1:
         raise InputError(
             "--batch: for the live collector; the dense one decodes as many texts side by side as --memory holds"
         )
-    if policy is not None or explore or settings.verification != "match":
-        raise InputError(
-            "--policy, --explore and --verification: give --collector live with them; dense traces serve any policy"
-        )
-    features, limit = node_features(tree), settings.max_new_tokens
+    if policy is not None or explore:
+        raise InputError("--policy and --explore: give --collector live with them; dense traces serve any policy")
+    mode = dense_mode(settings, tree, draws, off_text)
+    features, limit = node_features(tree, mode.name), settings.max_new_tokens
+    header: dict[str, Any] = {"verification": mode.name, "label": mode.label, "draws": draws, "off_text": off_text}
     if mix:
-        if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None:
-            raise InputError("--mix: expected a share between 0 and 1, --depth 1, and no --completions")
+        if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None or mode.name != Match.name:
+            raise InputError(
+                "--mix: expected a share between 0 and 1, --depth 1, no --completions, and match verification"
+            )
         return Way(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
     check_limits(memory=memory)
     unroller = Unroller(
-        pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping
-    )
+        pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping,
+        verification=mode.name, off_text=off_text, draws=draws,
+    )  # fmt: skip
     if completions is not None:
-        given, texts = dict(completions), "sampled" if settings.temperature > 0 else "completions"
-        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), {"texts": texts})
-    return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit))
+        given = dict(completions)
+        header["texts"] = "sampled" if settings.temperature > 0 else "completions"
+        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header)
+    return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit), header)
+
+
+def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) -> Verification:
+    """Return the verification whose rounds a dense trace holds; at temperature 0 that of all is greedy matching.
+
+    Raises:
+        InputError: it is lossy, so that its texts depend on the policy, or it does not go with the other options.
+    """
+    mode = find_mode(settings.verification, settings.temperature)
+    if not mode.lossless:
+        raise InputError(
+            f"--verification {mode.name}: expected a lossless one, whose texts do not depend on the policy; or give "
+            "--collector live"
+        )
+    if mode.chains_only and not tree.is_chain:
+        raise InputError(f"--verification {mode.name}: expected a chain, not the tree {tree.name}; use rejection")
+    check_limits(draws=draws)
+    if draws > 1 and mode.name not in GIVEN_TEXT:
+        raise InputError(
+            f"--draws: expected 1 under {mode.name} at temperature {settings.temperature:g}, where nothing is drawn given "
+            f"the text; several are for {', '.join(GIVEN_TEXT)}"
+        )
+    if off_text not in ("exact", "approximate"):
+        raise InputError(f"--off-text: expected exact or approximate, not {off_text!r}")
+    if off_text != "exact" and mode.name != Block.name:
+        raise InputError(f"--off-text {off_text}: for --verification block; the others need no target there")
+    return mode
 
 
 def _live(

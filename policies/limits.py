@@ -67,6 +67,7 @@ LIMITS: Mapping[str, Limit | Range] = {
     "batch-size": Limit(1, 1 << 24),
     "budget": Range(_TINY, 1e6, "seconds above 0"),
     "depth": Limit(0, MOST_ROWS - 1),
+    "draws": Limit(1, 1024),
     "epochs": Limit(1, 100_000),
     "explore": Range(0, 1, "a share between 0 and 1"),
     "fallback": Limit(0, MOST_ROWS - 1),

@@ -12,11 +12,12 @@ from ..topology import Topology
 from .base import Verification
 from .lossy import TargetInit, Typical
 from .match import Match
+from .point import Point
 from .rejection import Block, Rejection, RejectionReplace
 from .sampling import told
 
 MODES: dict[str, type[Verification]] = {
-    mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, TargetInit, Typical)
+    mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, TargetInit, Typical)
 }
 """Every mode by name."""
 

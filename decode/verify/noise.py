@@ -44,6 +44,12 @@ def _unit(bits: Tensor) -> Tensor:
     return bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)
 
 
+def choice_uniforms(key: int, position: Tensor, choice: Tensor) -> Tensor:
+    """Return [R] float64 uniforms with 53 bits in (0, 1), one for each choice [R] at an absolute position [R], all int64."""
+    row = mix(mix(position * signed(GOLDEN) + 1) ^ key)
+    return _unit(mix_in_place(row + (choice + 1) * signed(GOLDEN)))
+
+
 def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [R, V] standard Gumbel noise; computed in float64, then cast. Arguments as in `uniform`."""
     return uniform(key, position, vocabulary).log_().neg_().log_().neg_().to(dtype)

@@ -211,7 +211,7 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "one policy twice": (lambda p: [*p.evaluate, "--policy", "fixed:2", "--policy", "fixed:2"], "two policies are called"),
     "a trace of another schema": (
         lambda p: ["evaluate", "--traces", other_schema(p), "--profile", p / "profile.json", "--out", p / "new"],
-        "the trace has schema 7, but this specstop reads schema 2 to 4",
+        "the trace has schema 7, but this specstop reads schema 2 to 5",
     ),
     "another schema in info": (lambda p: ["info", other_schema(p)], "schema 7"),
     "no trace": (

@@ -238,7 +238,12 @@ def trace_arrays(
         header=header,
         prompt_ids=ids,
         groups=groups,
-        keys=torch.tensor([stream_key(header.seed, name) for name in ids]),
+        keys=torch.tensor(
+            [
+                stream_key(header.seed, name, int(which) % header.draws)
+                for name, which in zip(ids, sequence[start], strict=True)
+            ]
+        ),
         offset=torch.from_numpy(start.astype(np.int64)),
         rows=torch.from_numpy(count.astype(np.int64)),
         first_anchor=torch.from_numpy(anchor[start]),

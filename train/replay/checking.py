@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...decode.verify.modes import check_mode, find_mode
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
@@ -15,17 +16,20 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
 
     Raises:
         TraceError: the message says what is missing.
-        PolicyError: it is not what a policy must be, or reads hidden states of another size than the trace's.
+        PolicyError: it is not what a policy must be, reads hidden states of another size than the trace's, or would bias
+            the verification.
     """
     check_policy(policy)
     header = arrays.header
-    if header.verification != "match":
+    if header.collector == "live" and header.verification != "match":
         raise TraceError(
-            f"the trace was recorded under {header.verification}, where the text depends on the policy; "
-            "replay needs match traces, or ask for single rounds (`evaluate_rounds`)"
+            f"the trace was recorded live under {header.verification}, where the text depends on the policy; "
+            "replay needs dense traces, or ask for single rounds (`evaluate_rounds`)"
         )
     if header.mix:
         raise TraceError("the trace mixes draft samples into the text (--mix): it can be trained on, not replayed")
+    if header.exactness in ("law", "nearly"):  # as the live loop would
+        check_mode(find_mode(header.verification, header.temperature), policy, arrays.tree)
     if policy.max_depth > arrays.depth:
         raise TraceError(
             f"{policy.name} drafts up to {policy.max_depth} tokens, but the trace was recorded to depth {arrays.depth}; "

@@ -17,7 +17,7 @@ from .hidden_states import StoredVectors
 
 _ALIKE = (
     "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
-    "mix",
+    "mix", "draws", "off_text",
 )  # fmt: skip
 _BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
 _BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")

@@ -10,6 +10,7 @@ import torch
 
 from ...collect.schema import NO_TOKEN
 from ...decode.drafted import Drafted
+from ...decode.verify.modes import MODES, is_trimming
 from ...policies.contract import DraftStep, DraftTree, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.features import Layout
@@ -40,10 +41,10 @@ class TraceSource:
         row: [R] int64, of the round, in the trace; any row of a stream without one.
     """
 
-    asks_ended = selects_levels = False
-
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, queues: Array) -> None:
         self.arrays, self.policy, self.queues = arrays, policy, queues
+        hides = arrays.header.given_text and MODES[arrays.header.verification].hides
+        self.asks_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
         self.topology = arrays.tree.limited(policy.max_depth)
         layout = Layout(policy.features)
         self._names, self._width = layout.history, len(layout.names)
@@ -167,7 +168,8 @@ class TraceSource:
     def tree(self, sent: Array) -> DraftTree:
         """See `decode.rounds.RoundSource`."""
         tree, drawn = self.topology, sent[:, 1:]
-        tokens = np.where(drawn, self._tokens[self.row, : tree.nodes].astype(np.int64), -1)
+        shown = drawn & ~self.selects_levels  # which tokens were drawn must not matter then
+        tokens = np.where(shown, self._tokens[self.row, : tree.nodes].astype(np.int64), -1)
         parent, depth = (np.tile(values, (len(sent), 1)) for values in (tree.node_parents, tree.node_depths))
         return DraftTree(tokens, parent, depth, drawn.copy())
 
@@ -185,8 +187,27 @@ class TraceSource:
         else:
             path = arrays.path.numpy()[self.row, : tree.nodes] & found.sent[:, 1:]
             self._taken, self._read = path.sum(1), (path & found.fed[:, 1:]).sum(1)
+            if self.selects_levels:
+                self._check_siblings(found)
         accepted: Array = self._taken * self.active
         return accepted
+
+    def _check_siblings(self, found: Drafted) -> None:
+        """Refuse a round that sends some of the candidates after a token and not others.
+
+        How a candidate fares under rejection depends on which were tried before it, and in the trace that was all of them.
+        """
+        above = self.topology.parents[1:]
+        drawn, sent = found.drawn[:, 1:] & self.active[:, None], found.sent[:, 1:]
+        for parent in np.unique(above):
+            level = above == parent
+            some = (drawn & sent)[:, level].any(1) & (drawn & ~sent)[:, level].any(1)
+            if some.any():
+                raise TraceError(
+                    f"{self.policy.name} leaves out some of the candidates after a token and sends others: under "
+                    f"{self.arrays.header.verification} that changes how those fare, which a dense trace cannot say; use "
+                    "match verification, or measure it live (`specstop bench`)"
+                )
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """See `decode.rounds.RoundSource`."""
