@@ -109,7 +109,11 @@ Hidden = Annotated[
     ),
 ]
 Memory = Annotated[
-    int, typer.Option(help="Dense collector: MiB for the scores of the positions that are unrolled together.")
+    int | None,
+    typer.Option(
+        help="Dense collector: MiB for the scores of the positions that are unrolled together; default: a quarter of what "
+        "the GPU has free, up to 16 GiB, or a sixteenth of the host's available memory, up to 1 GiB."
+    ),
 ]
 Draws = Annotated[
     int,
@@ -190,7 +194,7 @@ def collect(
     completions: Completions = None,
     hidden: Hidden = None,
     batch: Batch = 1,
-    memory: Memory = 256,
+    memory: Memory = None,
     from_vllm: FromVLLM = None,
     temperature: Temperature = 0.0,
     shaping: Shaping = UNUSED,

@@ -31,7 +31,7 @@ from .prompts import Prompt, fit
 from .schema import Header, parents
 from .shards import BATCH, Plan, Work, record
 from .store import Trace
-from .ways import MEMORY_MIB, choose_way
+from .ways import choose_way
 
 PROMPTS_PER_SHARD = 32
 SHARD_BYTES = 1 << 29
@@ -62,7 +62,7 @@ def collect(
     mix: float = 0.0,
     completions: Completions | None = None,
     vectors: Sequence[str] = (),
-    memory: int = MEMORY_MIB,
+    memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
     shaping: Shaping = UNCHANGED,
@@ -140,7 +140,7 @@ def plan_run(
     mix: float = 0.0,
     completions: Completions | None = None,
     vectors: Sequence[str] = (),
-    memory: int = MEMORY_MIB,
+    memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
     shaping: Shaping = UNCHANGED,
@@ -175,7 +175,8 @@ def plan_run(
             2 bytes x width x nodes for the draft's, at each anchor.
         draws: of drafts and acceptances given each text, under those; several shrink the variance of replay.
         off_text: under `block`: "exact", where the target reads candidates off the text too, or "approximate", without.
-        memory: MiB for the scores of the positions that the dense collector unrolls together.
+        memory: MiB for the scores of the positions that the dense collector unrolls together; None = a share of what the
+            device has free (`memory.budget_mib`), which the header's facts tell.
         long: what becomes of prompts that are too long; see `prompt_tokens.fit`.
         batch: texts that the live collector decodes side by side.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
@@ -223,6 +224,8 @@ def plan_run(
         off_text,
     )
     told: dict[str, Any] = {"prompts from": source}
+    if way.memory:
+        told["memory MiB"] = way.memory
     if len(prompts) < asked:
         told["prompts left out"] = f"{asked - len(prompts)} of {asked}, longer than the pair reads"
     if completions is not None and temperature > 0:

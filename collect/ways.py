@@ -21,12 +21,10 @@ from ..policies.limits import check_limits
 from .completions import Completions, completion_rows
 from .dense import dense_rows
 from .live import LiveCollector
+from .memory import budget_mib
 from .mixed import mixed_rows
 from .shards import nothing
 from .unroll import Unroller, node_features
-
-MEMORY_MIB = 256
-"""For the scores of the positions that are unrolled together, unless a run says otherwise."""
 
 Batch = Sequence[tuple[int, str, str, list[int], int]]
 """(sequence, prompt id, group, token ids, stream key) of each prompt."""
@@ -41,12 +39,14 @@ class Way:
         rows: the rows of a batch, as column chunks.
         header: what its header has beside what all have.
         begin: called before each shard.
+        memory: MiB that are taken for rows as wide as the vocabulary; 0 = as they come.
     """
 
     features: tuple[str, ...]
     rows: Callable[[Batch], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[], None] = nothing
+    memory: int = 0
 
 
 def choose_way(
@@ -59,7 +59,7 @@ def choose_way(
     mix: float,
     completions: Completions | None,
     vectors: Sequence[str] = (),
-    memory: int = MEMORY_MIB,
+    memory: int | None = None,
     batch: int = 1,
     draws: int = 1,
     off_text: str = "exact",
@@ -93,6 +93,7 @@ def choose_way(
             )
         return Way(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
     check_limits(memory=memory)
+    memory = budget_mib(pair.device) if memory is None else memory
     unroller = Unroller(
         pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,
@@ -100,8 +101,8 @@ def choose_way(
     if completions is not None:
         given = dict(completions)
         header["texts"] = "sampled" if settings.temperature > 0 else "completions"
-        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header)
-    return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit), header)
+        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header, memory=memory)
+    return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 
 
 def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) -> Verification:
