@@ -39,7 +39,7 @@ from ..heads.fitting import HEAD_KINDS, FitOptions
 from ..heads.forms import Form, form, read_vectors, usual_features
 from ..heads.hosts import check_host, features_for
 from ..heads.mixing import mixed_arrays
-from ..heads.rows import SOFT_COLUMNS, Visits, conditional_acceptance, visits
+from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
 from ..heads.scores import survival_scores
 from ..replay.arrays import TraceArrays, trace_arrays
 from ..replay.concatenate import joined_arrays, temperatures
@@ -53,6 +53,9 @@ from .tune import PRICED, best_of, fixed_grid, solve_rate
 
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 """What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
+
+WITHOUT_NOISE = {"noisy_margin": "drawn_prob", "noisy_lead": "", "noisy_score": ""}
+"""What stands in for features that only `match` traces hold; empty = nothing."""
 
 PATH_FEATURES = ("path_logprob",)
 """What a continuation policy reads besides: it keeps no product of probabilities that would tell of the path."""
@@ -156,7 +159,11 @@ def train(
             passes=passes, fit=fit, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     wanted = form(head)
-    names = tuple(features) if features else usual_features(head, default_features(several))
+    names = (
+        tuple(features)
+        if features
+        else without_noise(usual_features(head, default_features(several)), several[0].header)
+    )
     if not features and rule == "continuation":
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
@@ -165,7 +172,8 @@ def train(
     )  # fmt: skip
     check_plan(plan)
     folder = None if out is None else claimed(out, [*several, mixed], profile, fit, overwrite=overwrite)
-    arrays = joined_arrays(several, names, plan.vectors, SOFT_COLUMNS if wanted.soft else ())
+    extra = label_columns([trace.header for trace in several], wanted.soft)
+    arrays = joined_arrays(several, names, plan.vectors, extra)
     sources = [str(trace.folder) for trace in (*several, mixed) if trace is not None]
     return train_arrays(
         plan, arrays, profile, temperatures(several), sources, folder, progress,
@@ -287,9 +295,16 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
     """Return `FEATURES`, `temperature` with traces of several, and none of earlier rounds where there are none."""
-    names = FEATURES if len(temperatures(traces)) < 2 else (*FEATURES, "temperature")
+    more = ("temperature",) if len(temperatures(traces)) > 1 else ()
+    names = without_noise((*FEATURES, *more), traces[0].header)
     replayable = not any(trace.header.mix for trace in traces)
     return tuple(name for name in names if replayable or name not in HISTORY_FEATURES)
+
+
+def without_noise(names: Sequence[str], header: Header) -> tuple[str, ...]:
+    """Return the names, those of noisy scores replaced or left out where traces were recorded without noise."""
+    found = [name if header.verification == "match" else WITHOUT_NOISE.get(name, name) for name in names]
+    return tuple(dict.fromkeys(name for name in found if name))
 
 
 def _fitted(

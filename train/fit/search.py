@@ -18,6 +18,7 @@ import numpy as np
 from scipy.stats import loguniform
 from sklearn.model_selection import GroupKFold, ParameterSampler
 
+from ...collect.schema import Header
 from ...collect.store import Trace
 from ...decode.profile import add_decisions
 from ...policies.contract import StopPolicy
@@ -28,13 +29,13 @@ from ...policies.progress import Progress, shown, silent
 from ...policies.storage.registry import load_policy
 from ..heads.fitting import HEAD_KINDS, FitOptions
 from ..heads.forms import form, read_vectors, usual_features
-from ..heads.rows import SOFT_COLUMNS
+from ..heads.rows import label_columns
 from ..heads.tokens import BUCKETS
 from ..replay.arrays import TraceArrays
 from ..replay.concatenate import joined_arrays, temperatures
 from ..replay.run import replay
 from .ruling import check_rule
-from .run import FEATURES, Plan, check_plan, default_features, train_arrays
+from .run import FEATURES, Plan, check_plan, default_features, train_arrays, without_noise
 from .trained import Trained, claimed
 from .tune import fixed_grid
 
@@ -177,9 +178,11 @@ def train_best(
     plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
     asked = [form(head) for head in options.heads]
     kept = {v for head in options.heads for v in read_vectors(head, several, None)}
-    read = dict.fromkeys([*names, *(n for head in options.heads for n in usual_features(head, names))])
+    usual = [n for head in options.heads for n in usual_features(head, names)]
+    read = dict.fromkeys([*names, *without_noise(usual, several[0].header)])
     plan = dataclasses.replace(plan, vectors=tuple(sorted(kept)))
-    arrays = joined_arrays(several, tuple(read), plan.vectors, SOFT_COLUMNS if any(one.soft for one in asked) else ())
+    extra = label_columns([trace.header for trace in several], any(one.soft for one in asked))
+    arrays = joined_arrays(several, tuple(read), plan.vectors, extra)
     sampled_at = temperatures(several)
     found = search(plan, arrays, profile, sampled_at, options, progress)
     sources = [str(trace.folder) for trace in several]
@@ -232,15 +235,15 @@ def search(
     if not ran:
         reason = next((trial.error for trial in done if trial.error), "no head among them")
         raise InputError(f"--tune: no trial could be run: {reason}")
-    return Search(tuple(done), planned(plan, ran[0]), len(parts))
+    return Search(tuple(done), planned(plan, ran[0], arrays.header), len(parts))
 
 
-def planned(plan: Plan, trial: Trial) -> Plan:
+def planned(plan: Plan, trial: Trial, header: Header) -> Plan:
     """Return the plan with the head, rule and hyper-parameters of a trial."""
     name = plan.name if plan.name != plan.head else trial.name
     fit = dataclasses.replace(plan.fit, params={**plan.fit.params, **trial.params})
     asked = form(trial.name)
-    features = usual_features(trial.name, plan.features)
+    features = without_noise(usual_features(trial.name, plan.features), header)
     vectors = plan.vectors if asked.any_vectors else asked.vectors
     return dataclasses.replace(
         plan, head=trial.name, rule=trial.rule, threshold=None, name=name, fit=fit, features=features, vectors=vectors
@@ -360,7 +363,7 @@ def _trained(
     if not job.rule:
         policy: StopPolicy = load_policy(spec_of(job)).limited(depth)
         return policy, add_decisions(profile, [policy], arrays.header.vocabulary, arrays.header.vectors)
-    quick = dataclasses.replace(planned(plan, job), cross_fit=False, passes=1)
+    quick = dataclasses.replace(planned(plan, job, arrays.header), cross_fit=False, passes=1)
     quick = dataclasses.replace(quick, fit=dataclasses.replace(quick.fit, checkpoints=None, logger=None, resume=False))
     check_plan(quick)
     trained = train_arrays(quick, arrays.subset(list(fit)), profile, sampled_at)

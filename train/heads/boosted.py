@@ -67,7 +67,7 @@ def labelled(part: FitRows, label: str) -> Tensor:
 def _boost(
     rows: FitRows, held_out: FitRows, label: str, names: Sequence[str], seed: int, options: FitOptions
 ) -> xgb.Booster:
-    share = float(getattr(rows, label)[labelled(rows, label)].float().mean())
+    share = float(rows.label(label)[labelled(rows, label)].float().mean())
     params = {name: value for name, value in options.params.items() if name in TUNABLE}
     trees = int(params.pop("trees", TREES))
     settings = {

@@ -9,6 +9,7 @@ from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 
 from ...policies.learned.calibration import Calibrator
+from .soft_classes import constant
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +31,7 @@ def fit_calibrator(logits: Array, labels: Array, sequence: Array | None = None) 
 
     Args:
         logits: [M] of held-out rows.
-        labels: [M] bool.
+        labels: [M] bool, or chances.
         sequence: [M], rows of one text fall in one half; without it halves alternate.
     """
     if _says_nothing(labels):
@@ -58,7 +59,7 @@ def fit_kind(kind: str, logits: Array, labels: Array) -> Calibrator:
 
 
 def _says_nothing(labels: Array) -> bool:
-    return len(labels) < LEAST or bool(labels.all()) or not bool(labels.any())
+    return len(labels) < LEAST or constant(labels)
 
 
 def _isotonic(logits: Array, labels: Array) -> Array:
@@ -72,9 +73,10 @@ def _isotonic(logits: Array, labels: Array) -> Array:
 
 
 def log_loss(probability: Array, labels: Array) -> float:
-    """Return the mean negative log-likelihood in nats."""
+    """Return the mean negative log-likelihood in nats of labels, bits or chances."""
     p = np.clip(np.asarray(probability, dtype=np.float64), 1e-6, 1.0 - 1e-6)
-    return float(-np.where(labels, np.log(p), np.log1p(-p)).mean())
+    y = np.asarray(labels, dtype=np.float64)
+    return float(-(y * np.log(p) + (1.0 - y) * np.log1p(-p)).mean())
 
 
 def auc(score: Array, labels: Array) -> float | None:

@@ -24,7 +24,7 @@ from .calibrate import Array, auc, fit_calibrator, fit_kind, log_loss
 from .fitting import FitOptions, FitTask, fitter
 from .forms import form
 from .mixing import mixed_rows
-from .rows import FitRows, Visits, fit_rows, visits
+from .rows import FitRows, Visits, fit_rows, known_chances, visits
 from .scores import Scored
 from .survival import Products, SurvivalFit, fit_survival, products_as_they_are
 
@@ -164,6 +164,7 @@ class Outputs:
         fold: [R], the part of the prompts, for cross-fitting what is fitted on these outputs.
         temperature: [R].
         lag: depths whose `accept` is not scored (`Head.lag`).
+        chances: [R, K + 1, 2] of acceptance, where they are known (`rows.known_chances`).
     """
 
     logits: Array
@@ -171,6 +172,12 @@ class Outputs:
     fold: Array
     temperature: Array
     lag: int = 0
+    chances: Array | None = None
+
+    @property
+    def soft(self) -> Array | None:
+        """The chances as labels; None where they are not known, or of tokens that the head is behind of."""
+        return None if self.lag else self.chances
 
 
 def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str], visited: Visits) -> Outputs:
@@ -190,7 +197,11 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.prompt_ids]), PARTS)
     length, temperature = arrays.accepted[visited.row], arrays.column("temperature")[visited.row]
     part = parts.of_rows(arrays, visited)
-    return Outputs(logits, length.numpy(), part.numpy(), temperature.numpy(), fitted.heads[0].lag)
+    chances = known_chances(arrays, visited)
+    return Outputs(
+        logits, length.numpy(), part.numpy(), temperature.numpy(), fitted.heads[0].lag,
+        None if chances is None else chances.numpy(),
+    )  # fmt: skip
 
 
 def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], profile: Profile) -> Visits:
@@ -255,7 +266,8 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
     parts = (("accept", 0, length >= depths - outputs.lag, drawn), ("next", 1, length > depths, known))
     for name, column, truth, use in parts:
         found, labels, owner = logits[..., column][use], truth[use], fold[use]
-        calibrator = Calibrator() if as_they_are else fit_calibrator(found, labels, owner)
+        known_labels = labels if outputs.soft is None else outputs.soft[..., column][use]
+        calibrator = Calibrator() if as_they_are else fit_calibrator(found, known_labels, owner)
         maps.append(calibrator)
         metrics |= _scores(name, calibrator, found, labels, owner)
     products = Products(_cross_fitted(maps[0], outputs, drawn), outputs.length, outputs.fold)
@@ -283,6 +295,8 @@ def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Array) -> Arr
     logits = outputs.logits[:, 1:, 0]
     out, use = np.ones(logits.shape), drawn[:, 1:]
     labels = outputs.length[:, None] >= np.arange(1, outputs.logits.shape[1])[None] - outputs.lag
+    if outputs.soft is not None:
+        labels = outputs.soft[:, 1:, 0]
     for mine, others in _sides(outputs.fold):
         rest = others[:, None] & use
         out[mine] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[mine])

@@ -70,6 +70,8 @@ def fit_hard(task: FitTask) -> tuple[HardHead, dict[str, bytes]]:
 
 def soft(rows: FitRows) -> Tensor:
     """Return [M], min(1, p/q) of the drawn tokens; `TraceError` where the rows do not have it."""
+    if rows.chances is not None:
+        return rows.chances[:, 0]
     if rows.soft is None:
         raise TraceError("--head dynasd-soft: the rows have no chances p and q of the drawn tokens")
     return rows.soft

@@ -14,6 +14,7 @@ from .basis import fit_basis
 from .exported import exported
 from .fitting import FitTask
 from .rows import FitRows
+from .soft_classes import constant, two_classes
 
 
 def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: float = 1.0) -> LinearHead:
@@ -27,7 +28,7 @@ def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: flo
     """
     basis = fit_basis(rows, names)
     features, drawn, known = rows.features.numpy(), rows.drawn.numpy(), rows.followed_known.numpy()
-    accepted, followed = rows.accepted.numpy(), rows.followed.numpy()
+    accepted, followed = rows.label("accepted").numpy(), rows.label("followed").numpy()
     parts = (
         (basis(features[drawn], 1), accepted[drawn]),
         (basis(features[drawn & known], 1), followed[drawn & known]),
@@ -45,7 +46,7 @@ def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
 
 def _regress(x: Array, y: Array, seed: int, strength: float) -> tuple[Array, np.float32]:
     """Return (weight [F'], bias) float32; labels of one kind only give a constant."""
-    if len(y) == 0 or bool(y.all()) or not bool(y.any()):
+    if constant(y):
         return np.zeros(x.shape[1], dtype=np.float32), np.float32(logit((float(y.sum()) + 1.0) / (len(y) + 2.0)))
-    model = LogisticRegression(C=strength, max_iter=1000, random_state=seed).fit(x, y)
+    model = LogisticRegression(C=strength, max_iter=1000, random_state=seed).fit(*two_classes(x, y))
     return model.coef_[0].astype(np.float32), np.float32(model.intercept_[0])

@@ -42,7 +42,7 @@ def matrices(
     if not outside:
         yield [
             xgb.DMatrix(
-                part.features[use].numpy(), getattr(part, label)[use].float().numpy(), feature_names=_unique(names)
+                part.features[use].numpy(), part.label(label)[use].float().numpy(), feature_names=_unique(names)
             )
             for part, use in zip(parts, used, strict=True)
         ]
@@ -83,7 +83,7 @@ class Pieces(xgb.DataIter):
         if self._next == len(self._parts):
             return False
         at = self._parts[self._next]
-        labels = getattr(self._rows, self._label)[at].numpy().astype(np.float32)
+        labels = self._rows.label(self._label)[at].numpy().astype(np.float32)
         input_data(data=self._rows.features[at].numpy(), label=labels, feature_names=self._names)
         self._next += 1
         return True

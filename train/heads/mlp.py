@@ -113,7 +113,7 @@ class TraceDataModule(lightning.LightningDataModule):
     def _data(self, rows: FitRows) -> TensorDataset:
         columns = torch.from_numpy(basis_columns(self.basis, rows.features, rows.depth))
         columns = torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
-        labels = torch.stack([rows.accepted, rows.followed], 1).float()
+        labels = rows.labels
         return TensorDataset(columns, labels, torch.stack([rows.drawn, rows.followed_known], 1).float())
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:

@@ -165,5 +165,5 @@ def states(rows: FitRows, name: str, who: str) -> Tensor:
 def opening(task: FitTask) -> Tensor:
     """Return [1], the log-odds of x_1 accepted: what a head that knows nothing before drafting says there."""
     parts = (task.rows, task.held_out)  # mixed rows know nothing of it
-    first = torch.cat([rows.followed[(rows.depth == 0) & rows.followed_known] for rows in parts])
+    first = torch.cat([rows.label("followed")[(rows.depth == 0) & rows.followed_known] for rows in parts])
     return torch.logit((first.float().sum(0, keepdim=True) + 1.0) / (len(first) + 2.0))

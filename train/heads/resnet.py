@@ -96,7 +96,7 @@ def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Ten
     for name, (mean, scale) in moments.items():
         state = (rows.vectors[name].float() - mean) / scale
         states.append(state if HIDDEN_STATES[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
-    labels = torch.stack([rows.accepted, rows.followed], 1).float()
+    labels = rows.labels
     known = torch.stack([rows.drawn, rows.followed_known], 1).float()
     return torch.cat([columns, first.float()], 1), *states, labels, known
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...collect.schema import Header
 from ...policies.errors import TraceError
 from ..replay.arrays import TraceArrays, seen_features
 from ..replay.hidden_states import StoredVectors
@@ -16,6 +17,9 @@ from ..replay.run import Replayed
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """What soft labels want of `trace_arrays` as `extra`."""
+
+CHANCE_COLUMNS = ("accept_chance", "next_chance")
+"""The chances that come with rounds drawn given the text."""
 
 _PART = 1 << 24
 """Numbers of hidden states that are looked up at a time."""
@@ -33,6 +37,8 @@ class FitRows:
         followed_known: [M] bool, x_1..x_j were accepted and j < K.
         vectors: [M, H] hidden states by name, for heads that read some.
         soft: [M] min(1, p/q) of x_j, its chance of acceptance under rejection; None where the trace was read without.
+        chances: [M, 2] that x_j is accepted, and x_{j+1}, as far as x_1..x_j tell: the same labels with less variance; None
+            where the trace was read without `CHANCE_COLUMNS`.
     """
 
     features: Tensor
@@ -42,9 +48,22 @@ class FitRows:
     followed_known: Tensor
     vectors: dict[str, Tensor] = field(default_factory=dict)
     soft: Tensor | None = None
+    chances: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.depth)
+
+    def label(self, name: str) -> Tensor:
+        """Return [M], what `accept` ("accepted") or `next` ("followed") is fitted to: chances where known, else bits."""
+        if self.chances is None:
+            bits: Tensor = getattr(self, name)
+            return bits
+        return self.chances[:, 0 if name == "accepted" else 1]
+
+    @property
+    def labels(self) -> Tensor:
+        """[M, 2] float32, both."""
+        return torch.stack([self.label("accepted"), self.label("followed")], 1).float()
 
     @property
     def drawn(self) -> Tensor:
@@ -96,7 +115,7 @@ def fit_rows(
     length = arrays.accepted[visited.row][:, None]
     use = (length >= depth - 1) & (depth <= arrays.depth - lag)
     known = (length >= depth) & (depth < arrays.depth)
-    soft = soft_labels(arrays, visited)
+    soft, chances = soft_labels(arrays, visited), known_chances(arrays, visited)
     return FitRows(
         seen[use],
         depth[use],
@@ -105,6 +124,7 @@ def fit_rows(
         known[use],
         {name: _states(arrays.vector(name), visited.row, use, lag) for name in vectors},
         soft=None if soft is None else soft[use],
+        chances=None if chances is None else chances[use],
     )
 
 
@@ -125,6 +145,21 @@ def soft_labels(arrays: TraceArrays, visited: Visits) -> Tensor | None:
     q, p = (arrays.extra[name][visited.row].float() for name in SOFT_COLUMNS)
     ratio = torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0)
     return torch.nn.functional.pad(ratio, (1, 0))
+
+
+def known_chances(arrays: TraceArrays, visited: Visits) -> Tensor | None:
+    """Return [R, K + 1, 2] the chances that x_j and x_{j+1} are accepted; None without `CHANCE_COLUMNS`."""
+    if not set(CHANCE_COLUMNS) <= set(arrays.extra):
+        return None
+    accept, following = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
+    pad = torch.nn.functional.pad
+    return torch.stack([pad(accept, (1, 0)), pad(following, (0, 1))], -1)
+
+
+def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
+    """Return what fitting wants of `trace_arrays` as `extra`; `soft`: the head's labels are min(1, p/q)."""
+    chances = CHANCE_COLUMNS if all(header.given_text for header in headers) else ()
+    return (*(SOFT_COLUMNS if soft else ()), *chances)
 
 
 def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:

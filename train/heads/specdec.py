@@ -64,7 +64,7 @@ def _fit(task: FitTask, shared: bool, weight: float) -> tuple[SpecDecHead, dict[
     """Fit a head and take out the bias of a rejection weight `weight`."""
     parts = []
     for rows in (task.rows, task.held_out):
-        labels = rows.accepted.float() if rows.soft is None else rows.soft
+        labels = rows.label("accepted").float() if rows.soft is None or rows.chances is not None else rows.soft
         use = rows.drawn
         parts.append((states(rows, DRAFT_HIDDEN, "specdec")[use], labels[use, None], torch.ones(int(use.sum()), 1)))
     size, blocks = parts[0][0].shape[1], int(task.options.params.get("blocks", BLOCKS))

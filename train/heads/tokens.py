@@ -18,6 +18,7 @@ from .calibrate import Array, log_loss
 from .exported import exported
 from .fitting import FitTask
 from .rows import FitRows
+from .soft_classes import constant, two_classes
 
 PENALTIES = (0.05, 0.15, 0.5)
 """Inverse penalties C that are tried; the one with the least held-out loss is kept, output by output."""
@@ -127,10 +128,8 @@ _Part = tuple[tuple[Array, Array], Array, Array]
 
 def _parts(rows: FitRows, held: FitRows) -> list[_Part]:
     """Return labels and rows (to fit on, held out) of accept, of next after a drawn token, and of next at depth 0."""
-    accepted, followed, drawn, known = (
-        (getattr(rows, name).numpy(), getattr(held, name).numpy())
-        for name in ("accepted", "followed", "drawn", "followed_known")
-    )
+    accepted, followed = ((rows.label(name).numpy(), held.label(name).numpy()) for name in ("accepted", "followed"))
+    drawn, known = ((getattr(rows, name).numpy(), getattr(held, name).numpy()) for name in ("drawn", "followed_known"))
     return [
         (accepted, *drawn),
         (followed, drawn[0] & known[0], drawn[1] & known[1]),
@@ -144,15 +143,16 @@ def _regress(
     """Return (weight, bias) in float64; labels of one kind only give a constant."""
     x, y = rows
     weight = np.zeros(x.shape[1])
-    if len(y) == 0 or bool(y.all()) or not bool(y.any()):
+    if constant(y):
         return weight, float(logit((float(y.sum()) + 1.0) / (len(y) + 2.0)))
     # A column that no row uses keeps a weight of 0, and most places of the crosses are such.
     used = np.flatnonzero(x.getnnz(axis=0))
     x, unseen = x[:, used], held[0][:, used]
     model = LogisticRegression(solver="newton-cg", max_iter=_ROUNDS, tol=_TOLERANCE, warm_start=True)
+    doubled = two_classes(x, y)
     fits = []
     for penalty in sorted(penalties):
-        model.set_params(C=penalty).fit(x, y)
+        model.set_params(C=penalty).fit(*doubled)
         loss = log_loss(expit(unseen @ model.coef_[0] + model.intercept_[0]), held[1]) if len(held[1]) else 0.0
         fits.append((loss, model.coef_[0].copy(), float(model.intercept_[0])))
     _, weight[used], bias = min(fits, key=lambda fit: fit[0])

@@ -93,7 +93,7 @@ def replay_orders(
 ) -> list[Replayed]:
     """Replay a policy that carries its state in several orders of the texts: that of the trace, then shuffled ones."""
     check_replayable(arrays, policy, profile)
-    return _played(arrays, policy, profile, _orders(arrays.sequences, count, seed), [policy] * count)
+    return _played(arrays, policy, profile, _by_draw(arrays, _orders(arrays.sequences, count, seed)), [policy] * count)
 
 
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
@@ -121,7 +121,20 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
     """Return [R, Q], the streams of a policy: one for each sequence, or one for all where it carries its state on."""
     every = np.arange(arrays.sequences)
-    return every[None] if policy.carries else every[:, None]
+    return _by_draw(arrays, every[None]) if policy.carries else every[:, None]
+
+
+def _by_draw(arrays: TraceArrays, orders: Array) -> Array:
+    """Return orders [count, S] of the sequences as [count x N, S / N]: what carries its state meets a text once, not N draws.
+
+    Each order is taken as one of the texts, by where their first draws stand in it.
+    """
+    draws = arrays.header.draws
+    if draws == 1:
+        return orders
+    texts = orders[orders % draws == 0].reshape(len(orders), 1, -1)
+    out: Array = (texts + np.arange(draws)[:, None]).reshape(len(orders) * draws, -1)
+    return out
 
 
 def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...collect.card import replay_text
 from ...collect.store import Trace, open_trace
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
@@ -271,12 +272,13 @@ def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
     return {
         "traces": str(traces.folder),
         "prompts": len(set(arrays.prompt_ids)),
-        "tokens": int(arrays.text_tokens.sum()),
+        "tokens": int(arrays.text_tokens.sum()) // header.draws,
         "anchors": len(arrays.accepted),
         "temperature": header.temperature,
         "shaping": dict(header.shaping),
         "verification": header.verification,
         "mode": describe(header.verification) if header.verification in MODES else header.verification,
+        "exactness": replay_text(header),
         "depth": arrays.depth,
         "topology": arrays.tree.name,
         "pair": dict(header.pair),

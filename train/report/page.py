@@ -82,10 +82,11 @@ def facts_text(data: Data) -> str:
     device = facts["profile"].get("device", "unknown device")
     sampled = sampling_text(facts["temperature"], facts.get("shaping", {}))
     rounds = f" {facts['rounds']:,} single rounds," if "rounds" in facts else ""
+    exact = f"replay {facts['exactness']}; " if facts.get("exactness", "").startswith(("exact", "nearly")) else ""
     return (
         f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens,{rounds} {sampled}, "
-        f"{facts['mode'].replace(' (', ' verification (', 1)}, candidates {shape_text(facts)}; {facts['intervals']}; latency "
-        f"profile: {device}."
+        f"{facts['mode'].replace(' (', ' verification (', 1)}, candidates {shape_text(facts)}; {exact}{facts['intervals']}; "
+        f"latency profile: {device}."
     )
 
 
