@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from enumeration import EXACT
-from given_text import Case, apart, drawn_traces, live_law, replay_law
 from random_stops import ByTokens, TrimmingByRows
 from specstop.decode.verify.given_text import KeyedDraws, block_candidates, draw_key, rejection_candidates
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
+from text_law import Case, apart, drawn_traces, live_law, replay_law
 
 WRONG = 1e-3
 """Total variation that a law which is not the live loop's exceeds."""

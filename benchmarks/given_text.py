@@ -1,0 +1,237 @@
+"""Rounds drawn given the text: whether replay has the live loop's law, exactly, and what collection of them costs.
+
+    python benchmarks/given_text.py --check
+    python benchmarks/given_text.py --quick
+
+First the law: V = 3, depth 3, every choice of the loop, the collector and replay enumerated, random stop rules. Then a real
+pair: replay against live runs of the same prompts, and collection under each verification beside that under `match`. It runs
+from the repository root. Without `--pair` the embedded pair is used. The last line printed is one JSON object; with
+`--check` the exit code is 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bars import Bars, arguments
+from pairs import pair_folder
+from scipy import stats
+from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.run import collect, reading_room
+from specstop.decode import Settings
+from specstop.decode.loop import Speculator
+from specstop.decode.models.pair import Pair, load_pair
+from specstop.decode.verify.noise import stream_key
+from specstop.policies import Confidence, FixedLength
+from specstop.policies.contract import StopPolicy
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
+
+_TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
+
+from enumeration import EXACT  # noqa: E402
+from random_stops import ByTokens, TrimmingByRows  # noqa: E402
+from text_law import Case, apart, live_law, replay_law  # noqa: E402
+
+MODES = ("rejection", "block")
+STOPS: tuple[Callable[[int], StopPolicy], ...] = (
+    partial(ByTokens, 3, stops=0.5),
+    partial(ByTokens, 5, first=0, stops=0.2),
+    partial(TrimmingByRows, 4),
+)
+POLICIES: tuple[Callable[[], StopPolicy], ...] = (partial(FixedLength, 3), partial(Confidence, 0.4, 10))
+DEPTH = 10
+MOST_ERRORS = 3.0
+"""Standard errors, clustered by prompt, that replay may be from live runs."""
+
+SLOWER = {"rejection": 1.1, "block": 2.5}
+"""Times the collection under `match` that one under these may take."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run: seeds of tables, prompts, their tokens, live runs of each, temperatures, timed repetitions."""
+
+    seeds: int = 2
+    prompts: int = 200
+    tokens: int = 128
+    runs: int = 5
+    temperatures: tuple[float, ...] = (0.7, 1.0)
+    repetitions: int = 3
+
+
+QUICK = Sizes(1, 8, 32, 1, (0.7,), 1)
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", choices=("law", "pair"), help="this part alone; no check then")
+    options = parser.parse_args()
+    sizes = QUICK if options.quick else Sizes()
+    torch.set_num_threads(1)
+    bars = Bars()
+    if options.only != "pair":
+        laws(sizes, options.quick, bars)
+    if options.only != "law":
+        folder = pair_folder(options)
+        pair = load_pair(folder / "target", folder / "draft")
+        prompts = read_prompts(folder / "prompts-test.jsonl", sizes.prompts)
+        for temperature in sizes.temperatures:
+            against_live(pair, prompts, temperature, sizes, bars)
+        collecting(pair, prompts, sizes, bars)
+    compared = (
+        f"{bars.figures.get('law', {}).get('cases', 0)} enumerated cases, {sizes.prompts} prompts x {sizes.runs} runs"
+    )
+    return bars.finish(options, compared, options.only is None)
+
+
+def cases(seeds: int) -> list[Case]:
+    """Return what is enumerated: every mode and shape, with and without ends of text, under every stop rule."""
+    found = []
+    for seed in range(1, seeds + 1):
+        for stop in STOPS:
+            for mode in ("rejection", "block", "point"):
+                found += [
+                    Case(mode, "chain:3", stop, kind, seed, eos) for kind, eos in (("mixed", False), ("mixed", True))
+                ]
+            found += [Case(mode, "chain:3", stop, "dense", seed) for mode in MODES]
+        for tree in ("2,1", "2,2", "1,2"):
+            found += [Case("rejection", tree, stop, "mixed", seed, True, new=4) for stop in STOPS[:2]]
+        found += [Case("rejection_replace", tree, STOPS[1], "mixed", seed, True, new=4) for tree in ("2,1", "1,2")]
+    return found
+
+
+def laws(sizes: Sizes, quick: bool, bars: Bars) -> None:
+    """Compare the joint law of text and rounds of replay with the live loop's, and show that of the approximate rows."""
+    begin, worst, outcomes, wrong = time.perf_counter(), 0.0, 0, []
+    todo = [case for case in cases(sizes.seeds) if not quick or case.kind == "mixed"]
+    for case in todo[:: 4 if quick else 1]:
+        live = live_law(case)
+        far = apart(live, replay_law(case))
+        worst, outcomes = max(worst, far), outcomes + len(live)
+        if far > EXACT:
+            wrong.append(f"{case.mode} {case.tree} {case.policy().name} {case.kind} seed {case.seed}: {far:.1e}")
+            print("WRONG", wrong[-1], flush=True)
+    done = len(todo[:: 4 if quick else 1])
+    bars.add(
+        "law",
+        {"cases": done, "outcomes": outcomes, "worst": worst, "wrong": wrong, "seconds": time.perf_counter() - begin},
+        not wrong and outcomes > 100,
+        f"{done} cases, {outcomes} outcomes of text and rounds; largest total variation {worst:.1e}, at most {EXACT:g}",
+    )
+    near = [Case("block", "chain:3", STOPS[0], "mixed", seed, off_text="approximate") for seed in (1, 2)[: sizes.seeds]]
+    told = [apart(live_law(case), replay_law(case)) for case in near]
+    bars.figures["approximate block, total variation"] = told
+    print(f"      block with approximate rows off the text: total variation {', '.join(f'{far:.3f}' for far in told)}")
+
+
+def against_live(pair: Pair, prompts: Sequence[Prompt], temperature: float, sizes: Sizes, bars: Bars) -> None:
+    """Compare replay of a trace with live runs: tokens a call, drafted and accepted a round, clustered by prompt."""
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, sizes.tokens + DEPTH))
+    for mode in MODES:
+        with tempfile.TemporaryDirectory() as room:
+            trace = collect(
+                pair, prompts, Path(room) / "t", depth=DEPTH, temperature=temperature, max_new_tokens=sizes.tokens,
+                verification=mode, draws=4, seed=1,
+            )  # fmt: skip
+            arrays = trace_arrays(trace, ("drawn_prob",))
+        for make in POLICIES:
+            policy = make()
+            played = replay(arrays, policy, no_costs())
+            each = torch.stack([played.rounds, played.committed, played.drafted, played.accepted], 1).double()
+            offline = each.view(-1, 4, 4).mean(1).numpy()
+            settings = Settings(temperature, sizes.tokens, DEPTH, verification=mode)
+            live = live_sums(Speculator(pair, policy, settings), prompts, ids, sizes.runs)
+            z, chance = errors(offline, live)
+            name = f"{mode} T={temperature:g} {policy.name}"
+            told = {"z": z.tolist(), "p": chance, "live": ratios(live).tolist(), "replay": ratios(offline).tolist()}
+            bars.add(
+                name,
+                told,
+                bool(np.abs(z).max() <= MOST_ERRORS) and chance > 2 * stats.norm.sf(MOST_ERRORS),
+                f"tokens a call, drafted, accepted a round: live {_three(ratios(live))}, replay {_three(ratios(offline))}; "
+                f"z {_three(z)}, joint p {chance:.3f}",
+            )
+
+
+def live_sums(speculator: Speculator, prompts: Sequence[Prompt], ids: Sequence[list[int]], runs: int) -> Any:
+    """Return [P, 4], the mean over runs of rounds, tokens committed by them, drafted and accepted."""
+    sums = np.zeros((len(prompts), 4))
+    for run in range(runs):
+        for at, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+            rounds = speculator.generate(tokens, stream_key(100 + run, prompt.id)).rounds
+            sums[at] += [
+                len(rounds),
+                *(sum(getattr(r, n) for r in rounds) for n in ("committed", "drafted", "accepted")),
+            ]
+    return sums / runs
+
+
+def ratios(sums: Any) -> Any:
+    """Return [3]: tokens a call, drafted and accepted a round, ratios of sums."""
+    total = sums.sum(0)
+    return total[1:] / total[0]
+
+
+def errors(one: Any, other: Any) -> tuple[Any, float]:
+    """Return [3] differences of the ratios in standard errors, clustered by prompt, and the chance of all three together."""
+    residual = [(side[:, 1:] - ratios(side) * side[:, :1]) / side[:, 0].mean() for side in (one, other)]
+    spread = np.cov((residual[0] - residual[1]).T) / len(one)
+    gap = ratios(one) - ratios(other)
+    z = gap / np.sqrt(np.diag(spread).clip(1e-18))
+    inverse = np.linalg.pinv(spread, rcond=1e-9, hermitian=True)
+    return z, float(stats.chi2.sf(gap @ inverse @ gap, np.linalg.matrix_rank(spread, tol=1e-12, hermitian=True)))
+
+
+def collecting(pair: Pair, prompts: Sequence[Prompt], sizes: Sizes, bars: Bars) -> None:
+    """Time collection under each verification beside that under `match`, taking turns."""
+    chosen = prompts[: min(48, len(prompts))]
+    seconds: dict[str, list[float]] = {name: [] for name in ("match", *MODES)}
+    for turn in range(sizes.repetitions + 1):
+        for name in seconds:
+            with tempfile.TemporaryDirectory() as room:
+                begin = time.perf_counter()
+                collect(
+                    pair, chosen, Path(room) / "t", depth=DEPTH, temperature=0.7, max_new_tokens=sizes.tokens,
+                    verification=name,
+                )  # fmt: skip
+                if turn:  # the first one warms up
+                    seconds[name].append(time.perf_counter() - begin)
+    for name in MODES:
+        each = [mine / base for mine, base in zip(seconds[name], seconds["match"], strict=True)]
+        ratio = float(np.median(each))
+        bars.add(
+            f"collection under {name}",
+            {"ratio": ratio, "each": each},
+            ratio <= SLOWER[name],
+            f"{ratio:.2f} of the time under match ({min(each):.2f} to {max(each):.2f}); at most {SLOWER[name]}",
+        )
+
+
+def no_costs() -> Profile:
+    """Return a latency profile of no machine."""
+    table = CostTable(8.0, (1e-3, 1e-3), 0.0, (1e-3,) * (DEPTH + 1))
+    return Profile(
+        table, CostTable(400.0, (1e-3, 1e-3), 0.0, (1e-3,) * (DEPTH + 1)), 0.0, 0.0, (1e-3, 0.0), {}, 1.0, {}
+    )
+
+
+def _three(values: Any) -> str:
+    return " / ".join(f"{value:.3f}" for value in values)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
