@@ -196,3 +196,18 @@ def test_a_collection_of_draws_goes_on_where_it_was_stopped(
         shard.unlink()
     again = collect(pair, prompts, tmp_path / "t", resume=True, **options)
     assert open_trace(again.folder).row_count == made.row_count == drawn["rejection"].row_count
+
+
+def test_what_carries_its_state_meets_a_text_once(drawn: dict[str, Trace], profile: Profile) -> None:
+    from specstop.train.replay.run import _by_draw
+
+    arrays = trace_arrays(drawn["block"])
+    order = np.array([[4, 5, 0, 1, 3, 2]])
+    assert _by_draw(arrays, order).tolist() == [[4, 0, 2], [5, 1, 3]]
+    assert _by_draw(trace_arrays(drawn["point"]), order) is order
+
+    class Carrying(FixedLength):
+        carries = True
+
+    carried, plain = replay(arrays, Carrying(3), profile), replay(arrays, FixedLength(3), profile)
+    assert carried.tokens.tolist() == plain.tokens.tolist() and carried.rounds.tolist() == plain.rounds.tolist()
