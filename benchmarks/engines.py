@@ -37,6 +37,7 @@ from pairs import pair_folder
 from specstop.collect import collect, read_prompts
 from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
+from specstop.decode.engines import sglang as plugin
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
@@ -50,6 +51,7 @@ MOST = 512
 CONTROLLERS, MOVES = 200, 400
 VLLM_PARSER, VLLM_CONFIG = "vllm/v1/spec_decode/dynamic/utils.py", "vllm/config/speculative.py"
 SGLANG_ADAPTIVE = "sglang/srt/speculative/adaptive_spec_params.py"
+SGLANG_STATE, SGLANG_HOOKS = "sglang/srt/speculative/adaptive_runtime_state.py", "sglang/srt/plugins/hook_registry.py"
 
 
 def main() -> int:
@@ -61,7 +63,7 @@ def main() -> int:
         read_wheel(name, version, files, options.wheels, download=not options.quick)
         for name, version, files in (
             ("vllm", vllm.VERSION, (VLLM_PARSER, VLLM_CONFIG)),
-            ("sglang", sglang.VERSION, (SGLANG_ADAPTIVE,)),
+            ("sglang", sglang.VERSION, (SGLANG_ADAPTIVE, SGLANG_STATE, SGLANG_HOOKS)),
         )
     )
     bars = Bars()
@@ -86,6 +88,12 @@ def main() -> int:
                     name,
                     bars.missed,
                     lambda at=folder: check_sglang(sglang_files[SGLANG_ADAPTIVE], at / "sglang"),
+                )
+                run(
+                    "SGLang",
+                    f"plugin, {name}",
+                    bars.missed,
+                    lambda at=folder: check_plugin(sglang_files, at / "sglang"),
                 )
     same = 0
     if sglang_files:
@@ -264,6 +272,42 @@ def check_sglang(source: str, folder: Path) -> dict[str, list[int]]:
         for size, rule in sglang.DEFAULTS.items():
             assert engine.DEFAULT_ADAPTIVE_CONFIG[str(size)] == sglang.entry(rule), "the engine's default has changed"
     return {key: entry["candidate_steps"] for key, entry in raw.items()}
+
+
+def check_plugin(files: dict[str, str], folder: Path) -> None:
+    """Put our rule in the place of SGLang's by its own registry, and have its own controller drive it."""
+    hooks, states = (types.ModuleType(name) for name in ("hook_registry", "adaptive_runtime_state"))
+    exec(compile(files[SGLANG_HOOKS], SGLANG_HOOKS, "exec"), hooks.__dict__)
+    with mock.patch.dict(sys.modules, {states.__name__: states}):
+        exec(compile(files[SGLANG_STATE], SGLANG_STATE, "exec"), states.__dict__)
+    with sglang_module(files[SGLANG_ADAPTIVE]) as engine:
+        original = engine.AdaptiveSpeculativeParams
+        path = {name: sys.modules[name] for name in sys.modules if name.startswith("sglang")}
+        path |= {"sglang.srt.plugins": mock.MagicMock(), "sglang.srt.plugins.hook_registry": hooks}
+        path |= {"sglang.srt.speculative.adaptive_spec_params": engine}
+        path["sglang.srt.speculative"] = types.SimpleNamespace(adaptive_spec_params=engine)
+        with mock.patch.dict(sys.modules, path), mock.patch("pkgutil.resolve_name", lambda name: engine):
+            plugin.register()
+            hooks.HookRegistry.apply_hooks()
+            hooks.HookRegistry.apply_hooks()
+        assert engine.AdaptiveSpeculativeParams is not original
+        theirs = engine.AdaptiveSpeculativeParams(3, str(folder / sglang.CONFIG))
+        assert type(theirs) is original, "a file without our object does not go to SGLang's own rule"
+        policy = engine.AdaptiveSpeculativeParams(initial_steps=3, cfg_path=str(folder / sglang.COSTED))
+        assert type(policy) is plugin.CostedSteps
+        assert engine.resolve_candidate_steps_from_config(str(folder / sglang.COSTED)) == policy.candidate_steps
+        worker = mock.MagicMock(speculative_num_steps=policy.candidate_steps[0])
+        worker.apply_runtime_state.side_effect = lambda state: setattr(worker, "speculative_num_steps", state)
+        worker.build_adaptive_runtime_state.side_effect = lambda speculative_num_steps, **_: speculative_num_steps
+        controller = states.AdaptiveController(worker, policy)
+        controller.init_states([1, 2, 4, 8, 16])
+        chance = random.Random(0)
+        for _ in range(MOVES):
+            size = chance.randint(1, 20)
+            controller.activate_step_by_batch(size)
+            steps = worker.speculative_num_steps
+            assert steps == policy.get_steps_for_batch(size) and steps in policy.candidate_steps
+            controller.on_verify_complete([chance.randint(0, steps) for _ in range(size)], size)
 
 
 def check_controller(source: str) -> int:

@@ -135,6 +135,10 @@ DraftGreedy = Annotated[
         "draft probabilities do.",
     ),
 ]
+Through = Annotated[
+    str | None,
+    typer.Option(help="vllm: a live trace of rounds inside vLLM, which decodes the prompts (docs/vllm.md)."),
+]
 FromVLLM = Annotated[
     Path | None,
     typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; no model is run."),
@@ -196,6 +200,7 @@ def collect(
     batch: Batch = 1,
     memory: Memory = None,
     from_vllm: FromVLLM = None,
+    through: Through = None,
     temperature: Temperature = 0.0,
     shaping: Shaping = UNUSED,
     max_new_tokens: MaxNewTokens = 128,
@@ -284,6 +289,7 @@ def collect(
             shaping=shaping,
             long=long,
             batch=batch,
+            through=through,
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)

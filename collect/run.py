@@ -31,7 +31,7 @@ from .prompts import Prompt, fit
 from .schema import Header, parents
 from .shards import BATCH, Plan, Work, record
 from .store import Trace
-from .ways import choose_way
+from .ways import choose_engine_way, choose_way
 
 PROMPTS_PER_SHARD = 32
 SHARD_BYTES = 1 << 29
@@ -68,6 +68,7 @@ def collect(
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
     batch: int = 1,
+    through: str | None = None,
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -86,7 +87,7 @@ def collect(
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
         collector, policy, verification, explore, mix, completions, vectors, memory, draws, off_text, shaping, long,
-            batch: see `plan_run`.
+            batch, through: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
@@ -116,6 +117,7 @@ def collect(
         shaping=shaping,
         long=long,
         batch=batch,
+        through=through,
     )
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -146,6 +148,7 @@ def plan_run(
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
     batch: int = 1,
+    through: str | None = None,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -179,6 +182,7 @@ def plan_run(
             device has free (`memory.budget_mib`), which the header's facts tell.
         long: what becomes of prompts that are too long; see `prompt_tokens.fit`.
         batch: texts that the live collector decodes side by side.
+        through: "vllm" = a live trace of rounds inside vLLM, which decodes the prompts in this process.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
     Raises:
@@ -208,21 +212,16 @@ def plan_run(
         temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree, shaping=shaping
     )
     widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
-    way = choose_way(
-        pair,
-        topology,
-        settings,
-        collector,
-        policy,
-        explore,
-        mix,
-        completions,
-        tuple(widths),
-        memory,
-        batch,
-        draws,
-        off_text,
-    )
+    if through is not None:
+        way = choose_engine_way(
+            through, (target, draft), topology, settings, policy, explore, batch, pair.target.dtype,
+            [mix, completions, *widths, *shaping.facts],
+        )  # fmt: skip
+    else:
+        way = choose_way(
+            pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch, draws,
+            off_text,
+        )  # fmt: skip
     told: dict[str, Any] = {"prompts from": source}
     if way.memory:
         told["memory MiB"] = way.memory
@@ -242,7 +241,6 @@ def plan_run(
         temperature=temperature,
         topology=parents(topology),
         features=way.features,
-        anchor_features=ANCHOR_FEATURES,
         max_new_tokens=max_new_tokens,
         seed=seed,
         shards=count,
@@ -250,7 +248,7 @@ def plan_run(
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         vectors=widths,
         shaping=shaping.facts,
-        **way.header,
+        **{"anchor_features": ANCHOR_FEATURES, **way.header},
         facts={**facts(pair), **told},
     )
     work: list[list[Work]] = [[] for _ in range(count)]

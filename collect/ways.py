@@ -132,6 +132,46 @@ def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) ->
     return mode
 
 
+def choose_engine_way(
+    through: str,
+    models: tuple[str, str],
+    tree: Topology,
+    settings: Settings,
+    policy: StopPolicy | None,
+    explore: float,
+    batch: int,
+    dtype: Any,
+    other: Sequence[Any],
+) -> Way:
+    """Return the way that collects through a serving engine.
+
+    Args:
+        through: its name.
+        models: names of target and draft.
+        tree: a chain.
+        settings, policy, explore, batch: as of `run.plan_run`.
+        dtype: of the models.
+        other: options that are not for engines, each false where it is not used.
+
+    Raises:
+        InputError: an unknown engine, or options that it does not take.
+    """
+    from .through_vllm import REQUESTS, ThroughVLLM
+
+    if through != "vllm":
+        raise InputError(f"--through: expected vllm, not {through!r}")
+    if not tree.is_chain or settings.verification not in ("match", "point") or any(other):
+        raise InputError(
+            f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
+            "--completions, --hidden, and options that change what is sampled from"
+        )
+    made = ThroughVLLM(
+        *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,
+        batch if batch > 1 else REQUESTS, str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    return Way(made.features, made.rows, made.header)
+
+
 def _live(
     pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str], batch: int
 ) -> Way:

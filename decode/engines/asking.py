@@ -43,13 +43,14 @@ class Asking:
         policy: the one in charge.
         first, trims, selects: of it; `selects` whether it chooses among what was drafted.
         history: of the rows of the step.
+        states: of all rows, as they are between steps.
     """
 
     def __init__(self, policy: StopPolicy, rows: int, depth: int, fallback: int) -> None:
         self._rows, self._depth, self._fallback = rows, depth, min(fallback, depth)
         self._here = np.zeros(0, dtype=np.int64)
         self._histories = self.history = History.start(rows)
-        self._states: State = None
+        self.states: State = None
         self._state: State = None
         self._take_charge(policy.limited(depth))
         self._guarded(lambda: self._start_all())
@@ -61,7 +62,7 @@ class Asking:
         self._observes = type(policy).observe is not StopPolicy.observe
 
     def _start_all(self) -> None:
-        self._states = checked_start(self.policy, self._rows, np.arange(self._rows, dtype=np.int64))
+        self.states = checked_start(self.policy, self._rows, np.arange(self._rows, dtype=np.int64))
 
     def renew(self, rows: Array, keys: Array) -> None:
         """Go on to other texts in `rows` [n], of keys [n] int64; a policy that carries its state keeps it there."""
@@ -72,21 +73,21 @@ class Asking:
             self._guarded(lambda: self._start(rows, keys))
 
     def _start(self, rows: Array, keys: Array) -> None:
-        self._states = state.put(self._states, rows, checked_start(self.policy, len(rows), keys))
+        self.states = state.put(self.states, rows, checked_start(self.policy, len(rows), keys))
 
     def attend(self, rows: Array) -> None:
         """Begin a step of these rows [S]: what is asked from here on is of them, in this order."""
         self._here = rows
-        self.history, self._state = state.take(self._histories, rows), state.take(self._states, rows)
+        self.history, self._state = state.take(self._histories, rows), state.take(self.states, rows)
 
     def leave(self) -> None:
         """End the step: keep what the policy remembers of its rows."""
         self._guarded(self._put_back)
 
     def _put_back(self) -> None:
-        self._states = state.put(self._states, self._here, self._state) if self._states is not None else None
-        if self._states is None and self._state is not None:  # of a policy that remembers nothing before it was asked
-            self._states = state.put(_blank(self._state, self._rows), self._here, self._state)
+        self.states = state.put(self.states, self._here, self._state) if self.states is not None else None
+        if self.states is None and self._state is not None:  # of a policy that remembers nothing before it was asked
+            self.states = state.put(_blank(self._state, self._rows), self._here, self._state)
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, 1] bool, the drafts to extend."""
@@ -121,8 +122,8 @@ class Asking:
             self._guarded(lambda: self._observe(rows, outcome))
 
     def _observe(self, rows: Array, outcome: RoundOutcome) -> None:
-        after = checked_observe(self.policy, outcome, state.take(self._states, rows))
-        self._states = state.put(self._states, rows, after)
+        after = checked_observe(self.policy, outcome, state.take(self.states, rows))
+        self.states = state.put(self.states, rows, after)
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
@@ -140,7 +141,7 @@ class Asking:
             stacklevel=2,
         )
         self._take_charge(FixedLength(self._fallback))
-        self._states = self._state = None
+        self.states = self._state = None
 
 
 def _blank(like: State, rows: int) -> State:

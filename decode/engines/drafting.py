@@ -82,6 +82,7 @@ class Drafting:
 
     Attributes:
         spent: so far.
+        asking: who asks the policy.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Drafting:
     ) -> None:
         self.options, self.spent = options, Spent()
         self._draft, self._profile, self._observer = _Timed(draft, self.spent), profile, observer
-        self._asking = Asking(policy, options.rows, options.depth, options.fallback)
+        self.asking = Asking(policy, options.rows, options.depth, options.fallback)
         self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
         self._waits: list[Sent | None] = [None] * options.rows  # drafts whose outcome is not known yet
         self._read = [0] * options.rows  # tokens that the draft model has read
@@ -103,7 +104,7 @@ class Drafting:
     @property
     def policy(self) -> StopPolicy:
         """The policy in charge."""
-        return self._asking.policy
+        return self.asking.policy
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
         """Return a draft for each text, possibly empty.
@@ -119,9 +120,9 @@ class Drafting:
         fresh = [at for at, one in enumerate(placed) if one is not None and not one.same]
         self._begin([placed[at] for at in fresh], [None if names is None else names[at] for at in fresh])
         drafts: list[list[int]] = [[] for _ in texts]
-        longest = self.options.readable - self._asking.depth
+        longest = self.options.readable - self.asking.depth
         rows = {at: one.row for at, one in enumerate(placed) if one is not None and 1 < len(texts[at]) <= longest}
-        if rows and self._asking.depth:
+        if rows and self.asking.depth:
             for at, tokens in zip(rows, self._draft_for(list(rows.values()), begin), strict=True):
                 drafts[at] = tokens
         self.spent.steps += 1
@@ -159,7 +160,7 @@ class Drafting:
                 price = self._profile.decision(self.policy.cost_name)
                 seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price, None)
         active = np.ones(len(heard), dtype=bool)
-        self._asking.heard(rows, RoundOutcome(active, drafted, verified, accepted, cut, seconds))
+        self.asking.heard(rows, RoundOutcome(active, drafted, verified, accepted, cut, seconds))
 
     def _begin(self, placed: Sequence[Placed | None], names: Sequence[str | None]) -> None:
         """Begin new texts in rows; what they begin with alike the draft model need not read again."""
@@ -172,7 +173,7 @@ class Drafting:
                 self._observer.began(one.row, self._rows.text(one.row), name)
         keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)
         self._texts += len(rows)
-        self._asking.renew(np.array(rows, dtype=np.int64), keys)
+        self.asking.renew(np.array(rows, dtype=np.int64), keys)
 
     def _forget(self, row: int, length: int) -> None:
         """Have the draft model know no more of a row than its first `length` tokens."""
@@ -187,7 +188,7 @@ class Drafting:
             self._forget(row, len(text) - 1)
         unread = [text[self._read[row] :].tolist() for row, text in zip(rows, texts, strict=True)]
         anchors = np.array([(text[-1], text[-2]) for text in texts], dtype=np.int64)
-        asking, observer = self._asking, self._observer
+        asking, observer = self.asking, self._observer
 
         def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
             if observer is not None:

@@ -63,8 +63,8 @@ class Proposer:
         config, settings = self._config.model_config, self.settings
         vocabulary = int(config.get_vocab_size())
         dtype = check_dtype(settings.dtype) if settings.dtype else config.dtype
-        device = torch.device(settings.device or self._config.device_config.device)
-        model = load_draft(settings.draft, device, dtype, vocabulary)
+        self.device = torch.device(settings.device or self._config.device_config.device)
+        model = load_draft(settings.draft, self.device, dtype, vocabulary)
         kernels.load()
         rows = min(settings.rows, int(self._config.scheduler_config.max_num_seqs))
         options = Options(

@@ -27,9 +27,7 @@ def register() -> None:
         return
     slope, intercepts = read_coefficients(Path(path))
     try:
-        from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import (  # type: ignore[import-not-found,unused-ignore]
-            OnlineAcceptanceEstimator,
-        )
+        from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
     except ImportError as error:
         warnings.warn(
             f"{SWITCH}: this vLLM has no adaptive verification as 0.32 has it ({error}); it goes on without {path}",

@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...collect.store import Trace
+from ...decode.engines.sglang import KEY, rule_of
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
-from ..replay.arrays import TraceArrays
+from ..replay.arrays import TraceArrays, typical_context
 from ..report.intervals import Resamples, Values
 from ..report.records import Ratio
 from .by_batch import WORTH, choose_lengths
@@ -26,7 +29,7 @@ from .exported import Export, caveats, claimed, find_sizes, write_export
 from .lockstep import Steps, lockstep
 from .serving import ASSUMPTIONS, batch_profile, measured_rows
 
-CONFIG = "adaptive.json"
+CONFIG, COSTED = "adaptive.json", "costed.json"
 VERSION = "0.5.23"
 
 UP = (0.0, -0.75, -1.5, -2.5)
@@ -58,7 +61,7 @@ def deploy_sglang(
     Args:
         traces: dense training traces of chains.
         profile: latency of one request; `batch_profile` says how it is scaled.
-        out: folder for `adaptive.json`, `README.md` and `figures.json`.
+        out: folder for `adaptive.json`, `costed.json`, `README.md` and `figures.json`.
         policy: whose loss is to be stated.
         max_batch: the largest batch looked at; larger ones share its entry.
         held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
@@ -89,8 +92,8 @@ def deploy_sglang(
         "measured_rows": measured_rows(export.profile),
         "facts": export.facts(),
     }
-    text = json.dumps(config, indent=2) + "\n"
-    return write_export(folder, "sglang", {CONFIG: text}, page(export, chosen, start, alone, batches), figures)
+    files = {CONFIG: json.dumps(config, indent=2) + "\n", COSTED: json.dumps(costed(export, lengths), indent=2) + "\n"}
+    return write_export(folder, "sglang", files, page(export, chosen, start, alone, batches), figures)
 
 
 def entry(rule: Steps) -> dict[str, Any]:
@@ -101,6 +104,31 @@ def entry(rule: Steps) -> dict[str, Any]:
         "down_hysteresis": rule.down,
         "ceiling_coeff": 0,
     }
+
+
+def costed(export: Export, lengths: Mapping[int, int]) -> dict[str, Any]:
+    """Return the configuration of the rule that knows costs (`decode.engines.sglang`): steps near the best fixed length.
+
+    Args:
+        export: in the making.
+        lengths: the fixed length of each batch size.
+    """
+    arrays = export.sides.fit
+    reached = arrays.accepted[~arrays.cut].numpy()
+    survive = [float((reached >= depth).mean()) for depth in range(export.depth + 1)]
+    acceptance = [after / before if before else 0.0 for before, after in itertools.pairwise(survive)]
+    steps = np.arange(export.depth + 1)
+    context, one = np.full(len(steps), typical_context(arrays)), np.ones(len(steps), dtype=np.int64)
+    seconds = {}
+    for size in lengths:
+        share = batch_profile(export.profile, size).round_seconds(context, steps, steps, one, 0 * one, 0.0)
+        seconds[size] = (size * share).tolist()
+    near = {
+        size: sorted({k for k in (length - 1, length, length + 1, 0 if size > 1 else length) if 0 <= k <= export.depth})
+        for size, length in lengths.items()
+    }
+    config: dict[str, Any] = {str(size): {"candidate_steps": steps} for size, steps in near.items()}
+    return {**config, KEY: rule_of(acceptance, seconds)}
 
 
 def rules_around(length: int, depth: int) -> list[Steps]:
@@ -248,7 +276,10 @@ def page(
         f"SGLang {VERSION} adapts for EAGLE and EAGLE3 with top-k 1 alone; for every other algorithm it says so and goes on "
         "with fixed steps. For a draft model of its own (`--speculative-algorithm STANDALONE`) what is left is the fixed "
         f"number: `--speculative-num-steps {fallback} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {fallback + 1}`. The loader of SGLang {VERSION} accepts the file."
+        f"--speculative-num-draft-tokens {fallback + 1}`. The loader of SGLang {VERSION} accepts the file.\n\n"
+        f"`{COSTED}` in its place, with specstop installed beside SGLang: a plugin puts a rule in the place of SGLang's that "
+        "knows what steps cost at each batch size and takes those with the most tokens a second, by acceptance as it is "
+        "seen. It was held against SGLang's own classes, not run in a server; the figures below are not of it."
     )
     lost = [
         "The stop policy itself. SGLang gives all requests of a batch one number of steps and moves it by the mean accepted "

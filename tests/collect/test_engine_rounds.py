@@ -1,0 +1,132 @@
+"""Rows of an engine's rounds: features and labels are those of the finished texts, none is lost or twice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from specstop.collect.engine_rounds import RoundRecorder, engine_features
+from specstop.collect.explore import Exploring, exploring
+from specstop.collect.live import LiveCollector
+from specstop.decode.engines.drafting import Drafting, Options
+from specstop.decode.engines.models import ModelRows
+from specstop.decode.models.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
+from specstop.policies import state
+from specstop.policies.storage.registry import load_policy
+
+sys.path.append(str(Path(__file__).parents[1] / "decode" / "engines"))
+from simulated_engine import Engine, Request
+
+K, NEW = 4, 20
+
+
+@pytest.fixture(scope="module")
+def requests(endless_pair: Pair) -> list[Request]:
+    chance = np.random.default_rng(4)
+    prompts = [[int(t) for t in chance.integers(17, 48, n)] for n in chance.integers(2, 9, 8)]
+    texts = plain_texts(endless_pair, prompts, [0] * len(prompts), NEW, 0.0).tokens
+    return [Request(f"r{i}", p, list(t)) for i, (p, t) in enumerate(zip(prompts, texts, strict=True))]
+
+
+def recorded(
+    pair: Pair, requests: list[Request], policy: str, explore: float = 0.0, gentle: bool = False, seed: int = 0
+) -> tuple[dict[str, Mapping[str, Any]], Engine]:
+    """Return the rows of each finished request, and the engine that it ran in."""
+    asked = load_policy(policy)
+    asked = exploring(asked, explore, K) if explore else asked
+    made: list[Drafting] = []
+
+    def explored(rows: np.ndarray) -> np.ndarray:
+        inner = made[0].asking
+        return (
+            asked.explores(state.take(inner.states, rows))
+            if isinstance(asked, Exploring)
+            else np.zeros(len(rows), bool)
+        )
+
+    recorder = RoundRecorder(3, K, 0.0, explored)
+    made.append(Drafting(ModelRows(pair.draft_model, 3, pair.vocabulary), asked, Options(3, K, 128), observer=recorder))
+    engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
+
+    def propose(sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        at = [i for i, new in enumerate(sampled) if new]
+        drafts = made[0].propose([tokens[i, : lengths[i]] for i in at], [engine.names[i] for i in at])
+        out: list[list[int]] = [[] for _ in sampled]
+        for i, draft in zip(at, drafts, strict=True):
+            out[i] = draft
+        return out
+
+    engine.run(propose)
+    texts = recorder.take()
+    found = {}
+    for at, request in enumerate(engine.finished):
+        parts = [text for text in texts if text.name == request.name]
+        rows = recorder.rows(parts, at, request.name, "", request.prompt, request.answer)
+        assert rows is not None
+        found[request.name] = rows
+    return found, engine
+
+
+def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, requests: list[Request]) -> None:
+    """Greedy, undisturbed: the same rounds of the same texts, features within float32 rounding, labels equal."""
+    rows, _ = recorded(endless_pair, requests, "confidence:0.3", gentle=True)
+    settings = Settings(0.0, NEW, K, ignore_eos=True)
+    live = LiveCollector(endless_pair, load_policy("confidence:0.3"), settings)
+    batch = [(i, r.name, "", r.prompt, 0) for i, r in enumerate(requests)]
+    compared = 0
+    for theirs in live.rows(batch):
+        mine = rows[theirs["prompt_id"][0]]
+        # The loop stops where the limit is; an engine drafts on and commits no more than the limit.
+        inside = theirs["anchor"] + K + 1 <= NEW
+        count = int(inside.sum())
+        for name in ("anchor", "drawn", "sent", "tokens", "accepted_length", "decisions", "backlog", "committed"):
+            assert np.array_equal(np.asarray(mine[name])[:count], np.asarray(theirs[name])[inside]), name
+        for name in ("accepted", "labelled"):
+            assert np.array_equal(mine[name][:count], theirs[name][inside]), name
+        for name in (*engine_features(0.0), "draft_prob", "anchor_token", "before_token"):
+            assert np.allclose(mine[name][:count], theirs[name][inside], rtol=1e-4, atol=1e-5), name
+        compared += count
+    assert compared > 40
+
+
+def test_labels_are_what_followed_and_no_round_is_lost_or_twice(endless_pair: Pair, requests: list[Request]) -> None:
+    """Preempted, moved, aborted, trimmed: every draft that the engine was given has its row, once, with what came of it."""
+    rounds = 0
+    for seed in range(3):
+        rows, engine = recorded(endless_pair, requests, "fixed:3", seed=seed)
+        for request in engine.finished:
+            mine = rows[request.name]
+            given = [(context, draft, new) for context, draft, new in request.rounds if context > len(request.prompt)]
+            assert mine["anchor"].tolist() == [context - len(request.prompt) for context, *_ in given]
+            assert mine["committed"].tolist() == [len(new) for *_, new in given]
+            for at, (context, draft, _) in enumerate(given):
+                after = request.answer[context - len(request.prompt) :]
+                agreed = next((j for j, t in enumerate(draft) if j >= len(after) or after[j] != t), len(draft))
+                if draft:  # a request that came back from preemption has lost its draft
+                    assert mine["tokens"][at][mine["sent"][at]].tolist() == draft
+                    assert mine["accepted_length"][at] == agreed
+            assert mine["cut"].tolist()[-1] and mine["text_tokens"][0] == NEW
+            rounds += len(given)
+    assert rounds > 60
+
+
+def test_rounds_that_explore_are_marked(endless_pair: Pair, requests: list[Request]) -> None:
+    rows, _ = recorded(endless_pair, requests, "fixed:1", explore=0.5, gentle=True)
+    drawn = np.concatenate([one["drawn"].sum(1) for one in rows.values()])
+    explored = np.concatenate([one["explored"] for one in rows.values()])
+    assert set(drawn[explored]) == {K} and set(drawn[~explored]) == {1}
+    assert 0.25 < explored.mean() < 0.75
+
+
+def test_what_was_not_asked_for_is_not_kept(endless_pair: Pair) -> None:
+    recorder = RoundRecorder(1, K, 0.7, lambda rows: np.zeros(len(rows), bool), keep=lambda number: number % 2 == 1)
+    for number in range(4):
+        recorder.began(0, np.array([number, 1, 2]), f"r{number}")
+    assert [text.name for text in recorder.take()] == ["r1", "r3"]
+    assert not any(name.startswith("noisy_") for name in engine_features(0.7))

