@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from conftest import build_draft, build_model
+from transformers import PreTrainedTokenizerFast
 
 
 def installed() -> bool:
@@ -53,6 +55,16 @@ print("ANSWER" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts
 """
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A pair whose heads are as wide as vLLM's attention on a CPU wants them."""
+    where, target = tmp_path_factory.mktemp("pair"), build_model(hidden_size=128, initializer_range=0.1)
+    for name, model in (("target", target), ("draft", build_draft(target, 0.01))):
+        model.float().save_pretrained(where / name)
+        tokenizer.save_pretrained(where / name)
+    return where
+
+
 def serve(pair_folder: Path, prompts: list[list[int]], **options: object) -> dict:
     """Return what vLLM wrote for prompts that arrive one by one, and what its drafter did."""
     task = json.dumps({"target": str(pair_folder / "target"), "prompts": prompts, "options": options})
@@ -75,12 +87,12 @@ def ours(pair_folder: Path, policy: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_texts_are_those_of_plain_vllm(pair_folder: Path) -> None:
+def test_texts_are_those_of_plain_vllm(folder: Path) -> None:
     prompts = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
     prompts[5] = list(prompts[2])  # requests of equal tokens
-    plain = serve(pair_folder, prompts)["texts"]
+    plain = serve(folder, prompts)["texts"]
     for policy in ("confidence:0.3", "fixed:5"):
-        found = serve(pair_folder, prompts, **ours(pair_folder, policy))
+        found = serve(folder, prompts, **ours(folder, policy))
         assert found["texts"] == plain
         assert found["policy"] == policy and found["names"]
         assert found["drafted"] > found["steps"] > 10
