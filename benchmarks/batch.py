@@ -43,31 +43,41 @@ MODES = [("match", None), ("match", TREE), ("rejection", None), ("rejection", "2
 SPECS = ("fixed:3", "confidence:0.3", "product:0.2", "adaedl:0.3")
 SIZES, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)
 FEATURES = 3e-5
+PARTS = ("texts", "rounds", "rows", "speeds", "memory")
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to compare; a check takes all"
+    )
+    options = parser.parse_args()
     bars = Bars()
     folder = pair_folder(options)
     pair = load_pair(folder / "target", folder / "draft")
     count, tokens = (6, 16) if options.quick else (40, 128)
     prompts = read_prompts(folder / "prompts-test.jsonl", count)
     ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
-    same_texts(pair, prompts, ids, tokens, options, bars)
+    if "texts" in options.part:
+        same_texts(pair, prompts, ids, tokens, options, bars)
     with tempfile.TemporaryDirectory() as out:
-        replayed(
-            pair, prompts, ids, read_prompts(folder / "prompts-train.jsonl", count), tokens, Path(out), options, bars
-        )
-        collected(pair, prompts, tokens // 2, Path(out), options, bars)
-    stock = load_pair(folder / "target", folder / "draft", engine="plain")
-    speeds("embedded" if options.pair is None else options.pair.name, pair, ids, tokens // 2, options, bars, stock)
-    if not options.quick:
-        large, _ = scripted_pair(("100M", "18M"), "cpu", torch.float32, 512, 0.7)
-        texts = [[7 + at, 5, 3] * 12 for at in range(32)]
-        speeds("100M", with_engine(large), texts, 24, options, bars, large, least=0.0)
-    memory(options, bars)
-    return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens", len(prompts) >= 40)
+        if "rounds" in options.part:
+            other = read_prompts(folder / "prompts-train.jsonl", count)
+            replayed(pair, prompts, ids, other, tokens, Path(out), options, bars)
+        if "rows" in options.part:
+            collected(pair, prompts, tokens // 2, Path(out), options, bars)
+    if "speeds" in options.part:
+        stock = load_pair(folder / "target", folder / "draft", engine="plain")
+        speeds("embedded" if options.pair is None else options.pair.name, pair, ids, tokens // 2, options, bars, stock)
+        if not options.quick:
+            large, _ = scripted_pair(("100M", "18M"), "cpu", torch.float32, 512, 0.7)
+            texts = [[7 + at, 5, 3] * 12 for at in range(32)]
+            speeds("100M", with_engine(large), texts, 24, options, bars, large, least=0.0)
+    if "memory" in options.part:
+        memory(options, bars)
+    whole = len(prompts) >= 40 and set(options.part) == set(PARTS)
+    return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens: {', '.join(options.part)}", whole)
 
 
 def requests(prompts: Sequence[Prompt], ids: Sequence[list[int]]) -> list[Request]:
