@@ -386,7 +386,10 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
     sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
     options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
     models = "--target", header.target, "--draft", header.draft
-    next_step("profile", *models, *options, "--prompts", "PROMPTS", "--out", "profile.json")
+    asked = running_options()
+    chat = ["--chat"] if asked.get("chat") else []
+    prompts = asked.get("prompts") or "PROMPTS"
+    next_step("profile", *models, *chat, *options, "--prompts", prompts, "--out", "profile.json")
 
 
 def _show_estimate(expected: Estimate, world: int, json: bool) -> None:
