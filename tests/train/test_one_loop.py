@@ -92,7 +92,8 @@ def test_nobody_else_asks_a_policy_depth_by_depth() -> None:
     }
     assert asks == {
         "collect/explore.py",
-        "decode/hf/generate.py",
+        "decode/engines/asking.py",
+        "decode/hf/stopping.py",
         "decode/runner.py",
         "policies/baselines/bandit.py",
         "policies/testing.py",
