@@ -22,13 +22,9 @@ class EngineSettings:
         policy: as of `--policy`: a folder, or a name such as `confidence:0.4`.
         profile: latency profile of the engine, for policies that observe what rounds took.
         dtype, device: of the draft; "" = the engine's.
-        temperature: of the sampling, for features that read it, and of a trace.
+        temperature: of the sampling, for features that read it.
         fallback: length that is drafted once the policy has failed.
         rows: requests that are drafted for at once, at most.
-        traces: folder for a trace; "" = none.
-        sample: share of the requests that are traced.
-        explore: share of the traced drafts that go to full length whatever the policy says.
-        seed: of both shares.
     """
 
     draft: str
@@ -39,10 +35,6 @@ class EngineSettings:
     temperature: float = 0.0
     fallback: int = 4
     rows: int = 64
-    traces: str = ""
-    sample: float = 1.0
-    explore: float = 0.0
-    seed: int = 0
 
 
 def read_settings(raw: Any) -> EngineSettings:
@@ -72,9 +64,7 @@ def read_settings(raw: Any) -> EngineSettings:
     if not values.get("draft"):
         raise InputError(f"{where}: draft: expected the folder or hub name of the draft model")
     settings = EngineSettings(**values)
-    check_limits(temperature=settings.temperature, fallback=settings.fallback, explore=settings.explore)
-    if not 0.0 <= settings.sample <= 1.0:
-        raise InputError(f"{where}: sample: expected a share between 0 and 1, not {settings.sample}")
+    check_limits(temperature=settings.temperature, fallback=settings.fallback)
     if not 1 <= settings.rows <= 1024:
         raise InputError(f"{where}: rows: expected 1 to 1024 requests, not {settings.rows}")
     return settings
