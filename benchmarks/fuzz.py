@@ -17,7 +17,7 @@ from typing import Any
 
 from bars import NO_PAIR, Bars, arguments
 
-FAMILIES = ("policy_folders", "profiles", "commands", "configs", "plugins", "signals")
+FAMILIES = ("policy_folders", "drafter_folders", "profiles", "commands", "configs", "plugins", "signals")
 
 
 def main() -> int:

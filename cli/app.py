@@ -15,6 +15,7 @@ COMMANDS = (
     "collect",
     "merge",
     "train",
+    "train-drafter",
     "import",
     "profile",
     "evaluate",
@@ -53,6 +54,6 @@ def _root(
 
 
 for _name in COMMANDS:
-    _python = _name + "_" * keyword.iskeyword(_name)
+    _python = _name.replace("-", "_") + "_" * keyword.iskeyword(_name)
     _module = importlib.import_module(f".{_python}", __package__)
     app.command(_name, cls=Command)(getattr(_module, _python))

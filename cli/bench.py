@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import PHASES, find_pair, find_prompts, fitting, open_pair
+from .common import PHASES, find_prompts, find_target, fitting, open_pair
 from .console import print_json, progress_bars, table
 from .options import (
     Batch,
@@ -14,6 +14,7 @@ from .options import (
     Depth,
     Device,
     Draft,
+    Drafter,
     Dtype,
     Engine,
     Json,
@@ -41,6 +42,7 @@ def bench(
     long: Long = "skip",
     target: Target = None,
     draft: Draft = None,
+    drafter: Drafter = "model",
     policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
     library: Annotated[
         bool,
@@ -79,9 +81,9 @@ def bench(
     rules = [load_policy(spec) for spec in policy]
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
     with progress_bars(quiet or json) as progress:
-        names = find_pair(target, draft, progress)
+        names = find_target(target, draft, drafter, progress)
         chosen = find_prompts(prompts, names[2], "test", limit)
-        pair = open_pair(*names[:2], device, dtype, engine)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter)
         stock = open_pair(*names[:2], device, dtype, "plain") if library else None
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(

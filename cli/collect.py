@@ -11,7 +11,7 @@ import typer
 from ..policies.errors import InputError
 from ..policies.outputs import RUN_FILE, claim_folder
 from ..policies.progress import Progress
-from .common import find_pair, open_pair
+from .common import find_target, open_pair
 from .config import config_saved, running_options, save_config
 from .console import human_bytes, human_seconds, next_step, print_json, progress_bars, table
 from .interrupt import Interrupted, finish_first
@@ -21,6 +21,7 @@ from .options import (
     Depth,
     Device,
     Draft,
+    Drafter,
     Dtype,
     Engine,
     Json,
@@ -179,6 +180,7 @@ def collect(
     long: Long = "skip",
     target: Target = None,
     draft: Draft = None,
+    drafter: Drafter = "model",
     depth: Depth = 10,
     tree: Tree = None,
     collector: Collector = "dense",
@@ -261,14 +263,14 @@ def collect(
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
     with progress_bars(quiet or json) as progress:
-        names = find_pair(target, draft, progress)
+        names = find_target(target, draft, drafter, progress)
         chosen = asked.read(names[2])
-        pair = open_pair(*names[:2], place.device(device), dtype, engine)
+        pair = open_pair(*names[:2], place.device(device), dtype, engine, drafter)
         plan = plan_run(
             pair,
             apply_chat_template(chosen, pair.tokenizer) if chat else chosen,
             target=names[0],
-            draft=names[1],
+            draft=names[1] or drafter,
             depth=depth,
             tree=tree,
             collector=collector,

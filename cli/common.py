@@ -30,7 +30,7 @@ def find_target(
     target: str | None, draft: str | None, drafter: str, progress: Progress = silent
 ) -> tuple[str, str | None, Path | None]:
     """Do as `find_pair`, but with a target alone where candidates come from elsewhere than a draft model."""
-    if target is not None and draft is None and drafter != "model":
+    if target is not None and drafter != "model":
         kernels.load(progress)
         return target, None, None
     return find_pair(target, draft, progress)
@@ -49,12 +49,16 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
     return str(folder / "target"), str(folder / "draft"), folder
 
 
-def open_pair(target: str, draft: str | None, device: str, dtype: str, engine: str = "auto") -> Pair:
-    """Load both models, without the libraries' own output."""
+def open_pair(
+    target: str, draft: str | None, device: str, dtype: str, engine: str = "auto", drafter: str = "model"
+) -> Pair:
+    """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
+    from ..decode.drafters import with_drafter
     from ..decode.models.pair import load_pair
 
     quiet_libraries()
-    return load_pair(target, draft, device=device, dtype=dtype, engine=engine)
+    alone = drafter != "model"
+    return with_drafter(load_pair(target, None if alone else draft, device=device, dtype=dtype, engine=engine), drafter)
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:

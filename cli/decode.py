@@ -16,6 +16,7 @@ from .options import (
     Depth,
     Device,
     Draft,
+    Drafter,
     Dtype,
     Engine,
     Json,
@@ -60,12 +61,7 @@ def decode(
         str | None,
         typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
     ] = None,
-    drafter: Annotated[
-        str,
-        typer.Option(
-            help="Where candidates come from: model (the draft model), lookup (the text itself, no --draft), or a plugin."
-        ),
-    ] = "model",
+    drafter: Drafter = "model",
     shaping: Shaping = UNUSED,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
     guard: Annotated[
@@ -103,7 +99,7 @@ def decode(
         chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
     else:
         chosen = find_prompts(prompts, names[2], "test", limit or (None if prompts else 1))
-    pair = open_pair(*names[:2], device, dtype, engine)
+    pair = open_pair(*names[:2], device, dtype, engine, drafter)
     settings = Settings(
         temperature,
         max_new_tokens,
@@ -125,7 +121,6 @@ def decode(
         settings=settings,
         ids=[p.id for p in kept],
         seed=seed,
-        drafter=drafter,
         batch=batch,
         on_text=None if json else shown.add,
         on_end=None if json else shown.end,

@@ -11,6 +11,13 @@ from .config import apply_settings, load_config
 
 Target = Annotated[str | None, typer.Option(help="Target model: a folder or a hub name. Default: the demo pair.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model of the same tokenizer: a folder or a hub name.")]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        help="Where candidates come from: model (the draft model), or without one lookup, suffix, medusa:PATH, hydra:PATH, "
+        "ctc:PATH, layer:PATH (`specstop train-drafter`), or a plugin."
+    ),
+]
 Prompts = Annotated[
     Path | None,
     typer.Option(

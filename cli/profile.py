@@ -9,7 +9,7 @@ import typer
 
 from ..policies.deferral import uninterrupted
 from ..policies.errors import InputError
-from .common import find_pair, find_prompts, fitting, flat, open_pair
+from .common import find_prompts, find_target, fitting, flat, open_pair
 from .config import given_config, save_config
 from .console import next_step, print_json, progress_bars, table
 from .options import (
@@ -17,6 +17,7 @@ from .options import (
     Depth,
     Device,
     Draft,
+    Drafter,
     Dtype,
     Engine,
     Json,
@@ -47,6 +48,7 @@ def profile(
     long: Long = "skip",
     target: Target = None,
     draft: Draft = None,
+    drafter: Drafter = "model",
     policy: Policies = [],  # noqa: B006
     add_policy: Annotated[
         list[str], typer.Option(help="Time this policy's decisions alone and add them to --profile; repeatable.")
@@ -82,7 +84,7 @@ def profile(
     from ..policies.storage.registry import load_policy
 
     if add_policy:
-        pair_options = (target, draft, device, dtype, engine)
+        pair_options = (target, draft, drafter, device, dtype, engine)
         _add_policies(
             profile,
             add_policy,
@@ -102,10 +104,10 @@ def profile(
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
     with progress_bars(quiet or json) as progress:
-        names = find_pair(target, draft, progress)
+        names = find_target(target, draft, drafter, progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]
         chosen = find_prompts(prompts, names[2], "train", 32)
-        pair = open_pair(*names[:2], device, dtype, engine)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter)
         measured = measure_profile(
             pair,
             fitting(chosen, pair, 1, chat, long)[1],
@@ -133,7 +135,7 @@ def _add_policies(
     specs: list[str],
     out: Path | None,
     prompts: Path | None,
-    pair_options: tuple[str | None, str | None, str, str, str],
+    pair_options: tuple[str | None, str | None, str, str, str, str],
     *,
     chat: bool,
     long: str,
@@ -154,10 +156,10 @@ def _add_policies(
     costs = Profile.load(known)
     place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
     rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
-    target, draft, device, dtype, engine = pair_options
+    target, draft, drafter, device, dtype, engine = pair_options
     with progress_bars(quiet or json) as progress:
-        names = find_pair(target, draft, progress)
-        pair = open_pair(*names[:2], device, dtype, engine)
+        names = find_target(target, draft, drafter, progress)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter)
         tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
         shaping = Shaping.of(costs.shaping)
         settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping)

@@ -255,8 +255,9 @@ def plan_run(
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
-    models = (target, draft, pair.target.config.name_or_path, pair.draft_model.config.name_or_path)
-    read = (*models, policy.source if policy is not None else None)
+    models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
+    given = pair.drafter.partition(":")[2]  # a drafter's folder or file
+    read = (target, draft, *models, given or None, policy.source if policy is not None else None)
     return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read, max(BATCH, 2 * batch))
 
 

@@ -23,6 +23,7 @@ from .dense import dense_rows
 from .live import LiveCollector
 from .memory import budget_mib
 from .mixed import mixed_rows
+from .positions import PositionsCollector
 from .shards import nothing
 from .unroll import Unroller, node_features
 
@@ -91,9 +92,18 @@ def choose_way(
             raise InputError(
                 "--mix: expected a share between 0 and 1, --depth 1, no --completions, and match verification"
             )
+        if pair.drafter != "model":
+            raise InputError(f"--mix: expected a draft model, not --drafter {pair.drafter}")
         return Way(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
     check_limits(memory=memory)
     memory = budget_mib(pair.device) if memory is None else memory
+    if pair.drafter != "model":
+        if completions is not None or mode.name != Match.name:
+            raise InputError(
+                f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
+                "--collector live"
+            )
+        return Way(features, PositionsCollector(pair, settings, vectors).rows, header)
     unroller = Unroller(
         pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,

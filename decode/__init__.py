@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         find_drafter as find_drafter,
         load_drafter as load_drafter,
         save_drafter as save_drafter,
+        with_drafter as with_drafter,
     )
     from .hf.generate import specstop_generate as specstop_generate
     from .hf.stopping import PolicyStoppingCriteria as PolicyStoppingCriteria
@@ -36,7 +37,7 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "compare.bench": "bench",
-        "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafter load_drafter save_drafter",
+        "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafter load_drafter save_drafter with_drafter",
         "hf.generate": "specstop_generate",
         "hf.stopping": "PolicyStoppingCriteria",
         "loop": "Speculator",

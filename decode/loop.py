@@ -22,7 +22,7 @@ from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .drafted import Finished
-from .drafters import Drafter, ModelDrafter
+from .drafters import Drafter, ModelDrafter, find_drafter
 from .model_source import ModelSource
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
@@ -78,7 +78,7 @@ class Speculator:
         settings: see `Settings`.
         profile: supplies the modelled seconds that policies observe; verifications of chains are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
-        drafter: proposes the candidates; the pair's draft model by default.
+        drafter: proposes the candidates; the pair's by default.
         observer: looks on, as a collector does.
         hidden: states that the observer wants beside those that the policy reads (`features.hidden_states`).
         batch: S, the texts that are decoded side by side. A text that ends gives its place to the next prompt.
@@ -109,7 +109,7 @@ class Speculator:
         check_processors(self.settings.shaping.processors, pair.vocabulary)
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
-        self._drafter, self._observer = drafter or ModelDrafter(pair), observer
+        self._drafter, self._observer = drafter or find_drafter(pair.drafter, pair), observer
         self._sizes = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
         check_sizes(policy, self._sizes)
         keeps = TARGET_HIDDEN in self._sizes, DRAFT_HIDDEN in self._sizes

@@ -26,7 +26,7 @@ def decode(
     ids: Sequence[str] | None = None,
     seed: int = 0,
     profile: Profile | None = None,
-    drafter: str = "model",
+    drafter: str | None = None,
     batch: int = 1,
     on_text: Callable[[int, str], None] | None = None,
     on_end: Callable[[int], None] | None = None,
@@ -41,7 +41,7 @@ def decode(
         ids: of the prompts, part of the key of their noise; by default their numbers.
         seed: the other part; without effect at temperature 0.
         profile: supplies the modelled seconds that some policies observe.
-        drafter: `model`, or `lookup` for prompt lookup.
+        drafter: proposes the candidates (`find_drafter`); the pair's by default.
         batch: how many are decoded side by side; one that ends gives its place to the next. Under every lossless mode a
             text is the same in any batch (where two tokens are equally likely, rounding may decide).
         on_text: called with (prompt number, new text) after each round, for streaming.
@@ -57,7 +57,9 @@ def decode(
         raise InputError("the pair has no tokenizer to read prompts with")
     tell_if_untrained(policy, settings or Settings())
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-    speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)
+    speculator = Speculator(
+        pair, policy, settings, profile, drafter=find_drafter(drafter or pair.drafter, pair), batch=batch
+    )
     read = pair.tokenizer
     requests = [
         Request(list(read(prompt)["input_ids"] if isinstance(prompt, str) else prompt), stream_key(seed, name))

@@ -18,6 +18,17 @@ from ..policies.contract import Array
 from ..policies.errors import InputError
 from ..policies.limits import MOST_ROWS
 
+NAMED = {
+    "medusa-63": (
+        (10,),
+        (10, 7, 3, 2, 1, 1, 1, 1, 1, 1),
+        (10, 3, 2, 1, 1, 1, 1, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 1),
+        (2,),
+    )
+}
+"""Published trees: by depth how many children each node has, in order; the last ones have none. Medusa's is the one of 63
+nodes that its authors and those of the CTC-drafter use for 7B models."""
+
 
 class Topology:
     """A forest of candidates.
@@ -162,6 +173,16 @@ def from_widths(widths: Sequence[int]) -> Topology:
     return Topology(parent)
 
 
+def from_counts(levels: Sequence[Sequence[int]]) -> Topology:
+    """Return the tree whose nodes of depth j have so many children each; nodes that are not listed have none."""
+    parent, level = [-1], [0]
+    for counts in levels:
+        first = len(parent)
+        parent.extend(row for row, count in zip(level, counts, strict=False) for _ in range(count))
+        level = list(range(first, len(parent)))
+    return Topology(parent)
+
+
 def from_parents(parents: Sequence[int]) -> Topology:
     """Return the tree of a list of parents: for each node the index of another one in the list, or -1 for the anchor.
 
@@ -183,8 +204,10 @@ def parse_tree(text: str) -> Topology:
     """Return the tree that `text` describes.
 
     `4,2,2,1`: children by depth; `8`: eight candidates for the next token; `fork:4x5`: four branches of five tokens;
-    `chain:6`; `parents:-1,-1,0,0,1`: a parent list.
+    `chain:6`; `parents:-1,-1,0,0,1`: a parent list; `medusa-63`: a published one by name.
     """
+    if text in NAMED:
+        return from_counts(NAMED[text])
     kind, _, rest = text.replace(" ", "").rpartition(":")
     try:
         if kind == "chain":
@@ -200,7 +223,7 @@ def parse_tree(text: str) -> Topology:
     except ValueError:  # not numbers
         pass
     raise InputError(
-        f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6 or parents:-1,-1,0, not {text!r}"
+        f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6, {', '.join(NAMED)} or parents:-1,-1,0, not {text!r}"
     ) from None
 
 

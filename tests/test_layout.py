@@ -21,7 +21,17 @@ else:
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("policies", "decode", "collect", "train", "cli")  # each imports from those before it only
-TRAIN = ("released", "replay", "heads", "fit", "report", "logged", "serve", "demo")  # the same inside `train`
+TRAIN = (
+    "released",
+    "replay",
+    "heads",
+    "drafters",
+    "fit",
+    "report",
+    "logged",
+    "serve",
+    "demo",
+)  # the same inside `train`
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 
 

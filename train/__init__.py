@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..policies.lazy import attach
 
 if TYPE_CHECKING:
+    from .drafters.run import train_drafter as train_drafter
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
     from .heads.classifiers import StopClassifier as StopClassifier
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = attach(
     __name__,
     {
+        "drafters.run": "train_drafter",
         "fit.run": "train",
         "fit.trained": "Trained",
         "heads.classifiers": "StopClassifier",

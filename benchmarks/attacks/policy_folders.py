@@ -15,7 +15,7 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
-from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.storage.safe_loading import digest
 
 COUNT, QUICK = 1000, 100
@@ -170,17 +170,22 @@ def swap_files(folder: Path, chance: random.Random) -> None:
     one.write_bytes(other.read_bytes())
 
 
+def index(folder: Path) -> Path:
+    """Return the JSON file of a folder, which says what the others are."""
+    return next(path for path in sorted(folder.glob("*.json")) if not path.name.startswith("."))
+
+
 def edit_number(folder: Path, chance: random.Random) -> None:
-    """Change one digit in policy.json."""
-    text = list((folder / POLICY_FILE).read_text())
+    """Change one digit in the JSON file."""
+    text = list(index(folder).read_text())
     at = chance.choice([i for i, c in enumerate(text) if c.isdigit()])
     text[at] = chance.choice([d for d in "0123456789" if d != text[at]])
-    (folder / POLICY_FILE).write_text("".join(text))
+    index(folder).write_text("".join(text))
 
 
 def forge_json(folder: Path, chance: random.Random) -> None:
-    """Replace, drop or add an entry anywhere in policy.json."""
-    raw = json.loads((folder / POLICY_FILE).read_text())
+    """Replace, drop or add an entry anywhere in the JSON file."""
+    raw = json.loads(index(folder).read_text())
     places: list[tuple[Any, Any]] = []
 
     def walk(value: Any) -> None:
@@ -219,7 +224,7 @@ def forge_header(folder: Path, chance: random.Random) -> None:
     packed = json.dumps(header).encode()
     length = chance.choice([10 * 2**30, 2**63, 0, len(packed) + 1]) if how == 4 else len(packed)
     (folder / WEIGHTS_FILE).write_bytes(length.to_bytes(8, "little") + packed + body)
-    _seal(folder, json.loads((folder / POLICY_FILE).read_text()))
+    _seal(folder, json.loads(index(folder).read_text()))
 
 
 def forge_weights(folder: Path, chance: random.Random) -> None:
@@ -231,7 +236,7 @@ def forge_weights(folder: Path, chance: random.Random) -> None:
         at = start + 4 * chance.randrange((len(raw) - start) // 4)
         raw[at : at + 4] = chance.choice(odd)
     (folder / WEIGHTS_FILE).write_bytes(raw)
-    _seal(folder, json.loads((folder / POLICY_FILE).read_text()))
+    _seal(folder, json.loads(index(folder).read_text()))
 
 
 def _seal(folder: Path, raw: Any) -> None:
@@ -239,7 +244,7 @@ def _seal(folder: Path, raw: Any) -> None:
         raw["files"][WEIGHTS_FILE] = hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
     with contextlib.suppress(ValueError, TypeError):  # what JSON has no word for stays unsealed
         raw["sha256"] = digest(raw)
-    (folder / POLICY_FILE).write_text(json.dumps(raw))
+    index(folder).write_text(json.dumps(raw))
 
 
 ACCIDENTS: tuple[Callable[[Path, random.Random], None], ...] = (
@@ -250,9 +255,31 @@ FORGERIES: tuple[Callable[[Path, random.Random], None], ...] = (forge_json, forg
 
 def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
     """Damage `count` folders; return how often what happened, and the faults found."""
-    policies = good_policies()
-    folders = [save_policy(p, room / f"good{i}", {"accept.ubj": b"{L"}) for i, p in enumerate(policies)]
-    prints = [decisions(load_policy_folder(folder)) for folder in folders]
+    folders = [save_policy(p, room / f"good{i}", {"accept.ubj": b"{L"}) for i, p in enumerate(good_policies())]
+    return damage_folders(folders, lambda folder: decisions(load_policy_folder(folder)), PolicyError, count, seed, room)
+
+
+def damage_folders(
+    folders: Sequence[Path],
+    read: Callable[[Path], str],
+    refusal: type[Exception],
+    count: int,
+    seed: int,
+    room: Path,
+) -> tuple[Counter[str], list[str]]:
+    """Damage copies of good folders and read them.
+
+    Args:
+        folders: to choose from.
+        read: returns a fingerprint of all that a folder decides, or raises `refusal`.
+        refusal: the one error that a damaged folder may raise.
+        count, seed: of the copies.
+        room: for them.
+
+    Returns:
+        How often what happened, and the faults found.
+    """
+    prints = [read(folder) for folder in folders]
     seen: Counter[str] = Counter()
     faults = []
     for number in range(count):
@@ -264,11 +291,11 @@ def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
         damage(folder, chance)
         began = time.process_time()
         try:
-            same = decisions(load_policy_folder(folder)) == prints[which]
-            outcome = "as before" if same else "another policy"
+            same = read(folder) == prints[which]
+            outcome = "as before" if same else "another one"
             if not same and damage in ACCIDENTS:
                 faults.append(f"{number} {damage.__name__}: decides otherwise, without a word")
-        except PolicyError as error:
+        except refusal as error:
             outcome = "refused"
             if "\n" in str(error) or len(str(error)) > 1000:
                 faults.append(f"{number} {damage.__name__}: not one line: {str(error)[:100]!r}")

@@ -90,7 +90,7 @@ def bench(
     ]
     names = ["plain", *(policy.shown_name for policy in policies)]
     if library is not None:
-        for setting in (PLAIN, *(SETTINGS if batch == 1 else ())):
+        for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
             runs.append(
                 Assisted(
                     library, setting, settings.temperature, settings.max_new_tokens, settings.ignore_eos,

@@ -74,8 +74,9 @@ class Assisted:
         ignore_eos: bool = False,
         shaping: Shaping = UNCHANGED,
     ) -> None:
-        sizes = [model.config.get_text_config().vocab_size for model in (pair.target, pair.draft_model)]
-        if setting.tokens and sizes[0] != sizes[1]:
+        models = (pair.target, pair.draft_model if setting.tokens else pair.target)
+        sizes = [model.config.get_text_config().vocab_size for model in models]
+        if sizes[0] != sizes[1]:
             raise PairError(
                 f"transformers' assisted generation wants vocabularies of one size, but the target scores {sizes[0]} "
                 f"tokens and the draft {sizes[1]}; measure with --no-library"
@@ -114,7 +115,7 @@ class Assisted:
         torch.manual_seed(key % 2**63)
         options = dict(self._options)
         target: Any = self._pair.target
-        with self._set(self._pair.draft_model):
+        with self._set(self._pair.draft_model) if self._setting.tokens else contextlib.nullcontext():
             if self._setting.tokens:
                 options["assistant_model"] = self._pair.draft_model
             if self._pair.device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from .base import Drafter, Proposal
 from .ctc import CTCDrafter
-from .find import find_drafter
+from .find import find_drafter, with_drafter
 from .folder import TrainedDrafter, load_drafter, save_drafter
 from .heads import HeadsDrafter
 from .layer import LayerDrafter
@@ -23,4 +23,5 @@ __all__ = [
     "find_drafter",
     "load_drafter",
     "save_drafter",
+    "with_drafter",
 ]

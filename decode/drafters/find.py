@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Callable
@@ -80,9 +81,19 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
         raise InputError(str(error)) from None
 
 
-def needs_draft(name: str) -> bool:
-    """Whether a spec names the pair's draft model."""
-    return name == "model"
+def with_drafter(pair: Pair, name: str) -> Pair:
+    """Return a pair whose candidates come from a drafter in the place of its draft model, wherever none is named.
+
+    Raises:
+        InputError: see `find_drafter`.
+    """
+    if name == "model":
+        return pair
+    find_drafter(name, pair)  # told now, not in the middle of a run
+    kind, _, path = name.partition(":")
+    known = load_drafter(path).identity if kind in TRAINED else name
+    hashes = (pair.fingerprint["target"], known)
+    return dataclasses.replace(pair, draft=None, engines=(pair.engines[0], "plain"), hashes=hashes, drafter=name)
 
 
 def _trained(kind: str, path: str, pair: Pair) -> Drafter:

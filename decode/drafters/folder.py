@@ -66,6 +66,7 @@ class TrainedDrafter:
         network: with its weights, float32 on the CPU.
         target: hash of the target that it was trained for (`Pair.fingerprint`).
         provenance, metrics: for people.
+        identity: short hash of what the folder says and holds, by which traces and policies know it; "" before it is saved.
     """
 
     kind: str
@@ -73,6 +74,7 @@ class TrainedDrafter:
     target: str
     provenance: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    identity: str = ""
 
     def network_for(self, pair: Pair) -> Any:
         """Return the network where the pair's target is, and as it computes.
@@ -156,7 +158,7 @@ def _read(folder: Path) -> TrainedDrafter:
     with torch.device("meta"):
         network = KINDS[raw["kind"]](Shape.read(raw["shape"]))
     network.load_state_dict(_checked_weights(folder, raw["files"], network.state_dict()), assign=True)
-    return TrainedDrafter(raw["kind"], network, raw["target"], raw["provenance"], raw["metrics"])
+    return TrainedDrafter(raw["kind"], network, raw["target"], raw["provenance"], raw["metrics"], raw["sha256"][:16])
 
 
 def _checked_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

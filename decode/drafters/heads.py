@@ -51,7 +51,7 @@ class HeadsDrafter:
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         assert states is not None
-        self._before[stream] = states[-1:]
+        self._before[stream] = states[-1:].clone()  # a recorded call of the target writes over its states
 
     def backlog(self) -> Array:
         """Return zeros: there is nothing to read."""

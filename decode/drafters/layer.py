@@ -67,6 +67,7 @@ class LayerDrafter:
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         assert states is not None
+        states = states.clone()  # a recorded call of the target writes over its states
         last = self._last[stream]
         befores = [*([] if last is None else [last]), *states[:-1]]
         self._unread[stream] += zip(tokens[len(tokens) - len(befores) :], befores, strict=True)

@@ -67,11 +67,11 @@ def specstop_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate`
             prepares, the attention mask among it. The rows of a batch are decoded side by side.
-        draft_model: proposes the tokens; not needed with `drafter="lookup"`.
+        draft_model: proposes the tokens; not needed with another `drafter`.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
         tree: see `Settings`.
-        drafter: `model` or `lookup`.
+        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, ... (`drafters.find_drafter`).
         profile: see `Speculator`.
         seed: of the noise; None = drawn from torch's generator, so that `torch.manual_seed` makes it reproducible.
         text_streamer: gets the tokens of each round; `generate` itself drops `streamer=`.

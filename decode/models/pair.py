@@ -50,6 +50,7 @@ class Pair:
         eos: ids that end a text.
         engines: how target and draft compute (`engine.ENGINES`).
         hashes: of target and draft, where an engine no longer tells them from the models.
+        drafter: what proposes unless a run says otherwise (`drafters.find_drafter`).
     """
 
     target: PreTrainedModel
@@ -59,6 +60,7 @@ class Pair:
     eos: tuple[int, ...] = ()
     engines: tuple[str, str] = ("plain", "plain")
     hashes: tuple[str, ...] | None = None
+    drafter: str = "model"
 
     @cached_property
     def device(self) -> torch.device:

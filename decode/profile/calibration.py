@@ -196,7 +196,8 @@ def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, 
         timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
         timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
         if r.drafted:
-            timed[Key(FIRST, side, (r.backlog,))].append(r.first_draft_s)
+            # A drafter that reads nothing is timed as one that reads the root alone.
+            timed[Key(FIRST, side, (max(r.backlog, 1),))].append(r.first_draft_s)
         if r.drafted > 1:
             timed[Key(LATER, side, (r.drafted,))].append(r.draft_s)
     timed[Key(PLAIN, side)].extend(r.verify_s for r in plain.rounds if not r.cut)

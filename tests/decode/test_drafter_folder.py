@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from attack_families import family
 from small_drafters import CLASSES, TRAINED, small_network
 from specstop.decode.drafters import find_drafter
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
@@ -138,3 +139,10 @@ def test_a_layer_needs_heads_that_divide_its_width(pair: Pair, tmp_path: Path) -
     with pytest.raises(InputError, match="a layer of width 16 cannot have 3 heads"):
         load_drafter(folder)
     assert dataclasses.is_dataclass(trained(pair))
+
+
+def test_damaged_folders_are_refused_or_draft_as_before(tmp_path: Path) -> None:
+    """A seeded sample of `benchmarks/fuzz.py`."""
+    seen, faults = family("drafter_folders").attack(60, 7, tmp_path)
+    assert faults == []
+    assert sum(seen.values()) == 60 and sum(n for name, n in seen.items() if name.endswith("refused")) > 30

@@ -31,6 +31,7 @@ FORMS = {
     "chain:6": (7, 6, 1),
     "parents:-1,-1,0,0,1": (6, 2, 3),
     "parents:-1": (2, 1, 1),
+    "medusa-63": (64, 4, 28),
 }
 
 
@@ -41,6 +42,33 @@ def test_a_written_tree_has_the_rows_depth_and_width_it_says(text: str) -> None:
     assert (tree.roots, tree.nodes) == (1, len(tree) - 1)
     assert tree.is_chain == (tree.width == 1)
     assert [row for level in tree.levels for row in level] == list(range(len(tree)))
+
+
+def test_medusas_tree_is_the_published_one() -> None:
+    """Its paths, as children are numbered by rank: the last child of each list, and the only ones four deep."""
+    tree = parse_tree("medusa-63")
+
+    def path(row: int) -> tuple[int, ...]:
+        above = tree.parent[row]
+        return () if above < 0 else (*path(above), tree.children[above].index(row))
+
+    paths = {path(row) for row in range(1, len(tree))}
+    assert len(paths) == 63 and {len(p) for p in paths} == {1, 2, 3, 4}
+    assert {p for p in paths if len(p) == 4} == {(0, 0, 0, 0), (0, 0, 0, 1)}
+    assert {
+        (9,),
+        (0, 9),
+        (1, 6),
+        (2, 2),
+        (3, 1),
+        (9, 0),
+        (0, 0, 9),
+        (0, 1, 2),
+        (0, 2, 1),
+        (0, 7, 0),
+        (1, 0, 1),
+    } <= paths
+    assert not {(1, 7), (2, 3), (3, 2), (4, 1), (0, 8, 0), (0, 3, 1), (1, 1, 0), (2, 0, 1), (0, 1, 0, 0)} & paths
 
 
 def test_a_fork_is_branches_beside_each_other() -> None:

@@ -1,0 +1,79 @@
+"""Training a drafter and using it, from the command line: no draft model anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import cli
+from conftest import make_prompts
+
+
+@pytest.fixture(scope="module")
+def place(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "target").symlink_to(pair_folder / "target")
+    for side, count, seed in (("train", 16, 21), ("test", 6, 22)):
+        lines = [json.dumps({"id": p.id, "prompt": p.text, "group": p.id[-1]}) for p in make_prompts(count, side, seed)]
+        (folder / f"{side}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
+    target = ("--target", place / "target", "--max-new-tokens", "12")
+    fit = ("--depth", "3", "--epochs", "2", "--out", place / "medusa", "--checkpoints", place / "work")
+    answer = cli("train-drafter", "--kind", "medusa", *target, "--prompts", place / "train.jsonl", *fit, "--quiet")
+    assert answer.code == 0, answer.err
+    assert "acceptance by depth" in answer.out and f"--drafter medusa:{place / 'medusa'}" in answer.out
+    assert (place / "medusa" / "run.yaml").exists()
+    spec = ("--drafter", f"medusa:{place / 'medusa'}")
+    answer = cli("decode", "w7 w8 w9", *target, *spec, "--json")
+    assert answer.code == 0, answer.err
+    decoded = json.loads(answer.out)
+    assert (
+        decoded["texts"] == json.loads(cli("decode", "w7 w8 w9", *target, "--drafter", "suffix", "--json").out)["texts"]
+    )
+    assert decoded["drafted"] > 0
+    test = ("--prompts", place / "test.jsonl")
+    answer = cli("bench", *target, *test, *spec, "--policy", "fixed:2", "--json")
+    assert answer.code == 0, answer.err
+    names = [line["name"] for line in json.loads(answer.out)["lines"]]
+    assert "fixed:2" in names and not any("assist" in name for name in names)
+    for side in ("train", "test"):
+        prompts = ("--prompts", place / f"{side}.jsonl", "--out", place / f"traces-{side}", "--depth", "3", "--quiet")
+        answer = cli("collect", *target, *spec, *prompts)
+        assert answer.code == 0, answer.err
+    measured = ("--prompts", place / "train.jsonl", "--depth", "3", "--repeats", "1", "--out", place / "profile.json")
+    answer = cli("profile", *target[:2], *spec, *measured, "--policy", "confidence:0.4", "--quiet")
+    assert answer.code == 0, answer.err
+    priced = ("--profile", place / "profile.json", "--quiet")
+    answer = cli("train", "--traces", place / "traces-train", *priced, "--out", place / "policy")
+    assert answer.code == 0, answer.err
+    report = ("--traces", place / "traces-test", "--policy", "confidence:0.4", "--policy", place / "policy")
+    answer = cli("evaluate", *report, *priced, "--out", place / "report")
+    assert answer.code == 0, answer.err
+    answer = cli("decode", "w7 w8 w9", *target, *spec, "--policy", place / "policy", "--json")
+    assert answer.code == 0 and "warning" not in answer.err, answer.err
+    assert json.loads(answer.out)["texts"] == decoded["texts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("decode", "w7", "--drafter", "medusa:none"), "--drafter: none: expected the folder of a drafter, which does"),
+        (("decode", "w7", "--drafter", "medusa"), "--drafter: expected model, lookup, lookup:LENGTH, suffix,"),
+        (("train-drafter", "--kind", "eagle", "--out", "x"), "--kind: expected one of medusa, hydra, ctc, layer"),
+        (("train-drafter", "--kind", "ctc", "--out", "x", "--resume"), "--resume: give the work folder"),
+        (("train-drafter", "--kind", "ctc", "--out", "x", "--depth", "0"), "--depth: expected 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    place: Path, words: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prompts = ("--prompts", place / "train.jsonl") if words[0] == "train-drafter" else ()
+    answer = cli(*words, "--target", place / "target", *prompts)
+    assert answer.code == 2 and answer.out == ""
+    assert answer.err.startswith(f"specstop: {why}") and answer.err.count("\n") == 1, answer.err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,106 @@
+"""Dense traces of any drafter: what they hold, and that replay of them is what the loop does live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import NEW
+from small_drafters import small_network
+from specstop.collect.dense import dense_rows
+from specstop.collect.positions import PositionsCollector
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect
+from specstop.collect.unroll import Unroller
+from specstop.decode.drafters import TrainedDrafter, save_drafter, with_drafter
+from specstop.decode.loop import Speculator
+from specstop.decode.models.pair import Pair
+from specstop.decode.settings import Settings
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.errors import InputError
+from specstop.policies.features.hidden_states import TARGET_HIDDEN
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.run import replay
+from zoo import ZOO
+
+DEPTH = 3
+SPECS = ("lookup", "suffix", "medusa", "hydra", "ctc", "layer")
+
+
+@pytest.fixture(scope="module")
+def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafters")
+    output = pair.target.get_output_embeddings().weight.float()
+    for kind in SPECS[2:]:
+        network = small_network(kind, output.shape[1], pair.vocabulary, output, DEPTH, 0.05)
+        save_drafter(TrainedDrafter(kind, network, pair.fingerprint["target"]), folder / kind)
+    return folder
+
+
+@pytest.mark.parametrize("tree", [None, "2,2,1"])
+def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
+    pair: Pair, prompt_ids: list[list[int]], tree: str | None
+) -> None:
+    batch = [(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
+    for temperature in (0.0, 0.7):
+        settings = Settings(temperature, NEW, DEPTH, tree=tree)
+        unroller = Unroller(pair, settings.topology, temperature, vectors=(TARGET_HIDDEN,))
+        expected = dense_rows(pair, unroller, batch, NEW)
+        made = PositionsCollector(pair, settings, (TARGET_HIDDEN,)).rows(batch)
+        assert len(made) == len(expected) > 0
+        for own, other in zip(made, expected, strict=True):
+            assert set(own) == set(other)
+            drawable = own["tokens"] >= 0  # what stands below an end of text is never drawn live
+            assert drawable.any()
+            for name, values in other.items():
+                if np.shape(values) == drawable.shape and name != "tokens":
+                    assert np.allclose(np.where(drawable, own[name], 0), np.where(drawable, values, 0), atol=1e-5), name
+                elif name == "tokens":
+                    assert (own[name] == values)[drawable].all()
+                elif isinstance(values, np.ndarray) and values.dtype.kind == "f":
+                    assert np.allclose(own[name], values, atol=2e-3), name
+                else:
+                    assert list(own[name]) == list(values), name
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("tree", [None, "2,2,1"])
+def test_replay_is_what_the_loop_does(
+    pair: Pair, folders: Path, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path,
+    kind: str, tree: str | None,
+) -> None:  # fmt: skip
+    spec = f"{kind}:{folders / kind}" if (folders / kind).exists() else kind
+    alone, accepted = with_drafter(pair, spec), 0
+    assert alone.draft is None and alone.fingerprint["draft"] != pair.fingerprint["draft"]
+    for temperature in (0.0, 0.7):
+        options = {"depth": DEPTH, "tree": tree, "temperature": temperature, "max_new_tokens": NEW, "draft": spec}
+        trace = collect(alone, prompts[1:4], tmp_path / f"{temperature}", **options)
+        assert trace.header.has_every_anchor and trace.header.pair == alone.fingerprint
+        arrays = trace_arrays(trace)
+        for policy in (FixedLength(3), Confidence(0.3)) if tree else (FixedLength(2), Confidence(0.3), ZOO["trimming"]):
+            speculator = Speculator(alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree))
+            live = []
+            for prompt, ids in zip(prompts[1:4], prompt_ids[1:4], strict=True):
+                made = speculator.generate(ids, stream_key(0, prompt.id))
+                live.append([[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds])
+            log = replay(arrays, policy.limited(DEPTH), profile).log
+            assert [log[log[:, 0] == s, 1:].tolist() for s in range(len(live))] == live, (policy.name, temperature)
+            accepted += sum(r[3] for rounds in live for r in rounds)
+    assert accepted > 0 or kind in ("lookup", "suffix")
+
+
+def test_what_takes_a_draft_model_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    alone = with_drafter(pair, "suffix")
+    with pytest.raises(InputError, match="--mix: expected a draft model, not --drafter suffix"):
+        collect(alone, prompts, tmp_path / "a", depth=1, mix=0.2, max_new_tokens=NEW)
+    with pytest.raises(
+        InputError, match="--drafter suffix: dense traces of it are of match verification, without --completions"
+    ):
+        collect(
+            alone, prompts, tmp_path / "b", depth=2, max_new_tokens=NEW, completions={p.id: "w7 w8 w9" for p in prompts}
+        )
+    with pytest.raises(InputError, match="this needs a draft model"):
+        collect(alone, prompts, tmp_path / "c", depth=2, max_new_tokens=NEW, vectors=["draft_hidden"])

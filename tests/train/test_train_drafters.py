@@ -1,0 +1,227 @@
+"""Training drafters: what they are fitted to, that they learn it, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_prompts
+from small_drafters import TRAINED, small_drafter, small_network
+from specstop.collect.prompts import Prompt
+from specstop.decode.candidates import Candidates
+from specstop.decode.drafters import find_drafter, load_drafter
+from specstop.decode.drafters.ctc import Prefixes
+from specstop.decode.loop import Speculator
+from specstop.decode.models.pair import Pair, load_pair
+from specstop.decode.settings import Settings
+from specstop.decode.topology import chain
+from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.errors import InputError
+from specstop.train.drafters.acceptance import acceptance
+from specstop.train.drafters.losses import loss_of
+from specstop.train.drafters.proposals import positions, proposals
+from specstop.train.drafters.run import train_drafter
+from specstop.train.drafters.texts import Batch, Text, record_texts
+from specstop.train.heads.fitting import FitOptions
+
+DEPTH, NEW = 3, 16
+
+
+@pytest.fixture(scope="module")
+def alone(pair_folder: Path) -> Pair:
+    return load_pair(pair_folder / "target", engine="plain")
+
+
+@pytest.fixture(scope="module")
+def few(tokenizer: Any) -> list[tuple[Prompt, list[int]]]:
+    return [(p, tokenizer(p.text)["input_ids"]) for p in make_prompts(10, "fit", 5)]
+
+
+def ends(pair: Pair) -> tuple[Any, Any]:
+    return pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+
+
+def test_texts_are_recorded_once(alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path) -> None:
+    def record(**changes: Any) -> list[Text]:
+        options = {"max_new_tokens": NEW, "temperature": 0.7, **changes}
+        return list(record_texts(alone, few, tmp_path / "texts", **options))
+
+    texts = record()
+    assert len(texts) == 2 * len(few) and sum(text.greedy for text in texts) == len(few)
+    for text in texts[::5]:
+        states = alone.target(text.tokens[None], output_hidden_states=True).hidden_states[-1][0]
+        torch.testing.assert_close(text.states, states, atol=2e-3, rtol=2e-3)  # kept in half precision
+    greedy = next(text for text in texts if text.greedy)
+    own = alone.target(greedy.tokens[None]).logits[0].argmax(-1)
+    assert greedy.tokens[greedy.prompt :].tolist() == own[greedy.prompt - 1 : -1].tolist()
+    files = sorted((tmp_path / "texts").glob("*.safetensors"))
+    files[0].unlink()
+    kept = files[1].stat().st_mtime_ns
+    again = record()
+    assert files[1].stat().st_mtime_ns == kept, "what is there is not made again"
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(texts, again, strict=True))
+    with pytest.raises(InputError, match=r"--checkpoints: .* has texts of another target, prompts or settings"):
+        record(max_new_tokens=8)
+    files[0].write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"cannot be read .*; remove it and record it again"):
+        record()
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+@torch.inference_mode()
+def test_positions_of_a_text_are_asked_what_they_would_be_asked_live(pair: Pair, kind: str) -> None:
+    """All positions at once, beside the drafter that stands at one of them and is fed the text's own tokens."""
+    text = [5, 8, 9, 7, 11, 30, 12, 4, 6]
+    states = pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1]
+    batch = Batch(torch.tensor([text]), states, torch.tensor([len(text)]))
+    drafter = small_drafter(kind, pair, DEPTH)
+    if kind == "ctc":
+        symbols = positions(drafter._network, batch, *ends(pair))[0]
+    else:
+        rows = list(proposals(drafter._network, batch, *ends(pair)))
+    for at in (1, 3, 5):  # the target has read so many tokens and one more
+        drafter.reserve(1, 32)
+        drafter.committed(0, text[: at + 1], states[0, : at + 1])
+        found = Candidates.at([text[at + 1]], chain(DEPTH))
+        place = 0
+        for depth in range(DEPTH):
+            if at + 2 + depth == len(text):
+                break
+            row = drafter.propose([0], [found], [[place]])
+            if kind == "ctc":
+                torch.testing.assert_close(drafter._positions[0].log(), symbols[at], atol=1e-9, rtol=0)
+                break
+            torch.testing.assert_close(row.dense(pair.vocabulary)[0], rows[depth][0, at], atol=1e-9, rtol=0)
+            place = found.add(place, depth + 1, text[at + 2 + depth])
+
+
+@torch.inference_mode()
+def test_the_loss_is_what_it_says(pair: Pair) -> None:
+    """Cross-entropy of the target's distributions, worked out position by position; CTC as the forward algorithm has it."""
+    texts = [[5, 8, 9, 7, 11, 30], [12, 4, 6, 40]]
+    whole = [pair.target(torch.tensor([t]), output_hidden_states=True) for t in texts]
+    batch = Batch.of(
+        [Text(torch.tensor(t), 1, True, w.hidden_states[-1][0]) for t, w in zip(texts, whole, strict=True)]
+    )
+    output = pair.target.get_output_embeddings().weight.float()
+    for kind in ("medusa", "layer"):
+        network = small_network(kind, 16, 48, output, 2).double()
+        rows = list(proposals(network, batch, *ends(pair)))
+        nats: list[list[float]] = [[], []]
+        for which, (text, made) in enumerate(zip(texts, whole, strict=True)):
+            for depth in range(2):
+                for at in range(len(text) - 2 - depth):
+                    p = made.logits[0, at + 1 + depth].softmax(-1)
+                    nats[depth].append(float(-(p * rows[depth][which, at].log_softmax(-1)).sum()))
+        means = [sum(some) / len(some) for some in nats]
+        loss = loss_of(network)(batch, *ends(pair))
+        assert float(loss) == pytest.approx((means[0] + 0.8 * means[1]) / 1.8)
+    network = small_network("ctc", 16, 48, output, 4).double()
+    symbols, nats = positions(network, batch, *ends(pair)).exp(), [[]]
+    for which, text in enumerate(texts):
+        for at in range(len(text) - 3):
+            said = symbols[which, at : at + 1]
+            prefix = Prefixes.empty(said)
+            for token in text[at + 2 : at + 4]:
+                prefix = prefix.extended(torch.tensor([0]), torch.tensor([token]), said)
+            nats[0].append(-float((prefix.blank + prefix.token)[0, -1].log()) / 2)
+    assert float(loss_of(network)(batch, *ends(pair))) == pytest.approx(sum(nats[0]) / len(nats[0]))
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_drafter_learns_its_target(
+    alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path, kind: str
+) -> None:
+    """On the texts that it is fitted to: it proposes better than it did, and its folder drafts in the loop."""
+    told: list[str] = []
+    prompts = [prompt for prompt, _ in few]
+    options = FitOptions(epochs=4, learning_rate=1e-2, checkpoints=tmp_path / "work")
+    made = train_drafter(
+        alone, prompts, tmp_path / "drafter", kind, depth=DEPTH, max_new_tokens=NEW, fit_options=options,
+        progress=lambda task, done, total: told.append(task),
+    )  # fmt: skip
+    assert f"train {kind}" in told and "texts of the target" in told
+    texts = list(record_texts(alone, few, tmp_path / "work" / "texts", max_new_tokens=NEW, temperature=0.7))
+    loss, batch = loss_of(made.network), Batch.of(texts[:-2])
+    from specstop.train.drafters.run import new_network
+
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        before = loss_of(new_network(alone, kind, DEPTH))(batch, *ends(alone))
+        assert float(loss(batch, *ends(alone))) < 0.95 * float(before)
+    shares = acceptance(made.network, texts[-2:], *ends(alone))
+    assert made.metrics["acceptance"] == pytest.approx(shares) and shares == sorted(shares, reverse=True)
+    drafter = find_drafter(f"{kind}:{tmp_path / 'drafter'}", alone)
+    text = Speculator(alone, FixedLength(2), Settings(0.0, 8), drafter=drafter).generate(few[0][1])
+    assert sum(r.drafted for r in text.rounds) > 0
+
+
+def test_acceptance_is_what_the_loop_accepts(alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path) -> None:
+    """At every position of a greedy text: the round that begins there accepts as many tokens as the table counts."""
+    texts = list(record_texts(alone, few, tmp_path / "texts", max_new_tokens=NEW, temperature=0.0))
+    for kind in TRAINED:
+        drafter = small_drafter(kind, alone, DEPTH, noise=0.02)
+        accepted: list[int] = []
+        deepest = drafter._network.shape.depth
+        for text in texts:
+            tokens, last = text.tokens.tolist(), len(text.tokens) - 1 - deepest
+            for at in range(text.prompt, last + 1):
+                run = Speculator(alone, FixedLength(deepest), Settings(0.0, deepest + 2), drafter=drafter)
+                run._source.eos = frozenset()
+                accepted.append(run.generate(tokens[:at]).rounds[0].accepted)
+        expected = [sum(a >= depth for a in accepted) / len(accepted) for depth in range(1, deepest + 1)]
+        assert acceptance(drafter._network, texts, *ends(alone)) == pytest.approx(expected), kind
+        assert expected[0] > 0
+
+
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(alone: Pair, few: list[Any], tmp_path: Path) -> None:
+    def run(out: str, work: str, epochs: int, resume: bool) -> dict[str, torch.Tensor]:
+        options = FitOptions(epochs=epochs, checkpoints=tmp_path / work, resume=resume, learning_rate=1e-3)
+        train_drafter(
+            alone, [p for p, _ in few], tmp_path / out, "medusa", depth=2, max_new_tokens=8, fit_options=options,
+            overwrite=True,
+        )  # fmt: skip
+        return load_drafter(tmp_path / out).network.state_dict()
+
+    run("first", "work", 1, False)
+    with pytest.raises(InputError, match=r"--checkpoints: .* has those of another run; pass --resume"):
+        run("second", "work", 2, False)
+    texts = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "texts").iterdir()}
+    resumed = run("second", "work", 2, True)
+    assert texts == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "texts").iterdir()}
+    assert all(bool(tensor.isfinite().all()) for tensor in resumed.values())
+    checkpoint = torch.load(tmp_path / "work" / "last.ckpt", weights_only=True)
+    assert checkpoint["epoch"] == 1
+    assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"network"}, "not the target's layers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"kind": "medusas"}, r"--kind: expected one of medusa, hydra, ctc, layer, not 'medusas' \(did you mean"),
+        ({"depth": 0}, "--depth: expected 1 or more, not 0"),
+        ({"max_new_tokens": 4}, "--max-new-tokens: expected 7 or more, not 4"),
+        ({"prompts": 1}, "--prompts: expected two prompts at least"),
+        ({"temperature": -1.0}, "--temperature: expected 0 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(
+    alone: Pair, few: list[Any], tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    options = {"kind": "medusa", "prompts": 4, **changes}
+    prompts = [p for p, _ in few[: options.pop("prompts")]]
+    kind = options.pop("kind")
+    with pytest.raises(InputError, match=why):
+        train_drafter(alone, prompts, tmp_path / "drafter", kind, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_hides_the_weights_is_refused(alone: Pair, few: list[Any], tmp_path: Path) -> None:
+    fast = dataclasses.replace(alone, engines=("compact", "plain"))
+    with pytest.raises(InputError, match="load the pair with --engine plain"):
+        train_drafter(fast, [p for p, _ in few], tmp_path / "drafter", "medusa")
+    assert json.loads("[]") == list(tmp_path.iterdir())

@@ -1,0 +1,55 @@
+"""How many of a drafter's greedy proposals the target would accept, by depth, at every position of recorded texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...decode.drafters.ctc import Prefixes
+from ...decode.drafters.layer_network import CTCNetwork
+from .proposals import Module, positions, proposals
+from .texts import Batch, Text
+
+
+@torch.no_grad()
+def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> list[float]:
+    """Return by depth the share of positions whose first so many proposals are the tokens that follow.
+
+    Args:
+        network: of a drafter.
+        texts: those decoded greedily count, behind their prompts.
+        embedding, output: of the target.
+    """
+    hits: list[Tensor] = []
+    for text in texts:
+        if not text.greedy or len(text.tokens) < text.prompt + 3:
+            continue
+        batch = Batch.of([text])
+        best = _by_prefix if isinstance(network, CTCNetwork) else _by_scores
+        right, first = [], max(0, text.prompt - 1)  # the first root that the target has drawn
+        for depth, tokens in enumerate(best(network, batch, embedding, output)):
+            known = len(text.tokens) - 2 - depth
+            right.append(tokens[:known] == text.tokens[2 + depth :])
+        last = min(map(len, right))
+        if first < last:
+            hits.append(torch.stack([row[first:last] for row in right], 1).cumprod(1))
+    return torch.cat(hits).double().mean(0).tolist() if hits else []
+
+
+def _by_scores(network: Any, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:
+    for scores in proposals(network, batch, embedding, output):
+        yield scores[0].argmax(-1)
+
+
+def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:
+    """Yield by depth the likeliest token after the prefix that the text itself goes on with."""
+    symbols = positions(network, batch, embedding, output)[0].double().exp()
+    prefixes = Prefixes.empty(symbols)
+    rows = torch.arange(len(symbols))
+    following = torch.nn.functional.pad(batch.tokens[0], (0, symbols.shape[1]))
+    for depth in range(symbols.shape[1]):
+        yield prefixes.next(symbols).argmax(-1)
+        prefixes = prefixes.extended(rows, following[2 + depth : 2 + depth + len(rows)], symbols)

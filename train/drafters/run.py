@@ -1,0 +1,182 @@
+"""`train_drafter`: the target's texts, a network fitted to them, its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...collect.prompts import Prompt, fit
+from ...collect.run import facts, reading_room
+from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
+from ...decode.drafters.layer_network import LayerNetwork
+from ...decode.drafters.networks import Shape
+from ...decode.models.hidden import hidden_width
+from ...decode.models.pair import Pair
+from ...policies.errors import InputError, close_match
+from ...policies.limits import check_limit, check_limits
+from ...policies.outputs import claim_folder
+from ...policies.progress import Progress, silent
+from ..heads.fitting import FitOptions
+from ..heads.trainer import LAST, Report, fit_best, make_trainer, quiet
+from .acceptance import acceptance
+from .losses import SPARE
+from .module import DrafterModule, TextsDataModule
+from .texts import Texts, record_texts
+
+DEPTH, EPOCHS, BATCH, RATE = 4, 12, 4, 1e-3
+HELD_OUT = 10
+"""One in so many files of texts is held out, one at least."""
+
+KEPT_STATES = "texts"
+"""The folder of recorded texts in a work folder."""
+
+
+def train_drafter(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    kind: str,
+    *,
+    depth: int = DEPTH,
+    max_new_tokens: int = 128,
+    temperature: float = 0.7,
+    seed: int = 0,
+    fit_options: FitOptions | None = None,
+    long: str = "skip",
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> TrainedDrafter:
+    """Fit a drafter for a target, which stays as it is, and write its folder.
+
+    The target decodes the prompts once, greedily and at a temperature; its texts and last hidden states are kept in files
+    and read from there. The network with the least held-out loss is kept.
+
+    Args:
+        pair: whose target it is, loaded with `engine="plain"`; a draft is not needed.
+        prompts: with unique ids.
+        out: the folder to write.
+        kind: medusa, hydra, ctc or layer.
+        depth: tokens that it learns to propose.
+        max_new_tokens: of each text.
+        temperature: of half of the texts; 0 = all are greedy.
+        seed: of texts, weights and order.
+        fit_options: of the Trainer; with `checkpoints` texts and checkpoints are kept there, and `resume` goes on from them.
+        long: what becomes of prompts that are too long; see `collect.prompts.fit`.
+        overwrite: replace an older result there.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: an option is out of range, there are too few prompts, the engine hides the weights, or as `claim_folder`.
+    """
+    options = fit_options or FitOptions()
+    check_limits(depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    check_limit("depth", depth, least=1)
+    check_limit("max-new-tokens", max_new_tokens, least=depth + 3)
+    if kind not in KINDS:
+        raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
+    if pair.engines[0] != "plain":
+        raise InputError("a drafter is trained beside the target's own weights: load the pair with --engine plain")
+    claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
+    if len(prompts) < 2:
+        raise InputError("--prompts: expected two prompts at least, one of them to hold out")
+    chosen, ids = fit(list(prompts), pair.tokenizer, reading_room(pair, max_new_tokens), long)
+    if len(chosen) < 2:
+        raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
+    begun = time.perf_counter()
+    with _work_folder(options) as folder:
+        texts = record_texts(
+            pair, list(zip(chosen, ids, strict=True)), folder / KEPT_STATES,
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
+        )  # fmt: skip
+        recorded = time.perf_counter()
+        fitted, held_out = texts.divided(max(1, len(texts.files) // HELD_OUT))
+        network = _fitted(pair, kind, depth, fitted, held_out, folder, seed, options, progress)
+        shares = acceptance(network, held_out, *_ends(pair))
+    metrics = {
+        "acceptance": shares,
+        "tokens per target call": 1.0 + sum(shares),
+        "seconds to record": round(recorded - begun, 1),
+        "seconds to fit": round(time.perf_counter() - recorded, 1),
+    }
+    told: Mapping[str, Any] = {
+        "prompts": len(chosen), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **facts(pair),
+    }  # fmt: skip
+    trained = TrainedDrafter(kind, network, pair.fingerprint["target"], told, metrics)
+    save_drafter(trained, out)
+    return trained
+
+
+def _fitted(
+    pair: Pair, kind: str, depth: int, texts: Texts, held_out: Texts, folder: Path, seed: int, options: FitOptions,
+    progress: Progress,
+) -> nn.Module:  # fmt: skip
+    """Return the network with the least held-out loss. The caller's torch random state is left as it was."""
+    epochs = options.epochs or EPOCHS
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad(), quiet():
+        torch.manual_seed(seed)
+        network = new_network(pair, kind, depth)
+        module = DrafterModule(network, *_ends(pair), options.learning_rate or RATE)
+        trainer, best = make_trainer(options, folder, epochs, [Report(f"train {kind}", progress, epochs)])
+        data = TextsDataModule(texts, held_out, options.batch_size or BATCH, seed)
+        state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
+    module.load_state_dict(state)
+    fitted: nn.Module = network.cpu().requires_grad_(False).eval()
+    return fitted
+
+
+def _ends(pair: Pair) -> tuple[Any, Any]:
+    """Return copies of the target's embeddings and output layer, float32 on the CPU, which is where Lightning begins."""
+    modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+    embedding, output = (copy.deepcopy(module).float().cpu().requires_grad_(False) for module in modules)
+    return embedding, output
+
+
+def new_network(pair: Pair, kind: str, depth: int) -> Any:
+    """Return a network that is still to be fitted, of the target's sizes."""
+    config = pair.target.config.get_text_config()
+    hidden, output = hidden_width(pair.target), pair.target.get_output_embeddings().weight
+    shape = Shape(hidden, pair.vocabulary, depth)
+    if issubclass(_class(kind), LayerNetwork):
+        inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+        shape = dataclasses.replace(shape, intermediate=inner, attention_heads=_heads(hidden, config))
+        if kind == "ctc":
+            shape = dataclasses.replace(shape, depth=depth + SPARE)
+    network: Any = KINDS[kind](shape)
+    network.start(*(() if isinstance(network, LayerNetwork) else (output[: pair.vocabulary].float().cpu(),)))
+    return network
+
+
+def _class(kind: str) -> type:
+    found: Any = KINDS[kind]
+    return found if isinstance(found, type) else object
+
+
+def _heads(hidden: int, config: Any) -> int:
+    """Return the target's number of attention heads, or the next smaller one that divides the width evenly."""
+    heads = int(config.num_attention_heads)
+    while hidden % (2 * heads):
+        heads -= 1
+    return heads
+
+
+@contextlib.contextmanager
+def _work_folder(options: FitOptions) -> Iterator[Path]:
+    """Yield the folder for texts and checkpoints: the given one, or one that is gone afterwards."""
+    path = options.checkpoints
+    if path is not None:
+        if (path / LAST).exists() and not options.resume:
+            raise InputError(f"--checkpoints: {path} has those of another run; pass --resume, or choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
