@@ -387,8 +387,9 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
     header = trace.header
     sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
     options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
-    models = "--target", header.target, "--draft", header.draft
     asked = running_options()
+    drafter = asked.get("drafter") or "model"
+    models = "--target", header.target, *(("--draft", header.draft) if drafter == "model" else ("--drafter", drafter))
     chat = ["--chat"] if asked.get("chat") else []
     prompts = asked.get("prompts") or "PROMPTS"
     next_step("profile", *models, *chat, *options, "--prompts", prompts, "--out", "profile.json")
