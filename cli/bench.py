@@ -11,7 +11,6 @@ from .console import print_json, progress_bars, table
 from .options import (
     Batch,
     Config,
-    Depth,
     Device,
     Draft,
     Drafter,
@@ -19,6 +18,7 @@ from .options import (
     Engine,
     Json,
     MaxNewTokens,
+    MostDrafted,
     Policies,
     Prompts,
     Quiet,
@@ -53,7 +53,7 @@ def bench(
     temperature: Temperature = 0.0,
     shaping: Shaping = UNUSED,
     max_new_tokens: MaxNewTokens = 128,
-    depth: Depth = 20,
+    depth: MostDrafted = None,
     tree: Annotated[
         str | None, typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5, ...; default: chains.")
     ] = None,
@@ -79,7 +79,8 @@ def bench(
     from ..policies.storage.registry import load_policy
 
     rules = [load_policy(spec) for spec in policy]
-    settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
+    most = max((rule.max_depth for rule in rules), default=0) if depth is None else depth
+    settings = Settings(temperature, max_new_tokens, most, verification=verification, tree=tree, shaping=shaping)
     with progress_bars(quiet or json) as progress:
         names = find_target(target, draft, drafter, progress)
         chosen = find_prompts(prompts, names[2], "test", limit)

@@ -13,7 +13,6 @@ from .console import print_json, progress_bars, table
 from .options import (
     Batch,
     Config,
-    Depth,
     Device,
     Draft,
     Drafter,
@@ -22,6 +21,7 @@ from .options import (
     Json,
     Limit,
     MaxNewTokens,
+    MostDrafted,
     Prompts,
     Seed,
     Set,
@@ -49,7 +49,7 @@ def decode(
     ] = "fixed:4",
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
-    depth: Depth = 20,
+    depth: MostDrafted = None,
     verification: Annotated[
         str,
         typer.Option(
@@ -103,7 +103,7 @@ def decode(
     settings = Settings(
         temperature,
         max_new_tokens,
-        depth,
+        rule.max_depth if depth is None else depth,
         verification=verification,
         tree=tree,
         shaping=shaping,

@@ -39,7 +39,13 @@ Engine = Annotated[
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 = greedy.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random in this command: sampling noise, splits, fits.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest text in new tokens.")]
-Depth = Annotated[int, typer.Option(help="Most tokens drafted in a round.")]
+Depth = Annotated[
+    int,
+    typer.Option(help="Most tokens of the rounds that are recorded or timed: what is trained on them drafts no more."),
+]
+MostDrafted = Annotated[
+    int | None, typer.Option("--depth", help="Most tokens drafted in a round; default: as many as the policy drafts.")
+]
 Limit = Annotated[int | None, typer.Option(help="Use only so many prompts, from the first on.")]
 Batch = Annotated[
     int, typer.Option(help="Texts that are decoded side by side; one that ends gives its place to the next.")

@@ -216,3 +216,11 @@ def test_a_long_prompt_is_refused_or_cut_as_told(models: list[str]) -> None:
     assert cut.code == 0
     assert cut.out.startswith("w7 w7")
     assert "have lost their beginning (--long)" in cut.err
+
+
+def test_a_policy_drafts_as_far_as_it_goes_unless_it_is_told(models: list[str]) -> None:
+    long = ["--policy", "fixed:24", "--max-new-tokens", 30]
+    deepest = {
+        depth: max(row[0] for row in decoded(models, *long, *depth)["acceptance"]) for depth in ((), ("--depth", 3))
+    }
+    assert deepest == {(): 24, ("--depth", 3): 3}
