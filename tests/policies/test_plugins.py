@@ -116,7 +116,7 @@ def test_it_is_seen_in_policies_decode_and_evaluate(
     profile.with_decisions({"patience": 1e-5}).save(tmp_path / "profile.json")
     costs = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "report"]
     report = answered(cli("evaluate", *costs, "--policy", "patience?chances=3&max_depth=4", "--json"))
-    assert "patience:3" in [line["name"] for line in report["lines"]]
+    assert "patience?chances=3&max_depth=4" in [line["name"] for line in report["lines"]], "as it was typed"
 
 
 @pytest.mark.usefixtures("installed")

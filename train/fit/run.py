@@ -146,6 +146,8 @@ def train(
     """
     kernels.load(progress)
     several = [traces] if isinstance(traces, Trace) else list(traces)
+    if not several:
+        raise TraceError("--traces: expected at least one trace")
     if host is not None:
         check_host(host, several, rule, [*(vectors or ()), *form(head).vectors])
         features = features_for(host, several, head, features, default_features(several))
