@@ -244,7 +244,14 @@ def environment() -> dict[str, str]:
 
 def staged(folder: Path) -> list[Path]:
     """Return what has a temporary name below `folder`."""
-    return list(folder.rglob(f"{STAGE_PREFIX}*"))
+    # `os.walk` goes on where a folder has gone since it was listed, as stages do.
+    return [
+        Path(at, name)
+        for at, *names in os.walk(folder)
+        for some in names
+        for name in some
+        if name.startswith(STAGE_PREFIX)
+    ]
 
 
 def handles(process: int, number: signal.Signals) -> bool:
