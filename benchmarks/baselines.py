@@ -147,7 +147,7 @@ def judged(trace: Trace, profile: Profile, rules: dict[str, StopPolicy]) -> dict
     """Return the report's lines by rule, and those of the best fixed length and of the bound."""
     report = evaluate(trace, profile, list(rules.values()), seed=SEED)
     lines = {line.name: line for line in report.lines}
-    return {**lines, **{rule: lines[policy.name] for rule, policy in rules.items()}}
+    return {**lines, **{rule: lines[policy.shown_name] for rule, policy in rules.items()}}
 
 
 def setting(policy: StopPolicy, default: StopPolicy) -> str:

@@ -147,10 +147,10 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int,
         row = logits[i % 8]
         scores = torch.log_softmax(row / temperature, -1) + noise if temperature else row
         place = found.add(0, 1, int(scores.argmax(-1)))  # the loop draws right before it asks
-        base = reader.base(row, 0, 0, history, temperature)
+        base = reader.base(row, [(0, 0)], history, temperature)
         begin = time.perf_counter()
-        level = reader.level(found, [place], Logits(row, None, scores, [0]), temperature, None)
-        runner.keep(reader.step(1, base, level, found, one))
+        level = reader.level([(0, found, [place])], Logits(row, None, scores, [0]), temperature, None)
+        runner.keep(reader.step(1, base, level, tree, one))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)
 

@@ -120,10 +120,10 @@ def alike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: Ba
     lines = {line.name: line for line in report.lines}
     print(f"\n{place.name}, top-p 0.9: trained there, and trained without a filter, to the best fixed length")
     for policy in rivals:
-        print(f"      {policy.name}: {lines[policy.name].to_best_fixed.text()}")
-    ratio = lines[named.name].to_best_fixed
-    other = max(plain, key=lambda policy: lines[policy.name].tokens_per_s)
-    share = lines[named.name].tokens_per_s / lines[other.name].tokens_per_s
+        print(f"      {policy.name}: {lines[policy.shown_name].to_best_fixed.text()}")
+    ratio = lines[named.shown_name].to_best_fixed
+    other = max(plain, key=lambda policy: lines[policy.shown_name].tokens_per_s)
+    share = lines[named.shown_name].tokens_per_s / lines[other.shown_name].tokens_per_s
     bars.add(
         f"{place.name}, trained under top-p 0.9", ratio.value, ratio.is_above,
         f"{named.name} {ratio.text()} of the best fixed length; clear of 1",
