@@ -22,18 +22,18 @@ from typing import Any
 
 from bars import Bars, arguments
 from pairs import effort, pair_folder
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.tune_rules import BUDGET, rule_defaults, tuned_rules
-from specstop.train.replay.arrays import trace_arrays
+from specstop.train.fit.tuning.rules import BUDGET, rule_defaults, tuned_rules
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Line
 

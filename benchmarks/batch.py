@@ -24,19 +24,19 @@ from bars import Bars, arguments
 from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
-from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair, stream_key
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, Assisted
 from specstop.decode.loop import Request
-from specstop.decode.models.cuda_graph import open_cache
+from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.pair import with_engine
 from specstop.decode.profile import measure_profile
 from specstop.policies import FixedLength
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
-from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.traces.arrays import trace_arrays
 
 TREE, DEPTH, TIE = "3,2,1,1", 6, 1e-4
 MODES = [("match", None), ("match", TREE), ("rejection", None), ("rejection", "2,2,1"), ("block", None)]

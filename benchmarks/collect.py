@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import pair_folder
-from specstop.collect.abreast import abreast
-from specstop.collect.dense import Written, dense_rows, text_columns
+from specstop.collect.dense.collector import Written, dense_rows, text_columns
+from specstop.collect.dense.threads import abreast
+from specstop.collect.dense.unroll import Unroller
 from specstop.collect.live import LiveCollector
-from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import reading_room
-from specstop.collect.unroll import Unroller
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies import FixedLength
@@ -38,7 +38,7 @@ Batch = list[tuple[int, str, str, list[int], int]]
 CHILD = """
 import sys, torch
 torch.set_num_threads(1)
-from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import load_pair
 folder, out, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -27,8 +27,8 @@ import xgboost as xgb
 from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
-from specstop.decode.reader import Logits, Reader
-from specstop.decode.runner import PolicyRunner
+from specstop.decode.policy.reader import Logits, Reader
+from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
@@ -40,7 +40,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.fit.run import FEATURES
-from specstop.train.heads.boosted import flatten
+from specstop.train.heads.kinds.boosted import flatten
 
 WIDE = (
     "mean_accepted", "mean_full", "top1", "top2", "margin", "entropy", "drawn_prob", "path_logprob", "noisy_margin", "depth",

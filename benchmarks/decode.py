@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from bars import Bars, arguments
 from pairs import own_pair
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
 from specstop.decode.compare.alternate import run_alternating

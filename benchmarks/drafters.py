@@ -19,8 +19,8 @@ from typing import Any
 
 from bars import Bars, arguments
 from pairs import pair_folder
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, Tally, load_pair, with_drafter
 from specstop.decode.compare.alternate import run_alternating

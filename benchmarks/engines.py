@@ -10,7 +10,7 @@ builds from it, and the fields of `SpeculativeConfig`, extra ones forbidden as t
 controller step by step beside ours. Wheels are downloaded without dependencies into a cache folder, and two or three of
 their Python files are read; the engines are not installed. `--quick` downloads nothing: a parser whose wheel is not there is
 not asked. llama.cpp publishes no parser that runs here: its names are in
-`train/deploy_llama.py` with their source. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+`train/export/llama_cpp.py` with their source. The last line is one JSON object; with `--check` the exit code is 1 where a bar
 falls short.
 """
 
@@ -35,14 +35,14 @@ import platformdirs
 from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.collect import collect, read_prompts
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.decode.engines import sglang as plugin
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.serve import deploy_sglang as sglang, deploy_vllm as vllm
-from specstop.train.serve.lockstep import Steps
+from specstop.train.export import deploy_sglang as sglang, deploy_vllm as vllm
+from specstop.train.export.lockstep import Steps
 
 GROWTH = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)
 """What each row more costs, as a share of a verification of one row."""

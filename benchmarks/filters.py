@@ -25,8 +25,8 @@ from filtered.enumerated import enumerated
 from filtered.heads import TRAINED, Place, alike, unlike
 from filtered.same_rounds import FILTERS, SHAPES, TEMPERATURES, same_rounds
 from pairs import effort, own_pair
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import Prompt, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import Prompt, read_prompts
 from specstop.decode import load_pair
 
 ROUNDS = 3000

@@ -25,7 +25,7 @@ import torch
 from bars import Bars, arguments
 from pairs import pair_folder
 from scipy import stats
-from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.decode import Settings
 from specstop.decode.loop import Speculator
@@ -35,8 +35,8 @@ from specstop.policies import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 
 _TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]

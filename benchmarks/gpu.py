@@ -23,8 +23,8 @@ from unittest import mock
 import torch
 from bars import Bars, arguments
 from shapes import SHAPES, random_model, right_text, scripted_pair
-from specstop.collect.dense import dense_rows
-from specstop.collect.unroll import Unroller
+from specstop.collect.dense.collector import dense_rows
+from specstop.collect.dense.unroll import Unroller
 from specstop.decode import (
     Generation,
     Pair,
@@ -34,9 +34,10 @@ from specstop.decode import (
 )
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
-from specstop.decode.models import cache as cache_module, cuda_graph as captured_module
+from specstop.decode.models import cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
-from specstop.decode.models.cuda_graph import open_cache
+from specstop.decode.models.cuda import graph as captured_module
+from specstop.decode.models.cuda.graph import open_cache
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, State, StopPolicy

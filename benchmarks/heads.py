@@ -28,10 +28,10 @@ import torch
 from bars import Bars, arguments
 from baselines import measured
 from pairs import documents, effort, own_pair
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -44,20 +44,20 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
-from specstop.train.fit.continuation import achievable_estimate
+from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.run import FEATURES, train
 from specstop.train.fit.thresholds import settle_thresholds
-from specstop.train.fit.tune import PRICED, fixed_grid, solve_rate
-from specstop.train.fit.tune_rules import tuned_rules
+from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
+from specstop.train.fit.tuning.rules import tuned_rules
+from specstop.train.heads.calibration.scores import policy_survival, survival_scores
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
-from specstop.train.heads.forms import form, usual_features
+from specstop.train.heads.head_specs import form, usual_features
 from specstop.train.heads.rows import visits
-from specstop.train.heads.scores import policy_survival, survival_scores
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.intervals import Resamples
-from specstop.train.report.trust import survival
+from specstop.train.report.reliability import survival
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

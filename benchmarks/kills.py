@@ -31,7 +31,7 @@ import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect import Trace, merge, open_trace
 from specstop.collect.schema import Header
-from specstop.collect.staging import STAGE_PREFIX
+from specstop.collect.store.staging import STAGE_PREFIX
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -22,9 +22,9 @@ from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.decode import Pair, load_pair
 from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cpu.layouts import FORCED
+from specstop.decode.models.cpu.products import LAYOUTS
 from specstop.decode.models.engine import layouts_of
-from specstop.decode.models.layouts import FORCED
-from specstop.decode.models.products import LAYOUTS
 
 CHOSEN = "chosen"
 TARGET, DRAFT = (1, 2, 3, 5, 9, 17), (1, 2)

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import pair_folder
-from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions
@@ -30,9 +30,9 @@ from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import replay
-from specstop.train.replay.static_tree import best_static_tree
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 TREE, DEPTH = "3,2,1,1", 8
 TIE, NOISY = 1e-4, 20

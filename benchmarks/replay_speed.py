@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
-from specstop.collect.store import open_for_writing, open_trace, write_shard
+from specstop.collect.store.folder import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.build import LinearHead, TreesHead
@@ -28,8 +28,8 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay, replay_many
+from specstop.train.replay.traces.arrays import trace_arrays
 
 TREES, TREE_DEPTH = 150, 4
 """Of a boosted policy, as `train` fits them."""
@@ -42,8 +42,8 @@ sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
 from replay_speed import learned, made_profile, peak_kib
-from specstop.collect.store import open_trace
-from specstop.train.replay.arrays import trace_arrays
+from specstop.collect.store.folder import open_trace
+from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.run import replay
 policy = learned(0.4)
 arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from bars import Bars, arguments
 from pairs import effort, pair_folder
-from specstop.cli.console import progress_bars
-from specstop.collect.dense import Unroller, dense_rows
+from specstop.cli.console.output import progress_bars
+from specstop.collect.dense.collector import Unroller, dense_rows
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
@@ -31,9 +31,9 @@ from specstop.decode.verify.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
-from specstop.train.fit.tune import fixed_grid
-from specstop.train.replay.arrays import seen_features
+from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import Replayed, replay
+from specstop.train.replay.traces.arrays import seen_features
 
 TEMPERATURES = (0.0, 0.7)
 TIE = 1e-4
@@ -209,7 +209,7 @@ def is_tie(
 
 def _length(policy: StopPolicy, seen: torch.Tensor, depth: int) -> int:
     """Return how many tokens the policy drafts when it sees [1, K + 1, F]."""
-    from specstop.decode.reader import draft_step
+    from specstop.decode.policy.reader import draft_step
 
     state = policy.start(1, torch.zeros(1, dtype=torch.int64))
     for j in range(min(depth, policy.max_depth)):

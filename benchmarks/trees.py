@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 from bars import Bars, arguments
 from pairs import documents, effort, pair_folder
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
@@ -46,15 +46,15 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.run import train
-from specstop.train.fit.tree_choice import TreeChoice, choose_tree
-from specstop.train.fit.tree_fit import TreePlan, fit_tree, tree_features
-from specstop.train.fit.tree_solve import solve_tree
-from specstop.train.fit.tune import fixed_grid, solve_rate
+from specstop.train.fit.trees.choice import TreeChoice, choose_tree
+from specstop.train.fit.trees.fit import TreePlan, fit_tree, tree_features
+from specstop.train.fit.trees.solve import solve_tree
+from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
-from specstop.train.replay.static_tree import best_static_tree
-from specstop.train.replay.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 

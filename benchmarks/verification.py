@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import own_pair
-from specstop.cli.console import progress_bars
-from specstop.collect.prompts import encode, read_prompts
+from specstop.cli.console.output import progress_bars
+from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating

@@ -28,6 +28,7 @@ COMMANDS = (
     "policies",
     "info",
 )
+REPORTS = frozenset({"evaluate", "compare", "transfer", "estimate"})  # those that answer by a report
 
 app = typer.Typer(
     help="Learn when to stop drafting in speculative decoding: collect, train, evaluate, decode.",
@@ -55,5 +56,6 @@ def _root(
 
 for _name in COMMANDS:
     _python = _name.replace("-", "_") + "_" * keyword.iskeyword(_name)
-    _module = importlib.import_module(f".{_python}", __package__)
+    _folder = "reports" if _name in REPORTS else "commands"
+    _module = importlib.import_module(f".{_folder}.{_python}", __package__)
     app.command(_name, cls=Command)(getattr(_module, _python))

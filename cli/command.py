@@ -10,10 +10,10 @@ from typing import Any
 from typer.core import TyperCommand
 
 from ..policies.errors import InputError
+from ..policies.files.outputs import RUN_FILE, Input, beside, refuse_inputs
+from ..policies.files.text import is_text
 from ..policies.limits import check_limits
-from ..policies.outputs import RUN_FILE, Input, beside, refuse_inputs
-from ..policies.text import is_text
-from .config import given_config
+from .options.config import given_config
 
 NAMES = ("prompts", "target", "draft", "policy", "logging_policy")
 """Options whose values may be files without being paths by their type: a name on the hub, a built-in policy."""

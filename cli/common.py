@@ -10,7 +10,7 @@ from ..policies.errors import InputError
 from ..policies.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from ..collect.prompts import Prompt
+    from ..collect.prompts.read import Prompt
     from ..decode.models.pair import Pair
 
 
@@ -63,7 +63,7 @@ def open_pair(
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:
     """Read prompts from `path`, or the demo pair's own ("train" or "test")."""
-    from ..collect.prompts import read_prompts
+    from ..collect.prompts.read import read_prompts
 
     if path is None and demo is None:
         raise InputError("--prompts: expected a JSON Lines file; only the demo pair brings prompts of its own")
@@ -73,8 +73,8 @@ def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | N
 def fitting(
     prompts: list[Prompt], pair: Pair, new_tokens: int, chat: bool, long: str
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """Return the prompts that a pair can read with so many new tokens, and their token ids; see `collect.prompts.fit`."""
-    from ..collect.prompts import apply_chat_template, fit
+    """Return the prompts that a pair can read with so many new tokens, and their token ids (`prompts.tokens.fit`)."""
+    from ..collect.prompts.read import apply_chat_template, fit
     from ..collect.run import reading_room
 
     written = apply_chat_template(prompts, pair.tokenizer) if chat else prompts

@@ -7,9 +7,9 @@ import sys
 from typing import Any, NoReturn
 
 from ..policies.errors import SpecstopError
-from ..policies.files import disk_text
-from .interrupt import Interrupted, Signals
-from .streams import failure, let_go, prepare, say
+from ..policies.files.atomic import disk_text
+from .console.interrupt import Interrupted, Signals
+from .console.streams import failure, let_go, prepare, say
 
 INTERRUPTED = 130
 
@@ -50,7 +50,7 @@ def _answer() -> tuple[int, str]:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime would leave a device's id in the home folder
         from .app import app
-        from .console import one_line_warnings
+        from .console.output import one_line_warnings
 
         one_line_warnings()
         code = app(standalone_mode=False)

@@ -12,7 +12,7 @@ from ..policies.lazy import attach
 if TYPE_CHECKING:
     from .estimates import Estimate as Estimate, estimate as estimate
     from .processes import Place as Place, read_place as read_place
-    from .prompts import (
+    from .prompts.read import (
         Choice as Choice,
         Columns as Columns,
         Prompt as Prompt,
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from .run import collect as collect, plan_run as plan_run
     from .schema import SCHEMA_VERSION as SCHEMA_VERSION, Header as Header
     from .shards import Plan as Plan, record as record
-    from .store import Trace as Trace, merge as merge, open_trace as open_trace
+    from .store.folder import Trace as Trace, merge as merge, open_trace as open_trace
 
 __getattr__, __all__ = attach(
     __name__,
     {
         "estimates": "Estimate estimate",
         "processes": "Place read_place",
-        "prompts": "Choice Columns Prompt apply_chat_template read_prompts",
+        "prompts.read": "Choice Columns Prompt apply_chat_template read_prompts",
         "run": "collect plan_run",
         "schema": "Header SCHEMA_VERSION",
         "shards": "Plan record",
-        "store": "Trace merge open_trace",
+        "store.folder": "Trace merge open_trace",
     },
 )

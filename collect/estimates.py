@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from .shards import BATCH, Plan, Work
-from .store import shard_table, write_table
+from .store.folder import shard_table, write_table
 
 
 @dataclass(frozen=True)

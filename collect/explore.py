@@ -19,7 +19,7 @@ from ..policies.contract import (
     checked_select,
     checked_start,
 )
-from ..policies.mixing import mix
+from ..policies.splitmix import mix
 
 _SALT = 0x5EED
 _SHARE = 1 << 24

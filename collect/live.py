@@ -16,10 +16,10 @@ from ..decode.models.finite import check_rows
 from ..decode.models.hidden import stored, vector_widths
 from ..decode.models.pair import Pair
 from ..decode.observer import Seen
-from ..decode.reader import Logits, drawn_tokens
+from ..decode.policy.reader import Logits, drawn_tokens
+from ..decode.policy.summaries import summarise
 from ..decode.records import Generation
 from ..decode.settings import Settings
-from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import StopPolicy
@@ -27,10 +27,10 @@ from ..policies.features import ANCHOR_FEATURES, Columns, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
-from .dense import anchor_columns
+from .dense.collector import anchor_columns
+from .dense.unroll import node_features
 from .explore import Exploring, exploring
 from .schema import NO_TOKEN, TIMES
-from .unroll import node_features
 
 Row = dict[str, Any]
 

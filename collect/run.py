@@ -25,13 +25,13 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, shown
-from .completion_check import check_sampled
-from .completions import Completions
-from .prompts import Prompt, fit
+from .collectors import choose_engine_way, choose_way
+from .dense.completion_check import check_sampled
+from .dense.completions import Completions
+from .prompts.read import Prompt, fit
 from .schema import Header, parents
 from .shards import BATCH, Plan, Work, record
-from .store import Trace
-from .ways import choose_engine_way, choose_way
+from .store.folder import Trace
 
 PROMPTS_PER_SHARD = 32
 SHARD_BYTES = 1 << 29
@@ -179,8 +179,8 @@ def plan_run(
         draws: of drafts and acceptances given each text, under those; several shrink the variance of replay.
         off_text: under `block`: "exact", where the target reads candidates off the text too, or "approximate", without.
         memory: MiB for the scores of the positions that the dense collector unrolls together; None = a share of what the
-            device has free (`memory.budget_mib`), which the header's facts tell.
-        long: what becomes of prompts that are too long; see `prompt_tokens.fit`.
+            device has free (`dense.memory.budget_mib`), which the header's facts tell.
+        long: what becomes of prompts that are too long; see `prompts.tokens.fit`.
         batch: texts that the live collector decodes side by side.
         through: "vllm" = a live trace of rounds inside vLLM, which decodes the prompts in this process.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.

@@ -27,8 +27,8 @@ from ..decode.verify.given_text import GIVEN_TEXT
 from ..policies.errors import TraceError
 from ..policies.features import Kind
 from ..policies.features.hidden_states import HIDDEN_STATES
+from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import Conditions
-from ..policies.text import HALF, is_text
 
 SCHEMA_VERSION = 5
 _SINCE: Mapping[int, Mapping[str, Any]] = {3: {"vectors": {}}, 4: {"shaping": {}}, 5: {"draws": 1, "off_text": "exact"}}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..policies.errors import TraceError
-from ..policies.outputs import Input, beside, missing_folders, put_in_place, take_back
+from ..policies.files.outputs import Input, beside, missing_folders, put_in_place, take_back
 from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
 from .schema import Header
-from .store import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
+from .store.folder import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
 
 BATCH = 16
 """Prompts that are collected together, at least."""

@@ -27,10 +27,10 @@ from .model_source import ModelSource
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
 from .observer import Observer, Seen
-from .reader import Logits
+from .policy.reader import Logits
+from .policy.runner import GuardedRunner
 from .records import Generation, Round
 from .rounds import play_round
-from .runner import GuardedRunner
 from .settings import Settings, Stopwatch
 from .stream import Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode

@@ -18,12 +18,12 @@ from ..policies.features.history import History
 from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
-from .models.cuda_graph import open_cache
+from .models.cuda.graph import open_cache
+from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
 from .models.packed import Part, TreeRows
 from .models.pair import Pair, readable
-from .models.transfer import upload
-from .reader import Base, Level, Logits, Reader
+from .policy.reader import Base, Level, Logits, Reader
 from .settings import Settings
 from .stream import Stream, Text
 from .topology import Topology

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..policies.contract import State
 from ..policies.state import take
 from .candidates import Candidates
-from .reader import Logits
+from .policy.reader import Logits
 from .records import Round
 from .stream import Stream, Text
 

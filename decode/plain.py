@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .models.cuda_graph import open_cache
+from .models.cuda.graph import open_cache
+from .models.cuda.transfer import download
 from .models.finite import broken
 from .models.hidden import hidden_width, stored
 from .models.packed import Part
 from .models.pair import Pair
-from .models.transfer import download
 from .verify.noise import gumbel, match_scores
 from .verify.sampling import UNCHANGED, BatchSampler, Shaping
 

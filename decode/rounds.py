@@ -14,7 +14,7 @@ import numpy as np
 from ..policies.contract import Array, DraftStep, DraftTree
 from ..policies.features.history import History
 from .drafted import Drafted, Finished
-from .runner import PolicyRunner
+from .policy.runner import PolicyRunner
 from .topology import Topology
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.dynamic_module_utils as dynamic
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
@@ -25,7 +26,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from zoo import DEPTH
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-from specstop.decode.summaries import on_device, summarise
+from specstop.decode.policy.summaries import on_device, summarise
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import TOP, Columns, Drawn
 from specstop.policies.features.codes import BOUND

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.folder import KINDS
-from specstop.decode.drafters.layer_network import CTCNetwork, LayerNetwork
-from specstop.decode.drafters.networks import Shape
+from specstop.decode.drafters.heads.layer_network import CTCNetwork, LayerNetwork
+from specstop.decode.drafters.heads.networks import Shape
 from specstop.decode.models.pair import Pair
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from .drafters.run import train_drafter as train_drafter
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
-    from .heads.classifiers import StopClassifier as StopClassifier
     from .heads.fitting import FitOptions as FitOptions
-    from .heads.mlp import StopHeadModule as StopHeadModule, TraceDataModule as TraceDataModule
-    from .logged.offpolicy import estimate_offline as estimate_offline
-    from .replay.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
-    from .replay.bounds import oracle_seconds as oracle_seconds
+    from .heads.kinds.classifiers import StopClassifier as StopClassifier
+    from .heads.kinds.mlp import StopHeadModule as StopHeadModule, TraceDataModule as TraceDataModule
+    from .off_policy.estimate import estimate_offline as estimate_offline
+    from .replay.bounds.oracle import oracle_seconds as oracle_seconds
     from .replay.run import Replayed as Replayed
-    from .report.compare import compare as compare
+    from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
+    from .report.comparing.compare import compare as compare
     from .report.evaluate import evaluate as evaluate
     from .report.records import Line as Line, Ratio as Ratio, Report as Report
-    from .report.transfer import transfer as transfer
-    from .report.whatif import sweep as sweep
+    from .report.whatif.sweep import sweep as sweep
+    from .report.whatif.transfer import transfer as transfer
 
 __getattr__, __all__ = attach(
     __name__,
@@ -32,17 +32,17 @@ __getattr__, __all__ = attach(
         "drafters.run": "train_drafter",
         "fit.run": "train",
         "fit.trained": "Trained",
-        "heads.classifiers": "StopClassifier",
+        "heads.kinds.classifiers": "StopClassifier",
         "heads.fitting": "FitOptions",
-        "heads.mlp": "StopHeadModule TraceDataModule",
-        "logged.offpolicy": "estimate_offline",
-        "replay.arrays": "TraceArrays trace_arrays",
-        "replay.bounds": "oracle_seconds",
+        "heads.kinds.mlp": "StopHeadModule TraceDataModule",
+        "off_policy.estimate": "estimate_offline",
+        "replay.traces.arrays": "TraceArrays trace_arrays",
+        "replay.bounds.oracle": "oracle_seconds",
         "replay.run": "Replayed",
-        "report.compare": "compare",
+        "report.comparing.compare": "compare",
         "report.evaluate": "evaluate",
         "report.records": "Line Ratio Report",
-        "report.transfer": "transfer",
-        "report.whatif": "sweep",
+        "report.whatif.transfer": "transfer",
+        "report.whatif.sweep": "sweep",
     },
 )

@@ -14,8 +14,8 @@ import torch
 from specstop.decode.drafters import find_drafter
 from specstop.decode.drafters.find import TRAINED
 from specstop.decode.drafters.folder import KINDS, TrainedDrafter, load_drafter, save_drafter
-from specstop.decode.drafters.layer_network import LayerNetwork
-from specstop.decode.drafters.networks import Shape
+from specstop.decode.drafters.heads.layer_network import LayerNetwork
+from specstop.decode.drafters.heads.networks import Shape
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TextIO
 from unittest import mock
 
-from specstop.cli.interrupt import SIGNALS
+from specstop.cli.console.interrupt import SIGNALS
 from specstop.cli.main import run
 
 

@@ -27,15 +27,15 @@ from unittest import mock
 import numpy as np
 import torch
 from specstop.cli.main import run
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.storage.registry import load_policy
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 from .random_pair import PROMPTS, save_pair
 

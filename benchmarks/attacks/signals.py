@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 from kills import same_rows
-from specstop.collect.prompts import read_prompts
+from specstop.collect.prompts.read import read_prompts
 from specstop.collect.run import collect
-from specstop.collect.store import open_trace
+from specstop.collect.store.folder import open_trace
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
-from specstop.policies.files import STAGE_PREFIX, sha256
+from specstop.policies.files.atomic import STAGE_PREFIX, sha256
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 
@@ -43,7 +43,7 @@ AIMED = 0.2
 HEADS = ("mlp", "xgboost", "logistic", "tokens")
 RUN = "from specstop.cli.main import run; run()"
 DEMO = """
-import specstop.cli.demo as command
+import specstop.cli.commands.demo as command
 from specstop.cli.main import run
 kept = command.quiet_libraries
 def begin():

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from bars import Bars
 from scipy import stats
-from specstop.collect.completion_check import MOST_ERRORS, balance
-from specstop.collect.prompts import Prompt, encode
+from specstop.collect.dense.completion_check import MOST_ERRORS, balance
+from specstop.collect.prompts.read import Prompt, encode
 from specstop.collect.run import reading_room
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 
 from .heads import DEPTH, TEMPERATURE, Place
 

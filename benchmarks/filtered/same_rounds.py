@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode import Pair, Settings, Shaping, Speculator, stream_key
 from specstop.policies import DraftStep, FixedLength, StopPolicy
 from specstop.policies.contract import Array, State
 from specstop.policies.latency.profile import CostTable, Profile
 from specstop.policies.storage.registry import load_policy
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 
 DEPTH, TREE = 5, "3,2,1,1,1"
 FILTERS = {

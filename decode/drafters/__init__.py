@@ -1,11 +1,11 @@
 """Where candidates come from: a draft model, the text itself, heads on the target's states, or what a plugin brings."""
 
 from .base import Drafter, Proposal
-from .ctc import CTCDrafter
 from .find import find_drafter, with_drafter
 from .folder import TrainedDrafter, load_drafter, save_drafter
-from .heads import HeadsDrafter
-from .layer import LayerDrafter
+from .heads.ctc import CTCDrafter
+from .heads.drafter import HeadsDrafter
+from .heads.layer import LayerDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
 from .suffix import SuffixDrafter

@@ -14,10 +14,10 @@ from ...policies.plugin_code import loading
 from ...policies.storage.registry import SWITCH
 from ..models.pair import Pair
 from .base import Drafter
-from .ctc import CTCDrafter
 from .folder import load_drafter
-from .heads import HeadsDrafter
-from .layer import LayerDrafter
+from .heads.ctc import CTCDrafter
+from .heads.drafter import HeadsDrafter
+from .heads.layer import LayerDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
 from .suffix import SuffixDrafter

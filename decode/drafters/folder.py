@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.files import write_atomic, write_json
-from ...policies.outputs import RUN_FILE, staged_folder
+from ...policies.files.atomic import write_atomic, write_json
+from ...policies.files.outputs import RUN_FILE, staged_folder
 from ...policies.storage.safe_loading import (
     MOST_HEADER,
     MOST_TEXT,
@@ -31,12 +31,12 @@ from ...policies.storage.safe_loading import (
     parse_json,
     read_plain,
 )
+from ..models.cpu.products import can_pack
 from ..models.engine import pack
 from ..models.hidden import hidden_width
 from ..models.pair import Pair
-from ..models.products import can_pack
-from .layer_network import CTCNetwork, LayerNetwork
-from .networks import HydraHeads, MedusaHeads, Shape
+from .heads.layer_network import CTCNetwork, LayerNetwork
+from .heads.networks import HydraHeads, MedusaHeads, Shape
 
 DRAFTER_SCHEMA = 1
 DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE = "drafter.json", "weights.safetensors", "README.md"

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...policies.contract import Array
 from ...policies.errors import InputError
 from ..candidates import Candidates
+from ..models.cuda.transfer import upload
 from ..models.pair import ENDLESS, Pair
-from ..models.transfer import upload
 from .base import Proposal
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..candidates import Candidates
-from ..models.cuda_graph import open_cache
+from ..models.cuda.graph import open_cache
 from ..models.finite import check_rows
 from ..models.hidden import hidden_width
 from ..models.packed import Part, TreeRows

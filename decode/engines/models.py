@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...policies.errors import PairError
-from ..models.cuda_graph import open_cache
+from ..models.cuda.graph import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model, open_checkpoint
 from ..models.packed import Part

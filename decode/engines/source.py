@@ -15,7 +15,7 @@ from torch import Tensor
 from ...policies.contract import Array, DraftStep, DraftTree
 from ...policies.features import Columns, Drawn, Layout, Summary
 from ...policies.features.history import History
-from ..summaries import summarise
+from ..policy.summaries import summarise
 from ..topology import Topology
 
 Look = Callable[[int, Array, Tensor, Drawn], None]

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.files import write_atomic, write_json
+from ...policies.files.atomic import write_atomic, write_json
+from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.outputs import claim_folder, staged_folder
 from ...policies.storage.folder import load_policy_folder, save_policy
 from ...policies.storage.registry import BUILTINS, load_policy
 from ...policies.storage.safe_loading import MOST_DATA

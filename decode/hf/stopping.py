@@ -18,8 +18,8 @@ from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, L
 from ...policies.features.history import History
 from ...policies.features.summary import Array
 from ...policies.storage.registry import load_policy
-from ..reader import draft_step
-from ..summaries import summarise
+from ..policy.reader import draft_step
+from ..policy.summaries import summarise
 from ..verify.modes import is_trimming
 
 

@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 
 from ..topology import Topology
 from .attention import attending_packed
+from .cuda.transfer import upload
 from .kv_cache import SlotLayer, Slots
 from .packed import PackedCall, Part, TreeRows, pack, split
-from .transfer import upload
 from .tree_masks import TreeMasks
 from .wide_head import wide_head
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from .cache import window_layers
-from .products import Product
+from .cpu.products import Product
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text

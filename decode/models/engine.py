@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
 from .compact import CompactModel, compact_refusal
-from .layouts import choose_layouts
-from .products import Product, can_pack
+from .cpu.layouts import choose_layouts
+from .cpu.products import Product, can_pack
 
 ENGINES = ("auto", "plain", "packed", "compact")
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .transfer import upload
+from .cuda.transfer import upload
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..topology import Topology
+from .cuda.transfer import upload
 from .kv_cache import Packing, Slots
-from .transfer import upload
 
 
 @dataclass(slots=True)

@@ -20,8 +20,8 @@ from ...policies.latency.profile import Profile
 from ..candidates import Candidates
 from ..loop import Speculator
 from ..models.pair import Pair
-from ..reader import Base, Level, Logits, Reader
-from ..runner import PolicyRunner
+from ..policy.reader import Base, Level, Logits, Reader
+from ..policy.runner import PolicyRunner
 from ..settings import Settings, Stopwatch
 from ..topology import chain
 from .measuring import Case, Effort, Seconds, measure

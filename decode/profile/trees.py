@@ -21,7 +21,7 @@ from ..candidates import Candidates
 from ..loop import Speculator
 from ..models.pair import Pair
 from ..observer import Seen
-from ..reader import Logits
+from ..policy.reader import Logits
 from ..records import Round
 from ..settings import Settings
 from ..verify.noise import mix_one

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...policies.mixing import GOLDEN, signed
+from ...policies.splitmix import GOLDEN, signed
 from .noise import choice_uniforms, mix_one
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")

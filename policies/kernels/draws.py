@@ -1,10 +1,10 @@
-"""Counter-based random numbers in compiled code: the same mixing as that of arrays (`policies.mixing`)."""
+"""Counter-based random numbers in compiled code: the same mixing as that of arrays (`policies.splitmix`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..mixing import GOLDEN, mix_in_place, signed
+from ..splitmix import GOLDEN, mix_in_place, signed
 from .compiled import exact, kernel
 
 _GOLDEN = signed(GOLDEN)

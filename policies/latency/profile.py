@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..entries import Entries
 from ..errors import InputError
-from ..files import read_json, write_atomic
+from ..files.atomic import read_json, write_atomic
+from ..files.entries import Entries
 from ..storage.safe_loading import check_values
 from .estimate import DECISIONS, VERIFY, Estimate, check, decisions, estimate
 from .measurements import Measurements

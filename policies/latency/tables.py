@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..entries import Entries, check_number
+from ..files.entries import Entries, check_number
 from .robust_fits import between
 
 Array = np.ndarray[Any, Any]

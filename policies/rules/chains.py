@@ -118,7 +118,7 @@ class Continuation(Rule):
 
     That output is no chance of acceptance here but the fitted value of continuing, in tokens: what drafting on and deciding
     as well as may be from there saves against stopping now, decisions paid for. (Optimal stopping by backward regression, as
-    in Longstaff and Schwartz 2001; `train.continuation`.)
+    in Longstaff and Schwartz 2001; `train.fit.continuation`.)
 
     Args:
         margin: tokens that must be expected to be saved.

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import feature
-from ..files import write_atomic, write_json
+from ..files.atomic import write_atomic, write_json
+from ..files.outputs import RUN_FILE, staged_folder
 from ..heads.build import build_head
 from ..learned.calibration import Calibrator
 from ..learned.conditions import sampling_text
@@ -30,7 +31,6 @@ from ..learned.policy import Facts, LearnedPolicy
 from ..learned.survival import SurvivalMaps
 from ..learned.tree_calibration import PathCalibrator
 from ..learned.trees import TreeGain
-from ..outputs import RUN_FILE, staged_folder
 from ..rules.chains import Continuation, build_rule
 from ..rules.trees import TreeRule
 from .safe_loading import (

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import PolicyError
-from ..files import write_atomic
+from ..files.atomic import write_atomic
+from ..files.outputs import claim_file
 from ..heads.base import Array, kernels
 from ..heads.build import LinearHead, MLPHead, TreesHead
 from ..learned.calibration import Calibrator
 from ..learned.policy import LearnedPolicy
-from ..outputs import claim_file
 
 OPSET, ML_OPSET = 17, 3
 PRODUCER = "specstop"

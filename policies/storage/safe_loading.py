@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PolicyError
-from ..files import MANIFEST
+from ..files.atomic import MANIFEST
 
 MOST_TEXT = 4 << 20
 MOST_DATA = 256 << 20

@@ -13,10 +13,10 @@ import pytest
 import yaml
 from commands import cli, files
 from conftest import make_prompts
-from specstop.cli.info import branch_rows
-from specstop.cli.prompt_options import Asked
+from specstop.cli.commands.info import branch_rows
+from specstop.cli.options.prompts import Asked
 from specstop.collect import collect as collect_trace, shards
-from specstop.collect.store import Trace, open_trace, shard_path
+from specstop.collect.store.folder import Trace, open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from transformers import AutoTokenizer
 

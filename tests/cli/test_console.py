@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from specstop.cli import console
-from specstop.cli.console import human_bytes, human_seconds, progress_bars, progress_line
-from specstop.cli.interrupt import SIGNALS, finish_first
+from specstop.cli.console import output as console
+from specstop.cli.console.interrupt import SIGNALS, finish_first
+from specstop.cli.console.output import human_bytes, human_seconds, progress_bars, progress_line
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from commands import Answer, cli, files
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.policies.storage.safe_loading import digest

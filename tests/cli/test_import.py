@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import cli
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.latency.profile import Profile
 from torch import nn
@@ -92,7 +92,7 @@ def test_a_soft_model_of_another_size_is_refused_by_name(
     ]
     answer = cli("decode", *models, "--policy", tmp_path / "p", "--max-new-tokens", "9")
     assert answer.code == 2 and "reads draft_hidden of 768 numbers, but here it has" in answer.err
-    from specstop.collect.prompts import read_prompts
+    from specstop.collect.prompts.read import read_prompts
 
     trace = collect(
         pair,

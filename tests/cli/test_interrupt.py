@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from commands import cli
-from specstop.cli import interrupt
-from specstop.cli.interrupt import SIGNALS, Interrupted, Signals
-from specstop.collect.store import Trace
+from specstop.cli.console import interrupt
+from specstop.cli.console.interrupt import SIGNALS, Interrupted, Signals
+from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
 
 CODES = {signal.SIGINT: (130, "specstop: interrupted\n"), signal.SIGTERM: (143, "specstop: terminated\n")}

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from commands import cli, files
-from specstop.cli.interrupt import SIGNALS, Interrupted, Signals
-from specstop.collect import staging
-from specstop.collect.store import Trace
-from specstop.policies import deferral, files as files_module, outputs
-from specstop.policies.files import MANIFEST, write_atomic
+from specstop.cli.console.interrupt import SIGNALS, Interrupted, Signals
+from specstop.collect.store import staging
+from specstop.collect.store.folder import Trace
+from specstop.policies.files import atomic as files_module, deferral, outputs
+from specstop.policies.files.atomic import MANIFEST, write_atomic
+from specstop.policies.files.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder
 from specstop.policies.latency.profile import Profile
-from specstop.policies.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder
 
 TRACED = {module.__file__ for module in (contextlib, deferral, files_module, outputs, staging)}
 

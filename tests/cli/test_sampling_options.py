@@ -10,7 +10,7 @@ import pytest
 import typer
 from commands import cli
 from specstop.cli.app import app
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.latency.profile import Profile
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from commands import cli
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
@@ -63,7 +63,7 @@ def test_a_process_with_other_streams(streams: str, code: int, err: str) -> None
 
 
 def test_what_is_opened_later_does_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
-    code = "import os; from specstop.cli.streams import prepare; prepare(); print(os.open(os.devnull, 0))"
+    code = "import os; from specstop.cli.console.streams import prepare; prepare(); print(os.open(os.devnull, 0))"
     command = ["sh", "-c", '"$@" <&- 2>&-', "sh", sys.executable, "-c", code]
     assert int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout) > 2
 

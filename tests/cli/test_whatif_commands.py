@@ -10,16 +10,16 @@ import pytest
 import yaml
 from commands import Answer, cli
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.files import MANIFEST
+from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
-from zoo import DEPTH
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from shelves import HEADER, chunk, write
-from specstop.collect.checksums import checksum_path
+from random_trace import HEADER, chunk, write
 from specstop.collect.schema import chain
-from specstop.collect.store import (
+from specstop.collect.store.checksums import checksum_path
+from specstop.collect.store.folder import (
     Checked,
     finished,
     merge,

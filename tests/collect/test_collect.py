@@ -18,13 +18,13 @@ import pytest
 import torch
 from conftest import VOCABULARY
 from specstop.collect.processes import Place
-from specstop.collect.prompts import Prompt, read_prompts
+from specstop.collect.prompts.read import Prompt, read_prompts
 from specstop.collect.run import collect, plan_run
 from specstop.collect.shards import Plan, Work, record
-from specstop.collect.store import Trace, finished, open_trace, shard_path
+from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files import STAGE_PREFIX
+from specstop.policies.files.atomic import STAGE_PREFIX
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}

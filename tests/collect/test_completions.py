@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import EOS
 from reference_features import Rows, compute
-from specstop.collect.completions import own_anchors
-from specstop.collect.prompts import Prompt
+from specstop.collect.dense.completions import own_anchors
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -19,8 +19,8 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 
 FLOAT32 = 2e-6
 DEPTH, NEW = 3, 20

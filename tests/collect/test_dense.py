@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_model
+from contract_policies import DEPTH
 from reference_features import Rows, compute
-from specstop.collect.abreast import abreast
-from specstop.collect.dense import Unroller, dense_rows
-from specstop.collect.prompts import Prompt
+from specstop.collect.dense.collector import Unroller, dense_rows
+from specstop.collect.dense.threads import abreast
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
@@ -23,7 +24,6 @@ from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
 from transformers import PreTrainedTokenizerFast
-from zoo import DEPTH
 
 EAGER = 1e-4  # the models' eager attention takes its softmax in float32 whatever their dtype
 FLOAT32 = 2e-6  # a few units in the last place: rows are float64 results, rounded once

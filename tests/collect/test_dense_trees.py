@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import EOS, NEW
 from reference_features import Rows, compute
-from specstop.collect.dense import dense_rows
-from specstop.collect.prompts import Prompt
+from specstop.collect.dense.collector import dense_rows
+from specstop.collect.dense.unroll import Unroller, closure
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import open_trace
-from specstop.collect.unroll import Unroller, closure
+from specstop.collect.store.folder import open_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.topology import Topology, parse_tree

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.collect.engine_rounds import RoundRecorder, engine_features
+from specstop.collect.engines.rounds import RoundRecorder, engine_features
 from specstop.collect.explore import Exploring, exploring
 from specstop.collect.live import LiveCollector
 from specstop.decode.engines.drafting import Drafting, Options

@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmark_scripts import part
 from conftest import NEW, make_prompts
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, SCHEMA_VERSION, Header
 from specstop.decode.compare.bench import bench
@@ -29,9 +29,9 @@ from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import train
-from specstop.train.logged.offpolicy import estimate_offline
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.concatenate import joined_arrays
+from specstop.train.off_policy.estimate import estimate_offline
+from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.traces.concatenate import joined_arrays
 from specstop.train.report.evaluate import evaluate
 from transformers.generation.logits_process import (
     LogitsProcessor,

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.dense import dense_rows
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH
+from specstop.collect.dense.collector import dense_rows
+from specstop.collect.dense.unroll import Unroller
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace, open_trace
-from specstop.collect.unroll import Unroller
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import parse_tree
@@ -22,9 +23,8 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import trace_arrays
 
 FLOAT32 = 2e-6
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}

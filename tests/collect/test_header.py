@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from shelves import HEADER
+from random_trace import HEADER
 from specstop.collect.schema import SCHEMA_VERSION, Header, chain
 from specstop.policies.errors import TraceError
 

@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import NEW
-from shelves import HEADER, write
-from specstop.collect.card import data_card
+from contract_policies import DEPTH, ReadsDraftStates
+from random_trace import HEADER, write
 from specstop.collect.estimates import estimate
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, arrow_schema
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.card import data_card
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
@@ -28,7 +29,6 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features.hidden_states import HIDDEN_STATES
-from zoo import DEPTH, ReadsDraftStates
 
 TREE = "3,2,1,1,1"
 BOTH = tuple(HIDDEN_STATES)
@@ -106,8 +106,8 @@ def test_live_rows_hold_what_dense_ones_do(
 def test_rows_do_not_depend_on_the_chunk_size(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], chunk: dict[str, int]
 ) -> None:
-    from specstop.collect.dense import dense_rows
-    from specstop.collect.unroll import Unroller
+    from specstop.collect.dense.collector import dense_rows
+    from specstop.collect.dense.unroll import Unroller
     from specstop.decode.topology import parse_tree
 
     work = [(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]

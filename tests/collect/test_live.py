@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, TIMES
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
@@ -21,9 +22,8 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from zoo import DEPTH, ZOO
+from specstop.train.replay.traces.arrays import trace_arrays
 
 FLOAT32 = 2e-6
 TREE = "3,2,1,1,1"
@@ -83,7 +83,7 @@ def test_a_live_trace_replays_as_the_run_it_is_of(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Any, tmp_path: Path,
     tree: str | None, temperature: float, name: str,
 ) -> None:  # fmt: skip
-    policy = ZOO[name]
+    policy = TEST_POLICIES[name]
     if name == "adaptive":  # without a profile the loop tells it of no time at all
         profile = type(profile)(profile.low, profile.high, 0.0, 0.0, (0.0, 0.0))
         policy = NoTime()
@@ -96,7 +96,7 @@ def test_a_live_trace_replays_as_the_run_it_is_of(
         assert lines == [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]
 
 
-class NoTime(type(ZOO["adaptive"])):  # type: ignore[misc]
+class NoTime(type(TEST_POLICIES["adaptive"])):  # type: ignore[misc]
     """`adaptive` without its ear for seconds."""
 
     name = "no-time"
@@ -121,7 +121,7 @@ def test_a_live_trace_refuses_a_policy_that_goes_elsewhere(
 def test_exploring_rounds_are_drafted_and_verified_to_full_depth(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, name: str
 ) -> None:
-    policy: StopPolicy = ZOO[name]
+    policy: StopPolicy = TEST_POLICIES[name]
     trace = run(pair, prompts, tmp_path, tree, 0.7, collector="live", policy=policy, explore=0.3)
     rows = [row for row in trace.rows.with_format("numpy") if not row["cut"]]
     explored = [row for row in rows if row["explored"]]

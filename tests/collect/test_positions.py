@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import NEW
+from contract_policies import TEST_POLICIES
 from small_drafters import small_network
-from specstop.collect.dense import dense_rows
-from specstop.collect.positions import PositionsCollector
-from specstop.collect.prompts import Prompt
+from specstop.collect.dense.collector import dense_rows
+from specstop.collect.dense.positions import PositionsCollector
+from specstop.collect.dense.unroll import Unroller
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.unroll import Unroller
 from specstop.decode.drafters import TrainedDrafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -22,9 +23,8 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.features.hidden_states import TARGET_HIDDEN
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from zoo import ZOO
+from specstop.train.replay.traces.arrays import trace_arrays
 
 DEPTH = 3
 SPECS = ("lookup", "suffix", "medusa", "hydra", "ctc", "layer")
@@ -80,7 +80,9 @@ def test_replay_is_what_the_loop_does(
         trace = collect(alone, prompts[1:4], tmp_path / f"{temperature}", **options)
         assert trace.header.has_every_anchor and trace.header.pair == alone.fingerprint
         arrays = trace_arrays(trace)
-        for policy in (FixedLength(3), Confidence(0.3)) if tree else (FixedLength(2), Confidence(0.3), ZOO["trimming"]):
+        for policy in (
+            (FixedLength(3), Confidence(0.3)) if tree else (FixedLength(2), Confidence(0.3), TEST_POLICIES["trimming"])
+        ):
             speculator = Speculator(alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree))
             live = []
             for prompt, ids in zip(prompts[1:4], prompt_ids[1:4], strict=True):

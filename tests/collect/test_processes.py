@@ -12,14 +12,14 @@ import pytest
 from conftest import make_prompts
 from specstop.collect.estimates import estimate
 from specstop.collect.processes import ALONE, Place, read_place
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.shards import Plan, record
-from specstop.collect.store import Trace, finished, merge, open_trace, shard_path
+from specstop.collect.store.folder import Trace, finished, merge, open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files import MANIFEST
-from specstop.policies.outputs import beside
+from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files.outputs import beside
 
 SHARDS = 7
 OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}

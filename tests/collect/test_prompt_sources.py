@@ -8,8 +8,8 @@ from typing import Any
 
 import datasets
 import pytest
-from specstop.collect.presets import PRESETS
-from specstop.collect.prompts import Columns, Prompt, read_prompts
+from specstop.collect.prompts.presets import PRESETS
+from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.policies.errors import InputError
 
 

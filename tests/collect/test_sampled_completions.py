@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, make_prompts
+from contract_policies import TEST_POLICIES
 from scipy import stats
-from specstop.collect.completion_check import balance
-from specstop.collect.completions import given_noise, sampled_rows, target_rows
-from specstop.collect.prompts import Columns, Prompt, read_prompts
+from specstop.collect.dense.completion_check import balance
+from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
+from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -22,10 +23,9 @@ from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 from torch import Tensor
-from zoo import ZOO
 
 FALSE_ALARM = 1e-5
 """Of each statistical test here, some thirty in all; seeds are fixed, so that what passes goes on passing."""
@@ -163,7 +163,7 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     assert arrays.anchors is None
     settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping)
     rounds = 0
-    for policy in (FixedLength(DEPTH), ZOO["trimming"]):
+    for policy in (FixedLength(DEPTH), TEST_POLICIES["trimming"]):
         log = replay(arrays, policy, profile).log
         for at, name in enumerate(arrays.prompt_ids):
             prompt = pair.tokenizer(next(p.text for p in asked if p.id == name))["input_ids"]

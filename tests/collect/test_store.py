@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from shelves import HEADER, chunk, write
+from random_trace import HEADER, chunk, write
 from specstop.collect.schema import Header, arrow_schema, chain
-from specstop.collect.staging import put, stage_of
-from specstop.collect.store import (
+from specstop.collect.store.folder import (
     Trace,
     finished,
     merge,
@@ -30,8 +29,9 @@ from specstop.collect.store import (
     write_shard,
     write_table,
 )
+from specstop.collect.store.staging import put, stage_of
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files import STAGE_PREFIX
+from specstop.policies.files.atomic import STAGE_PREFIX
 
 
 def test_rows_come_back_as_they_were_written_in_shard_order(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from specstop.collect.engine_rounds import RecordedText
-from specstop.collect.prompts import Prompt
+from specstop.collect.engines.rounds import RecordedText
+from specstop.collect.engines.through_vllm import parts_of
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.through_vllm import parts_of
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.storage.registry import load_policy

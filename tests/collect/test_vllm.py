@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specstop.collect.vllm import import_vllm
+from specstop.collect.engines.vllm_records import import_vllm
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.traces.arrays import trace_arrays
 
 
 def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from contract_policies import Adaptive, FromAnchor, Randomised, Selecting
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from trees import FREE, make_tree_policy
-from zoo import Adaptive, FromAnchor, Randomised, Selecting
 
 MOST = 3
 

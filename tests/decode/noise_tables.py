@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from cases import SHAPINGS, Case, shaped
+from contract_policies import SelectingByToken, Trimming, TrimmingSelecting
 from deciders import DECIDERS
 from oracle import Law, oracle_pair
 from specstop.decode.drafters import find_drafter
@@ -15,7 +16,6 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.records import Generation
 from specstop.policies.contract import StopPolicy
 from torch import Tensor
-from zoo import SelectingByToken, Trimming, TrimmingSelecting
 
 NOISE_POLICIES: dict[str, Callable[[], StopPolicy]] = {
     **DECIDERS,

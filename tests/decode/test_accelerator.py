@@ -9,8 +9,8 @@ import torch
 from accelerator import DEVICE, Accelerator, to_device
 from conftest import EOS, VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator, plain_texts
+from specstop.decode.models.cuda.transfer import download, upload
 from specstop.decode.models.pair import Pair
-from specstop.decode.models.transfer import download, upload
 from specstop.policies import FixedLength
 
 MODES = ("match", "rejection", "rejection_replace", "block", "target_init", "typical")

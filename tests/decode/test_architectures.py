@@ -12,11 +12,12 @@ from importlib.metadata import version
 import pytest
 import torch
 from conftest import build_model
+from contract_policies import TEST_POLICIES
+from small_models import table
 from specstop.decode.models.pair import join, load_pair, with_engine
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PairError
-from tiny import table
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -32,11 +33,20 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from zoo import ZOO
 
 NEW = 16
-TREE_POLICIES: list[StopPolicy] = [FixedLength(4), Confidence(0.2), ZOO["selecting"], ZOO["from-anchor"]]
-CHAIN_POLICIES: list[StopPolicy] = [*TREE_POLICIES, FixedLength(1), ZOO["reads-history"], ZOO["selecting"]]
+TREE_POLICIES: list[StopPolicy] = [
+    FixedLength(4),
+    Confidence(0.2),
+    TEST_POLICIES["selecting"],
+    TEST_POLICIES["from-anchor"],
+]
+CHAIN_POLICIES: list[StopPolicy] = [
+    *TREE_POLICIES,
+    FixedLength(1),
+    TEST_POLICIES["reads-history"],
+    TEST_POLICIES["selecting"],
+]
 CASES = [
     (name, attention, dtype, engine)
     for name in table.CONFIGS

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from conftest import VOCABULARY, build_draft, build_model
+from small_models import table
 from specstop.decode import (
     Settings,
     Speculator,
@@ -16,15 +17,14 @@ from specstop.decode import (
     parse_tree,
 )
 from specstop.decode.drafters import model as drafters_module
-from specstop.decode.models import cuda_graph as captured_module
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda_graph import CapturedModel, open_cache
+from specstop.decode.models.cuda import graph as captured_module
+from specstop.decode.models.cuda.graph import CapturedModel, open_cache
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
 from specstop.policies.errors import SpecstopWarning
 from tape import Graphs, recorder, simulate_graphs
-from tiny import table
 from transformers import PreTrainedModel
 from transformers.integrations import sdpa_attention
 

@@ -11,7 +11,7 @@ from specstop.collect.explore import exploring
 from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.decode.reader import Level, Reader
+from specstop.decode.policy.reader import Level, Reader
 from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.baselines.fixed import Confidence, FixedLength

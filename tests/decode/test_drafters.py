@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
+from contract_policies import TEST_POLICIES
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find, find_drafter
 from specstop.decode.loop import Speculator
@@ -23,7 +24,6 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
 from torch import Tensor
-from zoo import ZOO
 
 TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 
@@ -134,7 +134,7 @@ def test_text_with_lookup_is_the_targets(
 @pytest.mark.parametrize("name", ["trimming", "selecting", "from-anchor", "reads-history"])
 def test_lookup_goes_with_every_sort_of_policy(pair: Pair, prompt_ids: list[list[int]], name: str) -> None:
     prompts = [[*p, *p] for p in prompt_ids]
-    made = generate(pair, prompts, ZOO[name], Settings(0.7, NEW), LookupDrafter(pair))
+    made = generate(pair, prompts, TEST_POLICIES[name], Settings(0.7, NEW), LookupDrafter(pair))
     assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
 
 
@@ -269,7 +269,7 @@ class Layers(Heads):
 
 
 def test_a_drafter_is_told_of_the_layers_that_it_wants(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    for policy in (FixedLength(3), ZOO["from-anchor"]):
+    for policy in (FixedLength(3), TEST_POLICIES["from-anchor"]):
         layers = Layers(pair, 6)
         made = generate(pair, prompt_ids[2:4], policy, Settings(0.0, NEW), layers)
         assert [list(g.tokens) for g in made] == plain(pair, prompt_ids[2:4])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import CHAINS, TREES
 from conditionals import pit
+from contract_policies import TEST_POLICIES
 from noise_tables import NOISE_POLICIES, Table, noise_case, plain_on_noise, speculate_on_noise
 from scipy import stats
 from specstop.decode.loop import Settings, Speculator
@@ -19,16 +20,15 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from torch import Tensor
-from zoo import ZOO
 
 FALSE_ALARM = 1e-4
 POLICIES = [
     FixedLength(0),
     FixedLength(1),
     FixedLength(4),
-    ZOO["trimming"],
-    ZOO["from-anchor"],
-    ZOO["selecting"],
+    TEST_POLICIES["trimming"],
+    TEST_POLICIES["from-anchor"],
+    TEST_POLICIES["selecting"],
 ]
 
 
@@ -94,7 +94,7 @@ def test_any_noise_gives_the_text_of_plain_sampling_in_any_tree(tree: str, draft
     assert accepted > 0
 
 
-@pytest.mark.parametrize("policy", [FixedLength(3), ZOO["trimming"]], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [FixedLength(3), TEST_POLICIES["trimming"]], ids=lambda p: p.name)
 def test_three_tokens_over_many_keys_have_the_targets_distribution(policy: StopPolicy) -> None:
     """Chi-square over the 27 outcomes of 3 tokens from 2,000 keys, one round of drafting among them."""
     pair, count = bigrams(3, 1), 2000

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Settings, Speculator

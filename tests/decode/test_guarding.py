@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.decode.drift_monitor import LEAST, AcceptanceWatch, best_fixed, make_watch
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
+from specstop.decode.policy.drift_monitor import LEAST, AcceptanceWatch, best_fixed, make_watch
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
+from contract_policies import TEST_POLICIES
 from small_drafters import TRAINED, small_drafter
 from specstop.decode.candidates import Candidates
-from specstop.decode.drafters.ctc import Prefixes
-from specstop.decode.drafters.layer_network import LayerNetwork
+from specstop.decode.drafters.heads.ctc import Prefixes
+from specstop.decode.drafters.heads.layer_network import LayerNetwork
 from specstop.decode.loop import Speculator
 from specstop.decode.models.hidden import hidden_width
 from specstop.decode.models.pair import Pair
@@ -20,7 +21,6 @@ from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from zoo import ZOO
 
 SAME = {"atol": 1e-9, "rtol": 0.0}  # float64, in another order of operations
 
@@ -38,7 +38,9 @@ def states_of(pair: Pair, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("tree", [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"])
 def test_text_is_the_targets(pair: Pair, prompt_ids: list[list[int]], kind: str, tree: str | None) -> None:
     prompts, tried = prompt_ids[1::4], 0
-    for temperature, policy in itertools.product((0.0, 0.7), (FixedLength(5), Confidence(0.2), ZOO["selecting"])):
+    for temperature, policy in itertools.product(
+        (0.0, 0.7), (FixedLength(5), Confidence(0.2), TEST_POLICIES["selecting"])
+    ):
         settings = Settings(temperature, NEW, tree=tree, max_depth=5)
         speculator = Speculator(pair, policy, settings, drafter=small_drafter(kind, pair))
         made = [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW
-from specstop.collect.store import Trace
+from contract_policies import TEST_POLICIES, SelectingByToken
+from specstop.collect.store.folder import Trace
 from specstop.decode import (
     PolicyStoppingCriteria,
     Settings,
@@ -30,7 +31,6 @@ from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
-from zoo import ZOO, SelectingByToken
 
 
 def inputs(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -343,7 +343,14 @@ def test_riding_leaves_the_assistant_as_it_was(pair: Pair, prompt_ids: list[list
 
 
 @pytest.mark.parametrize(
-    "policy", [ZOO["from-anchor"], ZOO["trimming"], ZOO["selecting"], SelectingByToken()], ids=lambda p: p.name
+    "policy",
+    [
+        TEST_POLICIES["from-anchor"],
+        TEST_POLICIES["trimming"],
+        TEST_POLICIES["selecting"],
+        SelectingByToken(),
+    ],
+    ids=lambda p: p.name,
 )
 def test_a_policy_that_the_stock_loop_cannot_serve_is_refused(policy: StopPolicy) -> None:
     with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves) .*stock assisted loop"):

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, VOCABULARY, build_draft, build_model
+from contract_policies import DEPTH, ReadsDraftStates, ReadsStates
 from specstop.decode import model_source
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as drafters_module
 from specstop.decode.loop import Speculator
-from specstop.decode.models.cuda_graph import CapturedModel
+from specstop.decode.models.cuda.graph import CapturedModel
 from specstop.decode.models.engine import speed_up
 from specstop.decode.models.hidden import hidden_width, seen, stored
 from specstop.decode.models.pair import Pair
@@ -26,7 +27,6 @@ from specstop.policies.features import hidden_states as vectors
 from specstop.policies.features.hidden_states import HIDDEN_STATES
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from torch import Tensor
-from zoo import DEPTH, ReadsDraftStates, ReadsStates
 
 TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 HALF = 2.0**-11  # float16 keeps eleven bits

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from specstop.decode.models import layouts
+from specstop.decode.models.cpu import layouts
+from specstop.decode.models.cpu.products import BOUNDS, LAYOUTS, Product
 from specstop.decode.models.engine import pack
-from specstop.decode.models.products import BOUNDS, LAYOUTS, Product
 from specstop.policies.errors import InputError
 
 SHAPE = (192, 128)  # 96 KiB

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
+from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
@@ -20,7 +21,6 @@ from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopP
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.latency.profile import Profile
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
-from zoo import DEPTH, ZOO, SelectingByToken
 
 
 def generate(
@@ -60,16 +60,16 @@ def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*ZOO, "selecting-by-token"])
+@pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token"])
 def test_text_is_that_of_plain_decoding_with_the_same_key(
     pair: Pair, prompt_ids: list[list[int]], profile: Profile, name: str, temperature: float
 ) -> None:
-    policy = ZOO.get(name) or SelectingByToken()
+    policy = TEST_POLICIES.get(name) or SelectingByToken()
     generations = generate(pair, policy, prompt_ids, temperature, profile=profile)
     assert texts(generations) == plain(pair, prompt_ids, temperature)
 
 
-@pytest.mark.parametrize("policy", [FixedLength(3), ZOO["trimming"]], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [FixedLength(3), TEST_POLICIES["trimming"]], ids=lambda p: p.name)
 def test_many_sampled_texts_are_those_of_plain_decoding(pair: Pair, policy: StopPolicy) -> None:
     prompts = [[7 + i % 40, 6 + i * i % 41] for i in range(60)]
     assert texts(generate(pair, policy, prompts, 1.0, 9)) == plain(pair, prompts, 1.0, 9)
@@ -78,17 +78,17 @@ def test_many_sampled_texts_are_those_of_plain_decoding(pair: Pair, policy: Stop
 def test_the_policies_above_differ_in_their_rounds(pair: Pair, prompt_ids: list[list[int]], profile: Profile) -> None:
     """Otherwise the equalities of texts and of replay would say little."""
     seen = set()
-    for policy in ZOO.values():
+    for policy in TEST_POLICIES.values():
         rounds = [r for g in generate(pair, policy, prompt_ids[:4], 0.7, profile=profile) for r in g.rounds]
         seen.add(tuple((r.drafted, r.verified) for r in rounds))
         if policy.trims or policy.name == "selecting":
             assert any(r.verified < r.drafted for r in rounds)
         if policy.first == 0 and not policy.name.startswith("fixed"):
             assert 0.05 < sum(r.drafted == 0 for r in rounds) / len(rounds) < 0.95
-    assert len(seen) == len(ZOO)
+    assert len(seen) == len(TEST_POLICIES)
 
 
-@pytest.mark.parametrize("policy", [FixedLength(1), FixedLength(4), ZOO["trimming"]], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [FixedLength(1), FixedLength(4), TEST_POLICIES["trimming"]], ids=lambda p: p.name)
 @pytest.mark.parametrize("new", [1, 2, 3, 5, 9])
 def test_the_length_limit_is_met_exactly_and_never_drafted_over(
     endless_pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy, new: int
@@ -159,7 +159,7 @@ def test_the_records_add_up(pair: Pair, prompt_ids: list[list[int]], temperature
 def test_decisions_are_counted_from_the_first_depth_asked(endless_pair: Pair, prompt_ids: list[list[int]]) -> None:
     for policy, expected in (
         (FixedLength(3), 0),
-        (ZOO["selecting"], DEPTH - 1),
+        (TEST_POLICIES["selecting"], DEPTH - 1),
         (Confidence(0.0, 3), 2),
         (Confidence(1.0, 3), 1),
     ):
@@ -179,7 +179,7 @@ def test_on_commit_streams_exactly_the_tokens(pair: Pair, prompt_ids: list[list[
 def test_a_speculator_keeps_nothing_from_the_text_before(
     pair: Pair, prompt_ids: list[list[int]], profile: Profile
 ) -> None:
-    speculator = Speculator(pair, ZOO["adaptive"], Settings(0.7, NEW), profile)
+    speculator = Speculator(pair, TEST_POLICIES["adaptive"], Settings(0.7, NEW), profile)
     first = [speculator.generate(p, 3) for p in prompt_ids]
     again = [speculator.generate(p, 3) for p in reversed(prompt_ids)][::-1]
     counts = [[[(r.drafted, r.verified, r.accepted) for r in g.rounds] for g in run] for run in (first, again)]

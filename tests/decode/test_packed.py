@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
+from small_models import table
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.engine import speed_up
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.topology import Topology, parse_tree
-from tiny import table
 from transformers import PreTrainedModel
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from conftest import NEW
+from contract_policies import TEST_POLICIES
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation, Round, Tally
-from zoo import ZOO
 
 
 def make_round(drafted: int, verified: int, accepted: int, cut: bool = False, committed: int = -1) -> Round:
@@ -52,7 +52,7 @@ def test_no_round_at_all_is_no_division_by_zero() -> None:
 def test_measured_phases_lie_within_their_round_and_rounds_within_the_text(
     pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
-    speculator = Speculator(pair, ZOO["reads-history"], Settings(0.7, NEW))
+    speculator = Speculator(pair, TEST_POLICIES["reads-history"], Settings(0.7, NEW))
     for prompt in prompt_ids[:4]:
         generation = speculator.generate(prompt)
         assert generation.prefill_s + sum(r.seconds for r in generation.rounds) <= generation.seconds

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from small_models import table
 from specstop.decode.models.cache import CachedModel, window_layers
 from specstop.decode.models.packed import TreeRows
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
-from tiny import table
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -16,20 +16,20 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import specstop.collect.unroll as unrolling
+import specstop.collect.dense.unroll as unrolling
 import torch
 from enumeration import NEGLIGIBLE, Enumerator
 from oracle import Law, oracle_pair
-from specstop.collect.completions import target_rows
-from specstop.collect.dense import Written, text_columns
-from specstop.collect.gather import gather
-from specstop.collect.places import Places
+from specstop.collect.dense.collector import Written, text_columns
+from specstop.collect.dense.completions import target_rows
+from specstop.collect.dense.gather import gather
+from specstop.collect.dense.places import Places
+from specstop.collect.dense.unroll import Anchors, Unroller, node_features
 from specstop.collect.schema import Header, parents
-from specstop.collect.unroll import Anchors, Unroller, node_features
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
+from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.rounds import play_round
-from specstop.decode.runner import PolicyRunner
 from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.modes import MODES
 from specstop.decode.verify.noise import Purpose
@@ -37,9 +37,9 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.replay.arrays import TraceArrays
-from specstop.train.replay.checking import check_replayable
 from specstop.train.replay.source import TraceSource
+from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.replay.traces.checking import check_replayable
 from torch import Tensor
 
 Rounds = tuple[Any, ...]

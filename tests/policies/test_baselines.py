@@ -22,7 +22,7 @@ from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import StopPolicy
 from specstop.policies.counter_rng import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
-from specstop.policies.mixing import mix, shift
+from specstop.policies.splitmix import mix, shift
 from specstop.policies.state import arrays, take
 from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests, play as play_some

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.collect.explore import exploring
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.hf.stopping import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -21,8 +21,8 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import BUILTINS, load_policy
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from made_heads import MADE, made_head
+from contract_policies import TEST_POLICIES
+from random_heads import MADE, made_head
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.learned.calibration import Calibrator
@@ -13,7 +14,6 @@ from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from test_heads import knots
-from zoo import ZOO
 
 RULES: dict[str, Rule] = {
     "mlp": Threshold("survival", 0.2),
@@ -33,12 +33,12 @@ CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [*BUILTINS, *MADE, *(f"zoo {name}" for name in ZOO)])
+@pytest.mark.parametrize("name", [*BUILTINS, *MADE, *(f"contract {name}" for name in TEST_POLICIES)])
 def test_a_policy_of_ours_conforms(name: str, check: str) -> None:
     class Case(PolicyTests):
         def make(self) -> StopPolicy:
-            if name.startswith("zoo "):
-                return ZOO[name.removeprefix("zoo ")]
+            if name.startswith("contract "):
+                return TEST_POLICIES[name.removeprefix("contract ")]
             return learned(name) if name in MADE else load_policy(name)
 
     getattr(Case(), check)()

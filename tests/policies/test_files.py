@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.files import disk_text, naming, read_json, sha256, write_atomic, write_json
+from specstop.policies.files.atomic import disk_text, naming, read_json, sha256, write_atomic, write_json
 
 
 def names(folder: Path) -> list[str]:

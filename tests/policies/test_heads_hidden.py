@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_heads import DRAFT, MADE, TARGET, layers, made_head, resnet, specdec
+from random_heads import DRAFT, MADE, TARGET, layers, made_head, resnet, specdec
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features.hidden_states import check_sizes

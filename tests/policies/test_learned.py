@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.files import STAGE_PREFIX, sha256
+from specstop.policies.files.atomic import STAGE_PREFIX, sha256
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import Facts, LearnedPolicy

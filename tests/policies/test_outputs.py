@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from specstop.policies import outputs
 from specstop.policies.errors import InputError
-from specstop.policies.files import MANIFEST
-from specstop.policies.outputs import (
+from specstop.policies.files import outputs
+from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files.outputs import (
     beside,
     claim_file,
     claim_folder,

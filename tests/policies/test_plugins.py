@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from attack_families import family
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage import registry as specs

@@ -13,7 +13,7 @@ from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.storage import registry as specs
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import listed_policies, load_policy, plugins
-from specstop.train.fit.tune_rules import rule_defaults
+from specstop.train.fit.tuning.rules import rule_defaults
 from test_learned import learned
 
 PLUGIN = """

@@ -7,22 +7,22 @@ import functools
 import numpy as np
 import pytest
 import torch
+from contract_policies import TEST_POLICIES
 from made import made_trace
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
-from zoo import ZOO
+from specstop.train.replay.traces.arrays import trace_arrays
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_no_replayed_policy_is_faster(traces: dict[float, Trace], profile: Profile, temperature: float) -> None:
     arrays = trace_arrays(traces[temperature])
     bound = oracle_seconds(arrays, profile)
-    for policy in [*ZOO.values(), FixedLength(2), FixedLength(3)]:
+    for policy in [*TEST_POLICIES.values(), FixedLength(2), FixedLength(3)]:
         assert (replay(arrays, policy, profile).seconds >= bound - 1e-9).all(), policy.name
 
 

@@ -13,7 +13,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.rules.chains import Derived, Threshold
-from specstop.train.heads.classifiers import StopClassifier
+from specstop.train.heads.kinds.classifiers import StopClassifier
 
 torch.set_num_threads(1)
 

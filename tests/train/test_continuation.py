@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from made import made_trace
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
@@ -20,15 +20,15 @@ from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.learned.continuation import ContinuationPolicy, head_names, remembered
 from specstop.policies.rules.chains import Continuation, build_rule
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.fit.continuation import achievable_estimate, backward
-from specstop.train.fit.continuation_fit import fit_continuation, rounds_of, values, with_memory
-from specstop.train.fit.refit import Turn, distance, refit
+from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
+from specstop.train.fit.continuation.values import achievable_estimate, backward
+from specstop.train.fit.policy_iteration import Turn, distance, refit
 from specstop.train.fit.run import train
-from specstop.train.heads.continuation_heads import VALUE_FITTERS, ValueRows
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
-from specstop.train.replay.cost_to_go import ToGo
+from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
+from specstop.train.replay.bounds.cost_to_go import ToGo
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from benchmark_scripts import script
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.train.logged.logged import COLUMNS, shown_rounds
-from specstop.train.replay.arrays import trace_arrays
+from specstop.train.off_policy.rounds import COLUMNS, shown_rounds
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 
 STANDARD_ERRORS = 5.0  # of a simulated mean around its truth: a false alarm in two million
 

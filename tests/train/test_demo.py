@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import make_prompts
-from specstop.collect.store import open_trace
+from specstop.collect.store.folder import open_trace
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair

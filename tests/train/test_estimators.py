@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.policies.errors import InputError
-from specstop.train.logged.estimators import (
+from specstop.train.off_policy.estimators import (
     ESTIMATORS,
     DirectMethod,
     DoublyRobust,

@@ -12,24 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store import Trace
+from contract_policies import DEPTH
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.files import MANIFEST
+from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.live import compare_live
 from specstop.train.fit.run import train
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.bounds import oracle_seconds
+from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate, load_traces
-from specstop.train.report.files import FILES, to_markdown, write_report
 from specstop.train.report.records import Line, Ratio, Report
-from zoo import DEPTH
+from specstop.train.report.writing.files import FILES, to_markdown, write_report
 
 EXACT = 1e-12  # the same sums, in another order
 

@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files import STAGE_PREFIX
+from specstop.policies.files.atomic import STAGE_PREFIX
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
+from specstop.train.export.folder import deploy_hf_replayed, find_sizes
+from specstop.train.export.llama_cpp import Share, deploy_llama, shares, walk_shares
+from specstop.train.export.sglang import deploy_sglang, rules_around
+from specstop.train.export.vllm import deploy_vllm, length_at
 from specstop.train.fit.run import train
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from specstop.train.serve.deploy_llama import Share, deploy_llama, shares, walk_shares
-from specstop.train.serve.deploy_sglang import deploy_sglang, rules_around
-from specstop.train.serve.deploy_vllm import deploy_vllm, length_at
-from specstop.train.serve.exported import deploy_hf_replayed, find_sizes
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from timed import timed_profile
 
 ENGINES: dict[str, Any] = {"vllm": deploy_vllm, "sglang": deploy_sglang, "llama.cpp": deploy_llama}

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.engines.settings import read_settings
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train import train
-from specstop.train.serve.acceptance import CLAMP, fit_acceptance, log_odds
-from specstop.train.serve.deploy_trtllm import deploy_trtllm, older_schedule, schedule
-from specstop.train.serve.deploy_vllm import deploy_vllm
+from specstop.train.export.acceptance import CLAMP, fit_acceptance, log_odds
+from specstop.train.export.trtllm import deploy_trtllm, older_schedule, schedule
+from specstop.train.export.vllm import deploy_vllm
 
 
 def test_a_policy_that_vllm_can_run_is_written_with_its_folder(

@@ -18,15 +18,15 @@ from specstop.policies.features.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.heads.build import Basis, Head
 from specstop.policies.latency.profile import Profile
 from specstop.train.heads.basis import fit_basis
-from specstop.train.heads.boosted import fit_boosted
-from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.exported import ranges
-from specstop.train.heads.linear import fit_linear
-from specstop.train.heads.mlp import StopHeadModule, TraceDataModule, fit_mlp
+from specstop.train.heads.kinds.boosted import fit_boosted
+from specstop.train.heads.kinds.linear import fit_linear
+from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule, fit_mlp
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
-from specstop.train.replay.arrays import TraceArrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order

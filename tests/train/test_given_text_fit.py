@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, make_prompts
+from contract_policies import DEPTH
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.modes import resolve_mode
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import train, without_noise
-from specstop.train.heads.calibrate import fit_kind, log_loss
+from specstop.train.heads.calibration.logits import fit_kind, log_loss
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
 from specstop.train.heads.soft_classes import constant, two_classes
-from specstop.train.replay.arrays import trace_arrays
+from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
-from zoo import DEPTH
 
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
 

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 from made import made_trace
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.serve.lengths import Walked, walk_fixed
-from specstop.train.serve.lockstep import Steps, lockstep
+from specstop.train.export.lengths import Walked, walk_fixed
+from specstop.train.export.lockstep import Steps, lockstep
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 EXACT = 1e-12
 

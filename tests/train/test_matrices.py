@@ -13,9 +13,9 @@ import xgboost as xgb
 from made import NAMES, made_rows
 from scipy.special import expit
 from specstop.policies.errors import InputError
-from specstop.train.heads.boosted import fit_boosted, flatten
-from specstop.train.heads.calibrate import log_loss
+from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads.kinds.boosted import fit_boosted, flatten
 from specstop.train.heads.matrices import Pieces, matrices
 from specstop.train.heads.rows import FitRows
 

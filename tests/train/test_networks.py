@@ -13,14 +13,14 @@ from specstop.policies.errors import TraceError
 from specstop.policies.heads.build import Head
 from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
 from specstop.policies.heads.specdec import biased
-from specstop.train.heads.calibrate import log_loss
-from specstop.train.heads.dynasd import Perceptron, balanced, fit_hard, fit_soft
+from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask
-from specstop.train.heads.linear import fit_linear
+from specstop.train.heads.kinds.dynasd import Perceptron, balanced, fit_hard, fit_soft
+from specstop.train.heads.kinds.linear import fit_linear
+from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
+from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from specstop.train.heads.networks import Recipe, RowsDataModule, RowsModule, train_network
-from specstop.train.heads.resnet import ResNet, fit_resnet
 from specstop.train.heads.rows import FitRows, Visits, fit_rows
-from specstop.train.heads.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from torch import Tensor
 
 DRAFT, TARGET = 8, 6

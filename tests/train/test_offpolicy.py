@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import EOS, NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
-from specstop.train.logged.estimators import ESTIMATORS, InverseProbabilityWeighting
-from specstop.train.logged.feedback import logged_feedback
-from specstop.train.logged.logged import COLUMNS, recorded_rounds, shown_rounds
-from specstop.train.logged.offpolicy import Offline, _named, estimate_offline
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.off_policy.estimate import Offline, _named, estimate_offline
+from specstop.train.off_policy.estimators import ESTIMATORS, InverseProbabilityWeighting
+from specstop.train.off_policy.feedback import logged_feedback
+from specstop.train.off_policy.rounds import COLUMNS, recorded_rounds, shown_rounds
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from torch import Tensor
-from zoo import DEPTH, ZOO
 
 EXACT = 1e-9
 LOGGING = Confidence(0.6, DEPTH)
@@ -55,7 +55,7 @@ def read(trace: Trace) -> TraceArrays:
     "name", ["confidence:0.4", "trimming", "from-anchor", "reads-history", "randomised", "fixed:4"]
 )
 def test_the_logging_policy_asked_again_stops_where_it_did(live: Any, profile: Profile, name: str) -> None:
-    policy = ZOO[name]
+    policy = TEST_POLICIES[name]
     arrays = read(live(policy, explore=0.3))
     shown = shown_rounds(arrays, policy, profile, recorded=True)
     alone = ~arrays.extra["explored"].numpy()
@@ -70,9 +70,9 @@ def test_the_logging_policy_asked_again_stops_where_it_did(live: Any, profile: P
 
 
 def test_tokens_of_a_round_are_those_committed(live: Any, profile: Profile) -> None:
-    trace = live(ZOO["fixed:4"])
+    trace = live(TEST_POLICIES["fixed:4"])
     arrays = read(trace)
-    shown = shown_rounds(arrays, ZOO["fixed:4"], profile, recorded=True)
+    shown = shown_rounds(arrays, TEST_POLICIES["fixed:4"], profile, recorded=True)
     committed = np.asarray(trace.rows.with_format("numpy")["committed"][:])
     order = np.lexsort([np.asarray(trace.rows.with_format("numpy")[c][:]) for c in ("anchor", "sequence")])
     assert shown.tokens.tolist() == committed[order].tolist()
@@ -232,9 +232,9 @@ def test_the_answer_says_what_it_rests_on(explored: Offline, live: Any, profile:
 
 
 def test_an_unknown_logging_policy_leaves_the_explored_rounds(live: Any, profile: Profile) -> None:
-    trace = live(ZOO["from-anchor"], explore=0.25)
+    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
     blind = estimate_offline(trace, FixedLength(4), profile)
-    told = estimate_offline(trace, FixedLength(4), profile, logging=ZOO["from-anchor"])
+    told = estimate_offline(trace, FixedLength(4), profile, logging=TEST_POLICIES["from-anchor"])
     assert any("explored rounds alone" in text for text in blind.caveats)
     assert not any("explored rounds alone" in text for text in told.caveats)
     assert blind.shown < told.shown
@@ -267,7 +267,7 @@ def test_what_cannot_be_estimated_is_refused(
     with pytest.raises(TraceError, match="of live traces"):
         estimate_offline(traces[0.7], FixedLength(2), profile)
     with pytest.raises(TraceError, match="selects among drawn tokens"):
-        estimate_offline(live(LOGGING, explore=0.25), ZOO["selecting"], profile)
+        estimate_offline(live(LOGGING, explore=0.25), TEST_POLICIES["selecting"], profile)
     tree = collect(pair, prompts[:2], tmp_path / "t", tree="2,1", max_new_tokens=6, collector="live", explore=0.5)
     with pytest.raises(TraceError, match="estimates are of chains"):
         estimate_offline(tree, FixedLength(1), profile)

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode import rounds
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.cost_to_go import ToGo
+from specstop.train.replay.bounds.cost_to_go import ToGo
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import trace_arrays
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,7 +94,7 @@ def test_nobody_else_asks_a_policy_depth_by_depth() -> None:
         "collect/explore.py",
         "decode/engines/asking.py",
         "decode/hf/stopping.py",
-        "decode/runner.py",
+        "decode/policy/runner.py",
         "policies/baselines/bandit.py",
         "policies/testing.py",
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.policies.errors import InputError
 from specstop.train.demo import pair as module
 from specstop.train.demo.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts

@@ -7,19 +7,19 @@ import json
 from pathlib import Path
 
 import pytest
-from specstop.collect.store import Trace
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.run import train
-from specstop.train.report import prices
+from specstop.train.report import decision_costs as prices
+from specstop.train.report.decision_costs import TIMED, TRAINED, lacking_line, with_prices
 from specstop.train.report.evaluate import evaluate
-from specstop.train.report.files import FILES
-from specstop.train.report.prices import TIMED, TRAINED, lacking_line, with_prices
+from specstop.train.report.writing.files import FILES
 from timed import timed_profile
-from zoo import DEPTH, ZOO
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def never(*_: object, **__: object) -> Measurements:
 def test_what_is_timed_is_kept_and_used_again(
     cache: Path, bare: Profile, sides: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), ZOO["trimming"]]
+    header, policies = sides[1].header, [FixedLength(2), Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]]
     first, lacking = with_prices(bare, policies, header)
     assert [(one.policy.cost_name, one.source) for one in lacking] == [("confidence", TIMED), ("trimming", TIMED)]
     assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
@@ -104,14 +104,14 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
 def test_evaluating_twice_gives_the_same_bytes(
     cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, _ = with_prices(bare, [Confidence(0.4, DEPTH), ZOO["trimming"]], sides[1].header)
+    known, _ = with_prices(bare, [Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]], sides[1].header)
     for name, profile in (("known", known), ("unknown", bare)):
         reports = []
         for at in range(2):
-            evaluate(sides[1], profile, [ZOO["trimming"]], out=tmp_path / f"{name}{at}", detailed=False)
+            evaluate(sides[1], profile, [TEST_POLICIES["trimming"]], out=tmp_path / f"{name}{at}", detailed=False)
             reports.append(files(tmp_path / f"{name}{at}"))
         assert reports[0] == reports[1] and set(FILES) < set(reports[0])
         assert ("decisions.json" in reports[0]) == (name == "unknown")
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "another"))
-    evaluate(sides[1], bare, [ZOO["trimming"]], out=tmp_path / "unknown0", detailed=False, overwrite=True)
+    evaluate(sides[1], bare, [TEST_POLICIES["trimming"]], out=tmp_path / "unknown0", detailed=False, overwrite=True)
     assert files(tmp_path / "unknown0") == reports[0], "the report's own copy serves"

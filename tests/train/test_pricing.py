@@ -8,23 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import oracle_plan
+from specstop.train.replay.bounds.oracle import oracle_plan
+from specstop.train.replay.bounds.regret import planned_rounds
 from specstop.train.replay.log import Played, play, scaled
-from specstop.train.replay.regret import planned_rounds
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.answer import answer
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.pricing import Draws, Priced, Vary
 from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, Ratio, verdict
 from timed import timed_profile
-from zoo import DEPTH, ZOO
 
 EXACT = 1e-12  # the same sums, in another order
 REPLICATES, DRAWS = 30, 7
@@ -58,7 +58,7 @@ def test_every_resample_is_priced_by_its_own_profile(
 ) -> None:
     arrays: TraceArrays = request.getfixturevalue(shape)
     depth = min(arrays.depth, noisy.max_depth)
-    policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), ZOO["trimming"].limited(depth)]
+    policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
     replays = [play(arrays, policy, noisy) for policy in policies]
     boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
     spent = Priced(boot, draws, [one.rounds for one in replays], arrays.prompt_tokens).seconds()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_prompts
+from contract_policies import DEPTH
 from scipy.special import expit, logit
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -23,12 +24,11 @@ from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.crossfit import Outputs, calibrate
 from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.forms import FORMS, form, read_vectors
+from specstop.train.heads.head_specs import FORMS, form, read_vectors
 from specstop.train.heads.mixing import OWN, mixed_arrays, mixed_rows
 from specstop.train.heads.rows import SOFT_COLUMNS, Visits, fit_rows
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 NEW = 20
 QUICK = FitOptions(epochs=1)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
-from specstop.collect.store import Trace
+from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
+from specstop.collect.prompts.read import Prompt
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
@@ -23,9 +24,8 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived
-from specstop.train.replay.arrays import TraceArrays, seen_features, trace_arrays
 from specstop.train.replay.run import Replayed, replay
-from zoo import DEPTH, ZOO, SelectingByToken
+from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays
 
 Live = Callable[[StopPolicy, float], list[Generation]]
 
@@ -61,11 +61,11 @@ def logged(replayed: Replayed) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", [*ZOO, "selecting-by-token"])
+@pytest.mark.parametrize("name", [*TEST_POLICIES, "selecting-by-token"])
 def test_rounds_are_those_of_the_live_loop(
     arrays: dict[float, TraceArrays], live: Live, profile: Profile, name: str, temperature: float
 ) -> None:
-    policy = ZOO.get(name) or SelectingByToken()
+    policy = TEST_POLICIES.get(name) or SelectingByToken()
     assert logged(replay(arrays[temperature], policy, profile)) == rounds(live(policy, temperature))
 
 
@@ -106,17 +106,17 @@ def test_rounds_of_a_token_head_are_those_of_the_live_loop(
 def test_seconds_are_those_of_the_live_rounds_under_the_profile(
     arrays: dict[float, TraceArrays], live: Live, profile: Profile, name: str, temperature: float
 ) -> None:
-    replayed = replay(arrays[temperature], ZOO[name], profile)
-    for seconds, generation in zip(replayed.seconds.tolist(), live(ZOO[name], temperature), strict=True):
+    replayed = replay(arrays[temperature], TEST_POLICIES[name], profile)
+    for seconds, generation in zip(replayed.seconds.tolist(), live(TEST_POLICIES[name], temperature), strict=True):
         total = profile.prefill_seconds(np.array([generation.prompt_tokens])).item()
         for r in generation.rounds:
             row = [np.array([x]) for x in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
-            total += profile.round_seconds(*row, profile.decision(ZOO[name].cost_name)).item()
+            total += profile.round_seconds(*row, profile.decision(TEST_POLICIES[name].cost_name)).item()
         assert seconds == pytest.approx(total, rel=1e-12)
 
 
 def test_sums_are_those_of_the_log(arrays: dict[float, TraceArrays], profile: Profile) -> None:
-    replayed = replay(arrays[0.7], ZOO["trimming"], profile)
+    replayed = replay(arrays[0.7], TEST_POLICIES["trimming"], profile)
     for s, log in enumerate(logged(replayed)):
         assert [len(log), *(sum(column) for column in list(zip(*log, strict=True))[1:])] == [
             int(x[s]) for x in (replayed.rounds, replayed.drafted, replayed.verified, replayed.accepted)
@@ -128,8 +128,8 @@ def test_sums_are_those_of_the_log(arrays: dict[float, TraceArrays], profile: Pr
 
 def test_a_sequence_is_replayed_alike_in_any_company(arrays: dict[float, TraceArrays], profile: Profile) -> None:
     for name in ("reads-history", "adaptive", "trimming", "randomised"):
-        whole = replay(arrays[0.7], ZOO[name], profile)
-        part = replay(arrays[0.7].subset([5, 2]), ZOO[name], profile)
+        whole = replay(arrays[0.7], TEST_POLICIES[name], profile)
+        part = replay(arrays[0.7].subset([5, 2]), TEST_POLICIES[name], profile)
         assert logged(part) == [logged(whole)[s] for s in (5, 2)]
         assert torch.equal(part.seconds, whole.seconds[[5, 2]])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
@@ -15,9 +16,8 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 SOME = 5  # prompts, in their order
 TREE = "parents:-1,-1,-1,0,0,1,3,3,4,6,9"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH, ReadsDraftStates, ReadsStates
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace, open_trace
+from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
@@ -27,12 +28,11 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.train.heads.rows import fit_rows, visits
-from specstop.train.replay import hidden_states as vectors_module
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import Replayed, replay, replay_many
 from specstop.train.replay.stacking import stacked
-from zoo import DEPTH, ReadsDraftStates, ReadsStates
+from specstop.train.replay.traces import hidden_states as vectors_module
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 TREES = {None: None, "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
 CASES = [(tree, t) for tree in TREES for t in (0.0, 0.7)]

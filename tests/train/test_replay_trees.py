@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
@@ -21,9 +22,8 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay import run
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import Replayed, replay, replay_orders
-from zoo import DEPTH, ZOO, SelectingByToken
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
 """The last one is not closed: a branch is wider below than its like is at the root."""
@@ -83,7 +83,10 @@ class Carrying(StopPolicy):
         return state + outcome.active
 
 
-POLICIES = {**ZOO, **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent(), Pruning(), Carrying())}}
+POLICIES = {
+    **TEST_POLICIES,
+    **{p.name: p for p in (SelectingByToken(), Siblings(), ByParent(), Pruning(), Carrying())},
+}
 
 Live = Callable[[str, str | None, float], list[Generation]]
 

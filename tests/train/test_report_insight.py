@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
+from contract_policies import DEPTH, TEST_POLICIES
 from made import made_trace
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
@@ -20,11 +21,11 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.replay import run
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import oracle_plan, oracle_seconds
+from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
+from specstop.train.replay.bounds.regret import judge
 from specstop.train.replay.log import play, scaled
-from specstop.train.replay.regret import judge
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.insight import (
     Entry,
@@ -39,8 +40,7 @@ from specstop.train.report.insight import (
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
-from specstop.train.report.trust import _at_depth, reliability, survival
-from zoo import DEPTH, ZOO
+from specstop.train.report.reliability import _at_depth, reliability, survival
 
 EXACT = 1e-12  # the same sums, in another order
 SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
@@ -76,10 +76,10 @@ def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
 # Rounds
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", TEST_POLICIES)
 def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: Profile, name: str) -> None:
-    played = play(arrays, ZOO[name], profile)
-    plain = replay(arrays, ZOO[name], profile)
+    played = play(arrays, TEST_POLICIES[name], profile)
+    plain = replay(arrays, TEST_POLICIES[name], profile)
     assert torch.equal(played.result.log, plain.log)
     assert played.seconds(arrays, profile).numpy() == pytest.approx(plain.seconds.numpy(), rel=EXACT)
     assert torch.equal(played.rounds.accepted, plain.log[:, 4])
@@ -114,11 +114,11 @@ def test_the_plan_is_the_bounds(arrays: TraceArrays, profile: Profile) -> None:
     assert torch.equal(plan.seconds, oracle_seconds(arrays, profile))
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", TEST_POLICIES)
 def test_what_rounds_lost_adds_up_to_the_distance_from_the_bound(
     arrays: TraceArrays, profile: Profile, name: str
 ) -> None:
-    played, plan = play(arrays, ZOO[name], profile), oracle_plan(arrays, profile)
+    played, plan = play(arrays, TEST_POLICIES[name], profile), oracle_plan(arrays, profile)
     found = judge(arrays, played.rounds, plan, profile)
     lost = found.choice_s + found.decision_s + found.backlog_s
     by_text = played.rounds.by_sequence(lost, arrays.sequences)
@@ -127,7 +127,7 @@ def test_what_rounds_lost_adds_up_to_the_distance_from_the_bound(
     assert float(found.backlog_s.min()) > -SUMS
     assert not bool((found.early & found.late).any())
     right = ~found.early & ~found.late
-    if arrays.tree.is_chain and not ZOO[name].trims and "select" not in name:
+    if arrays.tree.is_chain and not TEST_POLICIES[name].trims and "select" not in name:
         assert torch.equal(played.rounds.steps[right], found.ideal[right]) or float(found.choice_s[right].max()) < SUMS
     total = stop_cost(name, found, int(arrays.text_tokens.sum()))
     assert total.total_s == pytest.approx(float((played.result.seconds - plan.seconds).sum()), abs=SUMS)

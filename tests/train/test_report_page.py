@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.continuation import Achievable, achievable_estimate
+from specstop.train.fit.continuation.values import Achievable, achievable_estimate
 from specstop.train.fit.run import train
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.answer import answer, findings, why
-from specstop.train.report.compare import compare
+from specstop.train.report.comparing.compare import compare
 from specstop.train.report.evaluate import evaluate
-from specstop.train.report.files import plain, to_csv, to_markdown, write_report
 from specstop.train.report.insight import StopCost
 from specstop.train.report.intervals import Resamples
-from specstop.train.report.page import to_html
 from specstop.train.report.records import NO_VERDICT, TOO_FEW, Line, Ratio, Report
-from specstop.train.report.sections import sections
-from zoo import DEPTH
+from specstop.train.report.writing.files import plain, to_csv, to_markdown, write_report
+from specstop.train.report.writing.page import to_html
+from specstop.train.report.writing.sections import sections
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*'
@@ -375,7 +375,7 @@ def test_a_policy_above_the_achievable_estimate_is_a_finding(
 ) -> None:
     poor = replay(trace_arrays(sides[1]), FixedLength(0), full_profile)
     known = Achievable(poor.seconds, poor.rate, torch.zeros(0))
-    monkeypatch.setattr("specstop.train.fit.continuation.achievable_estimate", lambda *_, **__: known)
+    monkeypatch.setattr("specstop.train.fit.continuation.values.achievable_estimate", lambda *_, **__: known)
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
     assert report.line("achievable estimate").to_plain == Ratio(1.0, 1.0, 1.0)
     assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Plan
-from specstop.train.fit.search import (
+from specstop.train.fit.tuning.search import (
     SearchOptions,
     Trial,
     group_folds,
@@ -21,8 +21,8 @@ from specstop.train.fit.search import (
     spec_trials,
     train_best,
 )
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 SMALL = SearchOptions(2, ("logistic",), ("survival", "step"), ("confidence?threshold=0.2|0.6",), folds=2)
 

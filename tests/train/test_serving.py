@@ -8,16 +8,16 @@ import itertools
 import pytest
 import torch
 from made import made_trace
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.export.lengths import walk_fixed, walk_lengths
+from specstop.train.export.serving import batch_profile, batch_seconds, measured_rows, split_sides
 from specstop.train.replay.run import replay
-from specstop.train.serve.lengths import walk_fixed, walk_lengths
-from specstop.train.serve.serving import batch_profile, batch_seconds, measured_rows, split_sides
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 EXACT = 1e-12
 

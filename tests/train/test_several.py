@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW, make_prompts
+from contract_policies import DEPTH
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
@@ -21,11 +22,10 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import FEATURES, Trained, train
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.arrays import trace_arrays
-from specstop.train.replay.concatenate import join_arrays, joined_arrays, temperatures
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.traces.concatenate import join_arrays, joined_arrays, temperatures
 from specstop.train.report.evaluate import check_fit
-from zoo import DEPTH
 
 TEMPERATURES = (0.0, 0.7)
 

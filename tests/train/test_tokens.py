@@ -10,18 +10,18 @@ import torch
 from made import made_trace
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.fit.thresholds import NEVER, cut_where_it_pays, settle_thresholds
-from specstop.train.heads.calibrate import auc
+from specstop.train.heads.calibration.logits import auc
 from specstop.train.heads.fitting import FitOptions, FitTask
+from specstop.train.heads.kinds.tokens import fit_tokens
 from specstop.train.heads.rows import FitRows
-from specstop.train.heads.tokens import fit_tokens
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays
 
 
 def made_rows(count: int, seed: int) -> FitRows:

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_prompts
+from contract_policies import DEPTH
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.files import MANIFEST
+from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import FEATURES, train
 from specstop.train.heads.fitting import FitOptions
-from specstop.train.replay.arrays import trace_arrays
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import trace_arrays
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""

@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import make_prompts
 from small_drafters import TRAINED, small_drafter, small_network
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import find_drafter, load_drafter
-from specstop.decode.drafters.ctc import Prefixes
+from specstop.decode.drafters.heads.ctc import Prefixes
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.settings import Settings

@@ -15,7 +15,7 @@ from specstop.policies.heads.build import MLPHead
 from specstop.train import StopHeadModule, TraceDataModule
 from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.mlp import fit_mlp
+from specstop.train.heads.kinds.mlp import fit_mlp
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.trainer import find_logger, make_trainer
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -18,12 +19,11 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.bounds import optimal_acceptance, oracle_seconds
+from specstop.train.replay.bounds.oracle import optimal_acceptance, oracle_seconds
+from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay, replay_many
-from specstop.train.replay.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
-from zoo import DEPTH, ZOO
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 TREE = "3,2,1,1,1"
 
@@ -37,7 +37,7 @@ def arrays(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
 def test_no_policy_is_faster_than_the_oracle(arrays: TraceArrays, profile: Profile) -> None:
     bound = oracle_seconds(arrays, profile)
     policies = [
-        *ZOO.values(),
+        *TEST_POLICIES.values(),
         *(StaticTree(arrays.tree, nodes) for _, nodes in best_subtrees(arrays.tree, [0.5] * 24, 3)),
     ]
     rates = [replay(arrays, policy, profile) for policy in policies]

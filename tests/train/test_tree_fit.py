@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts import Prompt
+from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store import Trace
+from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
@@ -25,14 +25,14 @@ from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, settle, train
-from specstop.train.fit.tree_calibrate import fit_paths, fit_shares
-from specstop.train.fit.tree_rows import accepted_nodes, tree_rows
-from specstop.train.fit.tree_solve import tree_seconds
+from specstop.train.fit.trees.calibrate import fit_paths, fit_shares
+from specstop.train.fit.trees.rows import accepted_nodes, tree_rows
+from specstop.train.fit.trees.solve import tree_seconds
 from specstop.train.heads.rows import Visits
-from specstop.train.replay.arrays import trace_arrays, typical_context
+from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree
 from specstop.train.replay.run import replay
-from specstop.train.replay.static_tree import StaticTree, best_static_tree
-from specstop.train.replay.subtrees import on_subtree, subtree
+from specstop.train.replay.traces.arrays import trace_arrays, typical_context
+from specstop.train.replay.traces.subtrees import on_subtree, subtree
 from specstop.train.report.evaluate import evaluate
 
 TREE = "3,2,1,1,1"

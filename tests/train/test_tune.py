@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specstop.collect.store import Trace
+from contract_policies import DEPTH
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
@@ -18,7 +19,7 @@ from specstop.policies.rules.chains import Derived, Threshold, derived_threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_rates, replayed_rates
 from specstop.train.fit.run import settle, train
-from specstop.train.fit.tune import (
+from specstop.train.fit.tuning.rates import (
     CLEARLY,
     FIRST,
     LOOK_AHEAD,
@@ -30,9 +31,8 @@ from specstop.train.fit.tune import (
     typical_context,
 )
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 

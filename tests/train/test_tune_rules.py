@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from specstop.collect.store import Trace
+from contract_policies import DEPTH
+from specstop.collect.store.folder import Trace
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import BUILTINS
-from specstop.train.fit.tune import fixed_grid
-from specstop.train.fit.tune_rules import BUDGET, GRIDS, fastest, place, rule_defaults, tune_rule, tuned_rules
-from specstop.train.replay.arrays import TraceArrays, trace_arrays
+from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.tuning.rules import BUDGET, GRIDS, fastest, place, rule_defaults, tune_rule, tuned_rules
 from specstop.train.replay.run import replay
-from zoo import DEPTH
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 CHEAP = ("entropy", "heuristic-transient", "gain")
 

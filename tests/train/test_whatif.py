@@ -8,20 +8,20 @@ import json
 from pathlib import Path
 
 import pytest
-from specstop.collect.store import Trace
+from contract_policies import DEPTH, TEST_POLICIES
+from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
-from specstop.train.fit.tune import fixed_grid
-from specstop.train.replay.arrays import trace_arrays, typical_context
+from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import trace_arrays, typical_context
 from specstop.train.report.records import FEWEST, Ratio, verdict
-from specstop.train.report.transfer import transfer
-from specstop.train.report.whatif import RATIOS, cost_ratio, sweep, with_cost_ratio
-from specstop.train.report.whatif_records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
-from zoo import DEPTH, ZOO
+from specstop.train.report.whatif.records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
+from specstop.train.report.whatif.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
+from specstop.train.report.whatif.transfer import transfer
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)
@@ -111,7 +111,7 @@ def ones(lows: tuple[float, ...]) -> tuple[Ratio, ...]:
 
 
 def test_a_policy_pays_where_its_interval_is_clear_of_1() -> None:
-    from specstop.train.report.whatif import _runs
+    from specstop.train.report.whatif.sweep import _runs
 
     assert _runs((0.1, 0.2, 0.3, 0.4, 0.5), ones((0.9, 1.01, 1.02, 1.0, 1.3))) == ((0.2, 0.3), (0.5, 0.5))
     assert _runs((0.1, 0.2), ones((0.9, 0.99))) == ()
@@ -216,7 +216,7 @@ def test_traces_of_one_folder_name_are_told_apart(sides: tuple[Trace, Trace], fu
 def test_a_policy_that_hears_seconds_is_replayed_at_each_point(
     sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:
-    arrays, policy = trace_arrays(sides[1]), ZOO["adaptive"]
+    arrays, policy = trace_arrays(sides[1]), TEST_POLICIES["adaptive"]
     found = sweep(sides[1], full_profile, [policy], ratios=POINTS)
     for at, point in enumerate(POINTS):
         costs = with_cost_ratio(full_profile, point, typical_context(arrays))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...collect.prompts import encode, read_prompts
+from ...collect.prompts.read import encode, read_prompts
 from ...collect.run import collect, facts, reading_room
-from ...collect.store import Trace
+from ...collect.store.folder import Trace
 from ...decode.compare.alternate import run_alternating
 from ...decode.loop import Speculator
 from ...decode.models.pair import Pair, load_pair
@@ -16,13 +16,13 @@ from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
+from ...policies.files.outputs import claim_folder, refuse_inputs, staged_folder
 from ...policies.latency.profile import Profile
-from ...policies.outputs import claim_folder, refuse_inputs, staged_folder
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import load_policy_folder
 from ..fit.run import settle, train
-from ..fit.tune import best_of, fixed_grid
-from ..replay.arrays import TraceArrays, trace_arrays
+from ..fit.tuning.rates import best_of, fixed_grid
+from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.evaluate import evaluate
 from ..report.records import Report
 from .live import LiveLine, compare_live

@@ -10,8 +10,8 @@ import numpy as np
 from ...decode.records import Generation, Tally
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
-from ..replay.arrays import TraceArrays
 from ..replay.run import replay
+from ..replay.traces.arrays import TraceArrays
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from ...collect.prompt_tokens import Prompt
+from ...collect.prompts.tokens import Prompt
 from ...policies.errors import InputError
-from ...policies.files import cache_folder, read_json, sha256, write_atomic, write_json
-from ...policies.outputs import claim_folder, staged_folder
+from ...policies.files.atomic import cache_folder, read_json, sha256, write_atomic, write_json
+from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
 from .pair_fit import fit_pair
 from .pair_recipe import RECIPES, ModelShape, PairRecipe

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode.drafters.ctc import Prefixes
-from ...decode.drafters.layer_network import CTCNetwork
+from ...decode.drafters.heads.ctc import Prefixes
+from ...decode.drafters.heads.layer_network import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch, Text
 

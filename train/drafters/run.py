@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...collect.prompts import Prompt, fit
+from ...collect.prompts.read import Prompt, fit
 from ...collect.run import facts, reading_room
 from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
-from ...decode.drafters.layer_network import LayerNetwork
-from ...decode.drafters.networks import Shape
+from ...decode.drafters.heads.layer_network import LayerNetwork
+from ...decode.drafters.heads.networks import Shape
 from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
 from ...policies.errors import InputError, close_match
+from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
-from ...policies.outputs import claim_folder
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
 from ..heads.trainer import LAST, Report, fit_best, make_trainer, quiet
@@ -70,7 +70,7 @@ def train_drafter(
         temperature: of half of the texts; 0 = all are greedy.
         seed: of texts, weights and order.
         fit_options: of the Trainer; with `checkpoints` texts and checkpoints are kept there, and `resume` goes on from them.
-        long: what becomes of prompts that are too long; see `collect.prompts.fit`.
+        long: what becomes of prompts that are too long; see `collect.prompts.tokens.fit`.
         overwrite: replace an older result there.
         progress: see `Progress`.
 

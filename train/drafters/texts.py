@@ -13,15 +13,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...collect.prompts import Prompt
-from ...decode.models.cuda_graph import open_cache
+from ...collect.prompts.read import Prompt
+from ...decode.models.cuda.graph import open_cache
+from ...decode.models.cuda.transfer import upload
 from ...decode.models.hidden import stored
 from ...decode.models.pair import Pair
-from ...decode.models.transfer import upload
 from ...decode.plain import plain_texts
 from ...decode.verify.noise import stream_key
 from ...policies.errors import InputError
-from ...policies.files import read_json, write_atomic, write_json
+from ...policies.files.atomic import read_json, write_atomic, write_json
 from ...policies.progress import Progress, silent
 
 LIST = "texts.json"

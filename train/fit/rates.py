@@ -9,8 +9,8 @@ import numpy as np
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ..heads.crossfit import Folds
-from ..replay.arrays import TraceArrays
 from ..replay.run import replay_many
+from ..replay.traces.arrays import TraceArrays
 
 Rates = Callable[[Sequence[LearnedPolicy]], list[float]]
 """Gives the tokens per second of policies that differ in their rule only."""

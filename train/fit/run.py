@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...collect.schema import Header
-from ...collect.store import Trace
+from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.errors import InputError, TraceError, close_match
@@ -24,6 +24,7 @@ from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import load_policy_folder, save_policy
+from ..heads.calibration.scores import survival_scores
 from ..heads.crossfit import (
     FOLDS,
     Calibrated,
@@ -36,20 +37,19 @@ from ..heads.crossfit import (
     prompt_folds,
 )
 from ..heads.fitting import HEAD_KINDS, FitOptions
-from ..heads.forms import Form, form, read_vectors, usual_features
+from ..heads.head_specs import Form, form, read_vectors, usual_features
 from ..heads.hosts import check_host, features_for
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
-from ..heads.scores import survival_scores
-from ..replay.arrays import TraceArrays, trace_arrays
-from ..replay.concatenate import joined_arrays, temperatures
 from ..replay.run import Replayed, replay
-from .continuation_fit import MARGINS, fit_continuation
+from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.traces.concatenate import joined_arrays, temperatures
+from .continuation.fit import MARGINS, fit_continuation
+from .fit_rule import RULES, check_rule, is_tuned, passing_rule, ruled
+from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_rates
-from .refit import MOST_ROUNDS
-from .ruling import RULES, check_rule, is_tuned, passing_rule, ruled
 from .trained import Trained, claimed
-from .tune import PRICED, best_of, fixed_grid, solve_rate
+from .tuning.rates import PRICED, best_of, fixed_grid, solve_rate
 
 FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
 """What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
@@ -121,8 +121,8 @@ def train(
         profile: what rounds cost; the derived rule is solved for it.
         head: a kind of head, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        rule: "gain" for trees (`tree_fit.train_tree`); else "derived" (look-ahead, no threshold), "survival", "step" or
-            "any"; by default the one that the head was published with (`forms.FORMS`), or the derived one.
+        rule: "gain" for trees (`trees.fit.train_tree`); else "derived" (look-ahead, no threshold), "survival", "step" or
+            "any"; by default the one that the head was published with (`head_specs.FORMS`), or the derived one.
         threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
         features: scalar features; by default those that every trace of chains holds, or those that the head was
             published with.
@@ -154,7 +154,7 @@ def train(
     if rule == "gain":
         if len(several) != 1 or threshold is not None or vectors or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        from .tree_fit import train_tree
+        from .trees.fit import train_tree
 
         return train_tree(
             several[0], profile, head=head, out=out, features=features, name=name, seed=seed, folds=folds,

@@ -20,11 +20,11 @@ from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.rules.chains import Derived
-from ..heads.scores import survivals
-from ..replay.arrays import TraceArrays, seen_features
-from ..replay.cost_to_go import Played, ToGo
+from ..heads.calibration.scores import survivals
+from ..replay.bounds.cost_to_go import Played, ToGo
 from ..replay.run import replay
-from .continuation import LATEST, UNVISITED
+from ..replay.traces.arrays import TraceArrays, seen_features
+from .continuation.values import LATEST, UNVISITED
 
 ROUNDS = 3
 NEVER = 2.0

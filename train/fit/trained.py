@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...collect.store import Trace
+from ...collect.store.folder import Trace
+from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.outputs import claim_folder
 from ..heads.fitting import FitOptions
 
 

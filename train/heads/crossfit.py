@@ -18,15 +18,15 @@ from ...policies.heads.build import Head
 from ...policies.latency.profile import Profile
 from ...policies.learned.calibration import Calibrator
 from ...policies.progress import Progress, silent
-from ..replay.arrays import TraceArrays, seen_features
 from ..replay.run import replay
-from .calibrate import Array, auc, fit_calibrator, fit_kind, log_loss
+from ..replay.traces.arrays import TraceArrays, seen_features
+from .calibration.logits import Array, auc, fit_calibrator, fit_kind, log_loss
+from .calibration.scores import Scored
+from .calibration.survival import Products, SurvivalFit, fit_survival, products_as_they_are
 from .fitting import FitOptions, FitTask, fitter
-from .forms import form
+from .head_specs import form
 from .mixing import mixed_rows
 from .rows import FitRows, Visits, fit_rows, known_chances, visits
-from .scores import Scored
-from .survival import Products, SurvivalFit, fit_survival, products_as_they_are
 
 FOLDS = 4
 PARTS = 8

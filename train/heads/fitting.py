@@ -25,8 +25,8 @@ class FitOptions:
         resume: go on from the checkpoints there.
         logger: csv, tensorboard, wandb, or any logger of Lightning by its class; None = csv where there is a work folder.
         device: of XGBoost, cpu or cuda.
-        out_of_core: whether XGBoost reads its rows in pieces from disk; None = from `boosted.OUT_OF_CORE` rows on.
-        params: hyper-parameters of the head by name, such as `max_depth` of xgboost (`search.SPACES`).
+        out_of_core: whether XGBoost reads its rows in pieces from disk; None = from `kinds.boosted.OUT_OF_CORE` rows on.
+        params: hyper-parameters of the head by name, such as `max_depth` of xgboost (`fit.tuning.search.SPACES`).
     """
 
     accelerator: str = "cpu"
@@ -89,4 +89,4 @@ HEAD_KINDS = tuple(FITTERS)
 def fitter(kind: str) -> Fitter:
     """Return the function that fits this kind of head."""
     module, _, name = FITTERS[kind].partition(":")
-    return cast(Fitter, getattr(import_module(f".{module}", __package__), name))
+    return cast(Fitter, getattr(import_module(f".kinds.{module}", __package__), name))

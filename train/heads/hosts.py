@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...collect.store import Trace
+from ...collect.store.folder import Trace
 from ...decode.engines.policies import known_in_engines
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
-from .forms import form, usual_features
+from .head_specs import form, usual_features
 
 HOSTS = ("vllm",)
 

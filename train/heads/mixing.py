@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...collect.store import Trace
+from ...collect.store.folder import Trace
 from ...policies.errors import TraceError
 from ...policies.features.history import HISTORY_FEATURES
-from ..replay.arrays import TraceArrays, trace_arrays
-from ..replay.concatenate import check_alike
+from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.traces.concatenate import check_alike
 from .rows import SOFT_COLUMNS, FitRows, Visits, fit_rows, soft_labels
 
 OWN = "mixed"

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ...policies.errors import TraceError
 from .fitting import FitTask
-from .mlp import _Batches, _work_folder
+from .kinds.mlp import _Batches, _work_folder
 from .rows import FitRows
 from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet
 

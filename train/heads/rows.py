@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...collect.schema import Header
 from ...policies.errors import TraceError
-from ..replay.arrays import TraceArrays, seen_features
-from ..replay.hidden_states import StoredVectors
 from ..replay.run import Replayed
+from ..replay.traces.arrays import TraceArrays, seen_features
+from ..replay.traces.hidden_states import StoredVectors
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """What soft labels want of `trace_arrays` as `extra`."""

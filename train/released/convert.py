@@ -24,6 +24,7 @@ import numpy as np
 
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
+from ...policies.files.outputs import claim_folder
 from ...policies.heads.base import width_of
 from ...policies.heads.build import build_head
 from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
@@ -31,7 +32,6 @@ from ...policies.heads.specdec import MOST, STOP_THRESHOLD, unbiased
 from ...policies.learned.calibration import Calibrator
 from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
-from ...policies.outputs import claim_folder
 from ...policies.rules.chains import AnyFork, Rule, Threshold
 from ...policies.storage.folder import DEEPEST, save_policy
 from .state_dicts import find_weights, read_state

@@ -11,10 +11,10 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
-from .arrays import TraceArrays
 from .counted import Counted, count_rounds
 from .run import Replayed, replay
 from .seconds import prompt_seconds, round_seconds
+from .traces.arrays import TraceArrays
 
 
 @dataclass(frozen=True)

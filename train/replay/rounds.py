@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ...decode.drafted import Drafted
+from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
-from ...decode.runner import PolicyRunner
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.latency.profile import Profile
-from .arrays import TraceArrays
 from .log import Rounds
 from .source import Array, TraceSource
+from .traces.arrays import TraceArrays
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
 """What `evaluate_rounds` wants of `trace_arrays` as `extra`."""

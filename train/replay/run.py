@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
-from ...decode.runner import PolicyRunner
 from ...policies.contract import StopPolicy
 from ...policies.features.history import HISTORY_FEATURES
 from ...policies.latency.profile import Profile
-from .arrays import TraceArrays
-from .checking import check_replayable
 from .source import Array, TraceSource
 from .stacking import stacked
+from .traces.arrays import TraceArrays
+from .traces.checking import check_replayable
 
 MOST_STREAMS = 1 << 14
 """Streams side by side when many policies are replayed at once."""

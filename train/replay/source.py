@@ -16,7 +16,7 @@ from ...policies.errors import TraceError
 from ...policies.features import Layout
 from ...policies.features.history import History
 from ...policies.kernels import on_first_use
-from .arrays import TraceArrays
+from .traces.arrays import TraceArrays
 
 Array = np.ndarray[Any, Any]
 

@@ -9,16 +9,16 @@ from typing import Any
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress
-from ..replay.arrays import TraceArrays
-from ..replay.bounds import Ideal
+from ..replay.bounds.oracle import Ideal
+from ..replay.bounds.regret import Verdicts, judge
 from ..replay.log import Played
-from ..replay.regret import Verdicts, judge
-from .compare_read import per_prompt_figures
+from ..replay.traces.arrays import TraceArrays
+from .comparing.read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .intervals import Resamples
 from .losses import decoder, largest_losses
 from .pricing import Draws
-from .trust import reliability
+from .reliability import reliability
 
 
 @dataclass(frozen=True)

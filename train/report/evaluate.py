@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...collect.card import replay_text
-from ...collect.store import Trace, open_trace
+from ...collect.store.card import replay_text
+from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
@@ -16,32 +16,32 @@ from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, TraceError
+from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.outputs import claim_folder
 from ...policies.progress import Progress, shown
-from ..fit.tune import PRICED, solve_rate, tune_confidence
-from ..replay.arrays import TraceArrays, trace_arrays
-from ..replay.bounds import oracle_plan
+from ..fit.tuning.rates import PRICED, solve_rate, tune_confidence
+from ..replay.bounds.oracle import oracle_plan
+from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
-from ..replay.static_tree import best_static_tree
+from ..replay.traces.arrays import TraceArrays, trace_arrays
 from .answer import answer, findings, noise_findings
+from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
-from .files import write_report
 from .insight import Entry, acceptance_bands
 from .intervals import Resamples
-from .prices import copies, lacking_line, with_prices
 from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
 from .speeds import ASKED, SpeedTable
-from .whatif import RATIOS, sweep as run_sweep
-from .whatif_records import Transfer
+from .whatif.records import Transfer
+from .whatif.sweep import RATIOS, sweep as run_sweep
+from .writing.files import write_report
 
 if TYPE_CHECKING:
-    from ..fit.continuation import Achievable
+    from ..fit.continuation.values import Achievable
 
 HUGGING_FACE = 0.4
 FAST_SWEEP_S = 15.0
@@ -83,11 +83,11 @@ def evaluate(
             saved rates serve and the tuned confidence threshold is left out.
         out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
         seed: of the bootstrap.
-        achievable: add the achievable estimate (`continuation.achievable_estimate`; it takes minutes); a policy above
+        achievable: add the achievable estimate (`continuation.values.achievable_estimate`; it takes minutes); a policy above
             it beyond its interval is a finding.
         detailed: compute the sections behind the table of speeds; by default where there is an `out`.
-        sweep: also say from which cost of a draft step each of `policies` pays (`whatif.sweep`); by default where there is
-            an `out` and it takes seconds.
+        sweep: also say from which cost of a draft step each policy pays (`whatif.sweep`); by default where there is an `out`
+            and it takes seconds.
         transfer: a table of `whatif.transfer` to put into the report.
         shaping: what the traces must have been sampled from; None = whatever they were.
         overwrite: replace what is in `out`.
@@ -124,7 +124,7 @@ def evaluate(
     limit = None
     if achievable:
         progress("achievable estimate", 0, 1)
-        from ..fit.continuation import achievable_estimate  # brings xgboost, which nothing else here needs
+        from ..fit.continuation.values import achievable_estimate  # brings xgboost, which nothing else here needs
 
         limit = achievable_estimate(arrays, profile, seed=seed)
         progress("achievable estimate", 1, 1)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ...policies.latency.profile import Profile
-from ..replay.arrays import TraceArrays
+from ..replay.bounds.regret import Verdicts
 from ..replay.log import Played, scaled
-from ..replay.regret import Verdicts
 from ..replay.seconds import prompt_seconds
+from ..replay.traces.arrays import TraceArrays
 from .intervals import Resamples
 from .pricing import Change, Draws, Priced
 from .records import Ratio

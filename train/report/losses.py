@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...collect.schema import Header
 from ...policies.learned.policy import LearnedPolicy
-from ..replay.arrays import TraceArrays
+from ..replay.bounds.regret import Verdicts
 from ..replay.log import Played
-from ..replay.regret import Verdicts
-from .trust import survival
+from ..replay.traces.arrays import TraceArrays
+from .reliability import survival
 
 PROMPTS = 6
 ROUNDS = 3

@@ -11,8 +11,8 @@ import torch
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.progress import Progress
-from ..replay.arrays import TraceArrays
 from ..replay.rounds import RoundValues, evaluate_rounds
+from ..replay.traces.arrays import TraceArrays
 from .answer import answer, noise_findings
 from .insight import acceptance_bands
 from .intervals import Resamples

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..replay.arrays import TraceArrays
-from ..replay.bounds import Ideal
+from ..replay.bounds.oracle import Ideal
+from ..replay.bounds.regret import planned_rounds
 from ..replay.log import Played
-from ..replay.regret import planned_rounds
 from ..replay.run import Replayed
+from ..replay.traces.arrays import TraceArrays
 from .insight import Entry
 from .intervals import Resamples, Values
 from .pricing import Draws, Priced, Vary
 from .records import Line, Ratio, verdict
 
 if TYPE_CHECKING:
-    from ..fit.continuation import Achievable
+    from ..fit.continuation.values import Achievable
 
 ASKED = ("rule", "learned")
 """Kinds of lines that get a verdict."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY
+from contract_policies import TEST_POLICIES
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
@@ -31,7 +32,6 @@ from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
-from zoo import ZOO
 
 DEPTH = 4
 THRICE = Effort(repetitions=3)
@@ -108,7 +108,7 @@ def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:
 def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
     """The profile's prices of the rounds of another run, whose prompt is longer, add up to its seconds."""
     profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE)
-    for policy in (FixedLength(3), ZOO["trimming"].limited(DEPTH)):
+    for policy in (FixedLength(3), TEST_POLICIES["trimming"].limited(DEPTH)):
         generation = Speculator(pair, policy, Settings(0.0, 40)).generate([*PROMPTS[3], *PROMPTS[1]], 5)
         for r in generation.rounds:
             row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
@@ -142,7 +142,7 @@ def test_short_prompts_take_the_price_of_a_backlog_from_the_long_context(pair: P
 def test_a_measured_profile_is_positive_and_comes_back_from_its_file(pair: Pair, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     profile = measure_profile(
-        pair, PROMPTS, depth=DEPTH, temperature=0.7, policies=[Confidence(0.3, DEPTH), ZOO["trimming"]],
+        pair, PROMPTS, depth=DEPTH, temperature=0.7, policies=[Confidence(0.3, DEPTH), TEST_POLICIES["trimming"]],
         new_tokens=30, effort=Effort(repetitions=1), facts={"device": "here"}, progress=lambda *call: calls.append(call),
     )  # fmt: skip
     for table in (profile.low, profile.high):
@@ -205,10 +205,10 @@ def price(timed: Measurements, policy: StopPolicy) -> Price:
 def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
     for policy in (
         Confidence(0.4),
-        ZOO["from-anchor"],
-        ZOO["trimming"],
-        ZOO["reads-history"],
-        ZOO["adaptive"],
+        TEST_POLICIES["from-anchor"],
+        TEST_POLICIES["trimming"],
+        TEST_POLICIES["reads-history"],
+        TEST_POLICIES["adaptive"],
     ):
         assert price(measure_decision(policy, VOCABULARY, 0.7), policy).each == pytest.approx(TICK)
     slow = OnTheClock(DEPTH, ticking)
@@ -238,7 +238,7 @@ def test_a_decision_is_timed_where_the_policy_is_first_asked(first: int) -> None
 def test_only_missing_decisions_are_measured(profile: Profile) -> None:
     fixed = [FixedLength(k) for k in (0, 1, 9)]
     assert add_decisions(profile, [Confidence(0.9), *fixed], VOCABULARY) == profile
-    more = add_decisions(profile, [*fixed, ZOO["from-anchor"], Confidence(0.1)], VOCABULARY)
+    more = add_decisions(profile, [*fixed, TEST_POLICIES["from-anchor"], Confidence(0.1)], VOCABULARY)
     assert set(more.decision_s) - set(profile.decision_s) == {"from-anchor"}
     assert more.decision_s["confidence"] == profile.decision_s["confidence"]
     assert more.same_costs(profile.to_dict())

@@ -1,0 +1,123 @@
+"""`specstop bench`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..common import PHASES, find_prompts, find_target, fitting, open_pair
+from ..console.output import print_json, progress_bars, table
+from ..options.prompts import Chat, Long
+from ..options.sampling import UNUSED, with_shaping
+from ..options.shared import (
+    Batch,
+    Config,
+    Device,
+    Draft,
+    Drafter,
+    Dtype,
+    Engine,
+    Json,
+    MaxNewTokens,
+    MostDrafted,
+    Policies,
+    Prompts,
+    Quiet,
+    Seed,
+    Set,
+    Target,
+    Temperature,
+)
+
+if TYPE_CHECKING:
+    from ...decode.compare.bench import BenchLine
+    from ...decode.verify.sampling import Shaping
+
+
+@with_shaping
+def bench(
+    prompts: Prompts = None,
+    chat: Chat = False,
+    long: Long = "skip",
+    target: Target = None,
+    draft: Draft = None,
+    drafter: Drafter = "model",
+    policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
+    library: Annotated[
+        bool,
+        typer.Option(
+            "--library/--no-library", help="Measure transformers' own generate and its assisted settings as well."
+        ),
+    ] = True,
+    temperature: Temperature = 0.0,
+    shaping: Shaping = UNUSED,
+    max_new_tokens: MaxNewTokens = 128,
+    depth: MostDrafted = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5, ...; default: chains.")
+    ] = None,
+    verification: Annotated[str, typer.Option(help="Verification mode, as in `specstop decode`.")] = "auto",
+    batch: Batch = 1,
+    seed: Seed = 0,
+    limit: Annotated[
+        int, typer.Option(help="Use only so many prompts, from the first on: each policy decodes each of them.")
+    ] = 20,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    engine: Engine = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
+) -> None:
+    """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
+    from ...decode.compare.bench import bench as run
+    from ...decode.settings import Settings
+    from ...decode.verify.modes import describe
+    from ...policies.learned.conditions import sampling_text
+    from ...policies.storage.registry import load_policy
+
+    rules = [load_policy(spec) for spec in policy]
+    most = max((rule.max_depth for rule in rules), default=0) if depth is None else depth
+    settings = Settings(temperature, max_new_tokens, most, verification=verification, tree=tree, shaping=shaping)
+    with progress_bars(quiet or json) as progress:
+        names = find_target(target, draft, drafter, progress)
+        chosen = find_prompts(prompts, names[2], "test", limit)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter)
+        stock = open_pair(*names[:2], device, dtype, "plain") if library else None
+        chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
+        lines = run(
+            pair,
+            list(zip([p.id for p in chosen], tokens, strict=True)),
+            rules,
+            settings=settings,
+            library=stock,
+            seed=seed,
+            batch=batch,
+            progress=progress,
+        )
+    if json:
+        print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
+        return
+    sampled = sampling_text(temperature, shaping.facts)
+    side = f", {batch} texts side by side" if batch > 1 else ""
+    title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
+    show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
+
+
+def show_bench(lines: list[BenchLine], title: str) -> None:
+    """Print the table."""
+    rows = [
+        (
+            line.name,
+            f"{line.tokens_per_s:.1f}",
+            f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}]",
+            f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
+            " ".join(
+                f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005
+            ),
+        )
+        for line in lines
+    ]
+    table(title, ("decoding", "tokens/s", "of plain [95%]", "tokens per call", "where the time goes"), rows)

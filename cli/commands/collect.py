@@ -1,0 +1,424 @@
+"""`specstop collect`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...policies.errors import InputError
+from ...policies.files.outputs import RUN_FILE, claim_folder
+from ...policies.progress import Progress
+from ..common import find_target, open_pair
+from ..console.interrupt import Interrupted, finish_first
+from ..console.output import human_bytes, human_seconds, next_step, print_json, progress_bars, table
+from ..console.streams import say
+from ..options.config import config_saved, running_options, save_config
+from ..options.prompts import (
+    Asked,
+    Chat,
+    Column,
+    Deduplicate,
+    Group,
+    Long,
+    Preset,
+    ShuffleSeed,
+    Side,
+    Source,
+    Split,
+    SplitSeed,
+    TestShare,
+)
+from ..options.sampling import UNUSED, with_shaping
+from ..options.shared import (
+    Batch,
+    Config,
+    Depth,
+    Device,
+    Draft,
+    Drafter,
+    Dtype,
+    Engine,
+    Json,
+    Limit,
+    MaxNewTokens,
+    Out,
+    Overwrite,
+    Quiet,
+    Resume,
+    Seed,
+    Set,
+    Target,
+    Temperature,
+)
+
+if TYPE_CHECKING:
+    from ...collect.estimates import Estimate
+    from ...collect.processes import Place
+    from ...collect.shards import Plan
+    from ...collect.store.folder import Trace
+    from ...decode.verify.sampling import Shaping
+
+Shards = Annotated[
+    int | None, typer.Option(help="Number of files that the trace is split into; default: one for every 32 prompts.")
+]
+Repair = Annotated[
+    bool, typer.Option("--repair", help="With --resume: put damaged shards aside and collect them again.")
+]
+Tree = Annotated[
+    str | None,
+    typer.Option(help="Record trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
+]
+Collector = Annotated[
+    str,
+    typer.Option(
+        help="dense: draft from every position of the target's text. live: record the running loop, with timings."
+    ),
+]
+Explore = Annotated[
+    float, typer.Option(help="Live collector: share of rounds that are drafted to full depth whatever the policy says.")
+]
+Mix = Annotated[
+    float,
+    typer.Option(
+        help="Dense collector, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++)."
+    ),
+]
+Completions = Annotated[
+    str | None,
+    typer.Option(
+        help="Dense collector: column of texts, or lists of token ids, to label in the place of the target's own. Above "
+        "temperature 0 they must be samples of the target, drawn as the options say."
+    ),
+]
+LivePolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="Live: whose rounds are recorded; default: full depth. One that carries its state from text to text starts anew "
+        "with each shard, and gets a single one unless --shards says otherwise.",
+    ),
+]
+Hidden = Annotated[
+    str | None,
+    typer.Option(
+        help="Record last hidden states: draft, target, or draft,target. Float16, on disk at each anchor up to 2 bytes x "
+        "width x nodes for the draft (depth 10, width 768: 15 kB, a text of 128 tokens 2 MB), 2 bytes x width for the "
+        "target; --dry-run says how much it comes to."
+    ),
+]
+Memory = Annotated[
+    int | None,
+    typer.Option(
+        help="Dense collector: MiB for the scores of the positions that are unrolled together; default: a quarter of what "
+        "the GPU has free, up to 16 GiB, or a sixteenth of the host's available memory, up to 1 GiB."
+    ),
+]
+Draws = Annotated[
+    int,
+    typer.Option(
+        help="Draws of drafts and acceptances given each text (rejection, block): more of them, less variance."
+    ),
+]
+OffText = Annotated[
+    str,
+    typer.Option(
+        help="Block verification: exact, where the target reads what the draft proposes off the text too, or approximate."
+    ),
+]
+DraftGreedy = Annotated[
+    bool,
+    typer.Option(
+        "--draft-greedy",
+        help="The draft proposes its best token while the text is sampled (--verification point): as engines without "
+        "draft probabilities do.",
+    ),
+]
+Through = Annotated[
+    str | None,
+    typer.Option(help="vllm: a live trace of rounds inside vLLM, which decodes the prompts (docs/vllm.md)."),
+]
+FromVLLM = Annotated[
+    Path | None,
+    typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; no model is run."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Estimate time and disk from a few prompts, and write nothing.")
+]
+
+
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Collect by tasks of Ray: local, or the address of a cluster (auto, HOST:PORT, ray://HOST:PORT) whose machines "
+        "all see the files named here. A task that dies is started again."
+    ),
+]
+RayTasks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of tasks; default: the cluster's GPUs with --device cuda, else its cores."),
+]
+
+
+@with_shaping
+def collect(
+    out: Out,
+    prompts: Source = None,
+    preset: Preset = None,
+    split: Split = None,
+    column: Column = None,
+    group: Group = None,
+    side: Side = None,
+    test_share: TestShare = 0.2,
+    split_seed: SplitSeed = 0,
+    shuffle_seed: ShuffleSeed = None,
+    deduplicate: Deduplicate = False,
+    limit: Limit = None,
+    chat: Chat = False,
+    long: Long = "skip",
+    target: Target = None,
+    draft: Draft = None,
+    drafter: Drafter = "model",
+    depth: Depth = 10,
+    tree: Tree = None,
+    collector: Collector = "dense",
+    policy: LivePolicy = None,
+    verification: Annotated[
+        str,
+        typer.Option(
+            help="Whose rounds are recorded. Dense: match or point (replay is exact path by path), rejection, "
+            "rejection_replace or block (drawn given the text: exact in law). Live: any, as in `specstop decode`."
+        ),
+    ] = "match",
+    draft_greedy: DraftGreedy = False,
+    draws: Draws = 1,
+    off_text: OffText = "exact",
+    explore: Explore = 0.0,
+    mix: Mix = 0.0,
+    completions: Completions = None,
+    hidden: Hidden = None,
+    batch: Batch = 1,
+    memory: Memory = None,
+    from_vllm: FromVLLM = None,
+    through: Through = None,
+    temperature: Temperature = 0.0,
+    shaping: Shaping = UNUSED,
+    max_new_tokens: MaxNewTokens = 128,
+    seed: Seed = 0,
+    shards: Shards = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    engine: Engine = "auto",
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    repair: Repair = False,
+    dry_run: DryRun = False,
+    ray: Ray = None,
+    ray_tasks: RayTasks = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
+) -> None:
+    """Record what the draft proposes at every position of the target's text, and what the target accepts.
+
+    Under torchrun, srun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it.
+    """
+    from ...collect.estimates import estimate
+    from ...collect.processes import Place, read_place
+    from ...collect.prompts.read import apply_chat_template
+    from ...collect.run import plan_run
+    from ...policies.storage.registry import load_policy
+
+    place = read_place(os.environ)
+    if from_vllm is not None:
+        _import_vllm(from_vllm, out, target or "", draft or "", overwrite, json)
+        return
+    asked = Asked(
+        prompts,
+        preset,
+        split,
+        column,
+        group,
+        side,
+        test_share,
+        split_seed,
+        shuffle_seed,
+        deduplicate,
+        limit,
+        chat,
+        completions,
+    )
+    if repair and not resume and place.world == 1:
+        raise InputError(
+            "--repair: expected --resume with it; `specstop merge --repair` only moves damaged shards aside"
+        )
+    if ray is not None:
+        if dry_run or overwrite or repair or place.world > 1:
+            raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
+        _show(_by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
+        return
+    if not dry_run:
+        claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
+    with progress_bars(quiet or json) as progress:
+        names = find_target(target, draft, drafter, progress)
+        chosen = asked.read(names[2])
+        pair = open_pair(*names[:2], place.device(device), dtype, engine, drafter)
+        plan = plan_run(
+            pair,
+            apply_chat_template(chosen, pair.tokenizer) if chat else chosen,
+            target=names[0],
+            draft=names[1] or drafter,
+            depth=depth,
+            tree=tree,
+            collector=collector,
+            policy=load_policy(policy) if policy else None,
+            verification=_verification(verification, draft_greedy),
+            draws=draws,
+            off_text=off_text,
+            explore=explore,
+            mix=mix,
+            completions=None if completions is None else {p.id: p.completion or "" for p in chosen},
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            shards=shards,
+            source=asked.described(),
+            vectors=_vectors(hidden),
+            memory=memory,
+            shaping=shaping,
+            long=long,
+            batch=batch,
+            through=through,
+        )
+        expected = estimate(plan, out) if dry_run else None
+        trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)
+    if expected is not None:
+        _show_estimate(expected, place.world, json)
+    elif trace is not None:
+        _show(trace, place, json)
+
+
+def _verification(name: str, draft_greedy: bool) -> str:
+    """Return the verification that two options ask for."""
+    if draft_greedy and name not in ("match", "point"):
+        raise InputError(f"--draft-greedy: is --verification point; leave out --verification {name}")
+    return "point" if draft_greedy else name
+
+
+def _vectors(hidden: str | None) -> list[str]:
+    """Return the names of the vectors that --hidden asks for."""
+    models = [word.strip() for word in (hidden or "").split(",") if word.strip()]
+    if hidden is not None and (not models or set(models) - {"draft", "target"}):
+        raise InputError(f"--hidden: expected draft, target, or draft,target, not {hidden!r}")
+    return [f"{model}_hidden" for model in models]
+
+
+def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: bool, json: bool) -> None:
+    """Make a trace of another engine's records."""
+    from ...collect.engines.vllm_records import import_vllm
+    from ...collect.processes import Place
+
+    with config_saved(out):
+        trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
+    _show(trace, Place(), json)
+
+
+def _by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: bool) -> Trace:
+    """Collect by tasks of Ray; on a signal end them, and say how to go on."""
+    from .ray_tasks import collect_by_tasks
+
+    claim_folder(out, resume=resume, in_place=True)
+    own = ("ray", "ray_tasks", "resume")
+    options = {name: value for name, value in running_options().items() if name not in own}
+    with progress_bars(quiet) as progress, finish_first("what can be kept") as stop:
+        trace = collect_by_tasks(options, out, address, tasks, stop=stop, progress=progress)
+        if trace is None:
+            raise Interrupted(int(stop.number or 0), "interrupted; the same command with --resume goes on")
+    return trace
+
+
+def _record(
+    plan: Plan, out: Path, place: Place, resume: bool, overwrite: bool, repair: bool, progress: Progress
+) -> Trace:
+    """Collect; on a signal finish the shard, and end with how to go on."""
+    from ...collect.shards import record
+
+    if overwrite and place.world > 1:
+        raise InputError("--overwrite: expected one process, since others may write already; remove the folder first")
+    with finish_first("the shard that is begun") as stop, config_saved(out):
+        trace = record(
+            plan, out, place=place, resume=resume, overwrite=overwrite, repair=repair, stop=stop, progress=progress
+        )
+        if not (resume and (trace.folder / RUN_FILE).exists()):
+            save_config(trace.folder)
+        if stop.number is not None and not trace.complete:
+            raise Interrupted(
+                stop.number,
+                f"interrupted with {len(trace.finished)} of {plan.header.shards} shards finished; go on with: "
+                f"specstop collect --config {trace.folder / RUN_FILE} --resume",
+            )
+    return trace
+
+
+def _show(trace: Trace, place: Place, json: bool) -> None:
+    """Print what was collected; a process that others have yet to join says only how far the trace is."""
+    from .info import describe_trace, trace_json
+
+    out = trace.folder
+    if not trace.complete:
+        have = f"{len(trace.finished)} of {trace.header.shards}"
+        if json:
+            print_json({"rank": place.rank, "world": place.world, "complete": False, "shards": have})
+        else:
+            typer.echo(f"{out}: process {place.rank} of {place.world} is done; {have} shards are there")
+        return
+    if json:
+        print_json(trace_json(trace))
+        return
+    facts, rows = describe_trace(trace)
+    table(
+        f"{out}: {facts['positions']} positions of {facts['prompts']} prompts",
+        ("depth", "P(A >= depth)", "positions"),
+        rows,
+    )
+    header = trace.header
+    sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
+    options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
+    asked = running_options()
+    drafter = asked.get("drafter") or "model"
+    models = "--target", header.target, *(("--draft", header.draft) if drafter == "model" else ("--drafter", drafter))
+    chat = ["--chat"] if asked.get("chat") else []
+    prompts = asked.get("prompts") or "PROMPTS"
+    next_step("profile", *models, *chat, *options, "--prompts", prompts, "--out", "profile.json")
+
+
+def _show_estimate(expected: Estimate, world: int, json: bool) -> None:
+    """Print what a run would take."""
+    facts = {
+        "prompts": expected.prompts,
+        "shards": expected.shards,
+        "tried": expected.sample,
+        "rows": expected.rows,
+        "disk_bytes": expected.disk_bytes,
+        "free_bytes": expected.free_bytes,
+        "seconds": expected.seconds / world,
+        "processes": world,
+    }
+    if json:
+        print_json(facts)
+    else:
+        table(
+            f"expected, from {expected.sample} of {expected.prompts} prompts",
+            ("what", "value"),
+            [
+                ("rows", f"{expected.rows}"),
+                ("shards", f"{expected.shards}"),
+                ("disk", f"{human_bytes(expected.disk_bytes)} of {human_bytes(expected.free_bytes)} free"),
+                ("time", f"{human_seconds(expected.seconds / world)} with {world} process{'es' * (world > 1)}"),
+            ],
+        )
+    if not expected.fits:
+        say("warning: the trace will not fit on the disk; choose another --out, or fewer prompts")

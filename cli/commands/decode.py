@@ -1,0 +1,202 @@
+"""`specstop decode`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...policies.errors import InputError
+from ..common import PHASES, find_prompts, find_target, fitting, open_pair, percent
+from ..console.output import print_json, progress_bars, table
+from ..options.prompts import Chat, Long
+from ..options.sampling import UNUSED, with_shaping
+from ..options.shared import (
+    Batch,
+    Config,
+    Device,
+    Draft,
+    Drafter,
+    Dtype,
+    Engine,
+    Json,
+    Limit,
+    MaxNewTokens,
+    MostDrafted,
+    Prompts,
+    Seed,
+    Set,
+    Target,
+    Temperature,
+)
+
+if TYPE_CHECKING:
+    from ...decode.records import Tally
+    from ...decode.verify.sampling import Shaping
+
+
+@with_shaping
+def decode(
+    text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
+    prompts: Prompts = None,
+    chat: Chat = False,
+    long: Long = "refuse",
+    target: Target = None,
+    draft: Draft = None,
+    policy: Annotated[
+        str, typer.Option(help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value.")
+    ] = "fixed:4",
+    temperature: Temperature = 0.0,
+    max_new_tokens: MaxNewTokens = 128,
+    depth: MostDrafted = None,
+    verification: Annotated[
+        str,
+        typer.Option(
+            help="auto (the fastest lossless one), match, rejection, rejection_replace, block (chains): lossless. "
+            "target_init, typical: LOSSY, they change the output distribution."
+        ),
+    ] = "auto",
+    tree: Annotated[
+        str | None,
+        typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
+    ] = None,
+    drafter: Drafter = "model",
+    shaping: Shaping = UNUSED,
+    stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
+    guard: Annotated[
+        str,
+        typer.Option(
+            help="warn once a learned policy's live acceptance leaves the band its calibration predicts; fallback: draft the "
+            "best fixed length then; off."
+        ),
+    ] = "warn",
+    batch: Batch = 1,
+    seed: Seed = 0,
+    limit: Limit = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    engine: Engine = "auto",
+    json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write the texts alone: no progress, no tables.")] = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
+) -> None:
+    """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
+    from ...collect.prompts.read import Prompt
+    from ...decode.records import Tally
+    from ...decode.run import decode as run
+    from ...decode.settings import Settings, stop_strings
+    from ...decode.verify.modes import describe, resolve_mode
+    from ...policies.storage.registry import load_policy
+
+    if text and prompts:
+        raise InputError("expected prompts as arguments or --prompts, not both")
+    rule = load_policy(policy)
+    with progress_bars(quiet or json) as progress:
+        names = find_target(target, draft, drafter, progress)
+    if text:
+        chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
+    else:
+        chosen = find_prompts(prompts, names[2], "test", limit or (None if prompts else 1))
+    pair = open_pair(*names[:2], device, dtype, engine, drafter)
+    settings = Settings(
+        temperature,
+        max_new_tokens,
+        rule.max_depth if depth is None else depth,
+        verification=verification,
+        tree=tree,
+        shaping=shaping,
+        stops=stop_strings(pair, stop),
+        guard=guard,
+    )
+    given = {p.id: p.text for p in chosen}  # they are shown as they were given
+    kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
+    mode = resolve_mode(verification, rule, settings.topology, temperature)
+    shown = _Shown([p.id for p in kept], [given[p.id] for p in kept])
+    generations = run(
+        pair,
+        tokens,
+        rule,
+        settings=settings,
+        ids=[p.id for p in kept],
+        seed=seed,
+        batch=batch,
+        on_text=None if json else shown.add,
+        on_end=None if json else shown.end,
+    )
+    tally = Tally.of(generations)
+    if json:
+        print_json(
+            {
+                **tally.summary(),
+                "verification": describe(mode),
+                "acceptance": tally.acceptance(),
+                "texts": [g.text for g in generations],
+            }
+        )
+        return
+    sys.stdout.write("\n" if kept else "")
+    if quiet:
+        return
+    sys.stdout.write("\n")
+    show_tally(tally, f"{rule.shown_name}, {describe(mode)}")
+
+
+class _Shown:
+    """Writes texts as they come, one after the other: what comes of a later one waits until those before it have ended.
+
+    Args:
+        names: of the prompts.
+        prompts: which their texts follow.
+    """
+
+    def __init__(self, names: list[str], prompts: list[str]) -> None:
+        titles = [f"[{at + 1} of {len(names)}: {name}]\n" if len(names) > 1 else "" for at, name in enumerate(names)]
+        self._waiting = [title + prompt for title, prompt in zip(titles, prompts, strict=True)]
+        self._ended = [False] * len(names)
+        self._now = 0
+
+    def add(self, number: int, new: str) -> None:
+        """Take what has come of a text."""
+        self._waiting[number] += new
+        self._write()
+
+    def end(self, number: int) -> None:
+        """Go on to the next text when this one has ended and been written."""
+        self._ended[number] = True
+        self._write()
+
+    def _write(self) -> None:
+        while self._now < len(self._ended):
+            sys.stdout.write(self._waiting[self._now])
+            self._waiting[self._now] = ""
+            if not self._ended[self._now]:
+                break
+            self._now += 1
+            sys.stdout.write("\n\n" if self._now < len(self._ended) else "")
+        sys.stdout.flush()
+
+
+def show_tally(tally: Tally, title: str) -> None:
+    """Print what a run took, and acceptance by depth."""
+    facts, phases = tally.summary(), tally.shares()
+    rows = [
+        ("tokens/s", f"{tally.tokens_per_s:.1f}"),
+        ("tokens, seconds", f"{facts['tokens']}, {facts['seconds']:.2f}"),
+        ("target calls", str(facts["target_calls"])),
+        ("mean tokens per target call", f"{tally.block_efficiency:.2f}"),
+        ("drafted, verified, wasted", f"{facts['drafted']}, {facts['verified']}, {facts['wasted']}"),
+        *(
+            (f"time: {PHASES.get(phase, phase)}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}")
+            for phase, seconds in phases.items()
+        ),
+    ]
+    table(title, ("what", "value"), rows)
+    depths = [(str(k), f"{p:.3f}", str(n)) for k, p, n in tally.acceptance()]
+    if depths:
+        table(
+            "acceptance by depth",
+            ("depth", "P(A >= depth)", "rounds"),
+            depths,
+        )

@@ -1,0 +1,223 @@
+"""`specstop info`: describe a trace, a policy folder or a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...policies.errors import InputError
+from ..common import flat
+from ..console.output import print_json, table
+from ..options.shared import Json
+
+if TYPE_CHECKING:
+    from ...collect.store.folder import Trace
+
+_NAMED = 6
+
+UNJUDGED = "nothing says how noisy the machine was: the timings of these costs were not kept, or the costs were edited"
+
+
+def info(
+    path: Annotated[Path, typer.Argument(help="A trace folder, a policy folder, or a profile.")],
+    json: Json = False,
+) -> None:
+    """Describe a trace, a policy folder or a latency profile."""
+    if (path / "header.json").is_file():
+        _show_trace(path, json)
+        return
+    if (path / "policy.json").is_file():
+        facts = _policy(path)
+    elif path.is_file():
+        facts = _profile(path)
+    else:
+        raise InputError(f"expected a trace folder, a policy folder or a profile, but {path} is none of them")
+    if json:
+        print_json(facts)
+        return
+    table(str(path), ("what", "value"), flat(facts))
+
+
+def _show_trace(path: Path, json: bool) -> None:
+    from ...collect.store.folder import open_trace
+
+    trace = open_trace(path)
+    if json:
+        print_json(trace_json(trace))
+        return
+    facts, rows = describe_trace(trace)
+    table(str(path), ("what", "value"), flat(facts))
+    if rows:
+        table("acceptance", ("depth", "P(A >= depth)", "positions"), rows)
+    if trace.header.depth < len(trace.header.topology):
+        table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branch_rows(trace))
+    table("a row", ("what", "value"), sample_rows(trace))
+
+
+def trace_json(trace: Trace) -> dict[str, Any]:
+    """Return what `info` says of a trace as JSON can hold it."""
+    facts, rows = describe_trace(trace)
+    return {
+        **facts,
+        "acceptance": [{"depth": int(k), "probability": float(p), "positions": int(n)} for k, p, n in rows],
+        "branches": [
+            {"depth": int(k), "branch": b, "probability": p, "rows": int(n)} for k, b, p, n in branch_rows(trace)
+        ],
+        "sample": dict(sample_rows(trace)),
+    }
+
+
+def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """Return the plain facts of a trace, and its acceptance by depth as table rows."""
+    import numpy as np
+
+    from ...collect.store.card import balance_text, hidden_text, replay_text
+    from ...decode.verify.modes import describe
+    from ...policies.learned.conditions import shaping_text
+
+    header = trace.header
+    columns = trace.table(["accepted_length", "cut", "prompt_id", "group"])
+    length, cut = columns["accepted_length"].to_numpy(), columns["cut"].to_numpy().astype(bool)
+    uncut = length[~cut]
+    depths = np.arange(1, header.depth + 1)
+    table_rows = (
+        [(str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum()))) for k in depths]
+        if len(uncut)
+        else []
+    )
+    groups = columns["group"].unique().to_pylist()
+    facts = {
+        "kind": "trace",
+        "schema": header.schema,
+        "collector": header.collector + (f" under {header.policy}" if header.policy else ""),
+        "texts": header.texts,
+        "target": header.target,
+        "draft": header.draft,
+        "verification": describe(header.verification),
+        "replay": replay_text(header),
+        "temperature": header.temperature,
+        "filter": shaping_text(header.shaping),
+        "depth": header.depth,
+        "nodes": len(header.topology),
+        "prompts": header.prompts,
+        "prompts with rows": len(columns["prompt_id"].unique()),
+        **({"prompts left out": out} if (out := header.facts.get("prompts left out")) else {}),
+        "prompts from": header.facts.get("prompts from") or "not recorded",
+        "groups": f"{len(groups)}: {', '.join(map(str, groups[:_NAMED]))}{', ...' if len(groups) > _NAMED else ''}",
+        "positions": len(length),
+        "cut": int(cut.sum()),
+        "accepted length, mean": float(uncut.mean()) if len(uncut) else 0.0,
+        "max new tokens": header.max_new_tokens,
+        "shards": f"{len(trace.finished)} of {header.shards}",
+        "bytes": sum(path.stat().st_size for path in (trace.folder / "data").glob("*.parquet")),
+        "features": ", ".join((*header.anchor_features, *header.features)),
+        "hidden states": hidden_text(header),
+        **({"completions": balance_text(checked)} if (checked := header.facts.get("completions")) else {}),
+        "seed": header.seed,
+        "made on": f"{header.facts.get('device')}, {header.facts.get('dtype')}, {header.facts.get('threads')} threads",
+    }
+    return facts, table_rows
+
+
+def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
+    """Return acceptance of each node of a tree as table rows: depth, branch, P(accepted), rows it is known of."""
+    import numpy as np
+
+    columns = trace.table(["accepted", "labelled"])
+    nodes = len(trace.header.topology)
+    accepted, labelled = (
+        np.concatenate([np.asarray(c.flatten()).astype(bool) for c in columns[name].chunks]).reshape(-1, nodes)
+        for name in ("accepted", "labelled")
+    )
+    depths: list[int] = []
+    ranks: dict[int, int] = {}
+    rows = []
+    for node, parent in enumerate(trace.header.topology):
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        ranks[parent] = ranks.get(parent, 0) + 1
+        known = int(labelled[:, node].sum())
+        share = f"{(accepted & labelled)[:, node].sum() / known:.3f}" if known else "-"
+        behind = f"node {parent}" if parent >= 0 else "the anchor"
+        rows.append((str(depths[-1]), f"{ranks[parent]} of {behind}", share, str(known)))
+    return rows
+
+
+def sample_rows(trace: Trace) -> list[tuple[str, str]]:
+    """Return the first row with an accepted token, or the first of all, as table rows: what a row looks like."""
+    import pyarrow.compute as pc
+
+    table = next((t for t in trace.shards() if t.num_rows), None)
+    if table is None:
+        return []
+    first = pc.index(pc.greater(table["accepted_length"], 0), True).as_py()
+    (row,) = table.slice(max(0, first), 1).to_pylist()
+    return [(name, _short(value)) for name, value in row.items()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(_short(v) for v in value[:_NAMED]) + (" ..." if len(value) > _NAMED else "")
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def states_text(sizes: Mapping[str, int]) -> str:
+    """Return hidden states with their sizes, as `draft_hidden (768 numbers)`."""
+    return ", ".join(f"{name} ({size} numbers)" for name, size in sizes.items())
+
+
+def _policy(path: Path) -> dict[str, Any]:
+    from ...policies.learned.conditions import shaping_text
+    from ...policies.storage.folder import load_policy_folder
+
+    policy = load_policy_folder(path)
+    facts = policy.facts
+    return {
+        "kind": "policy",
+        "name": policy.name,
+        "head": policy.head.kind,
+        "rule": policy.rule.kind,
+        "features": ", ".join(policy.features),
+        **({"hidden states": hidden} if (hidden := states_text(policy.sizes)) else {}),
+        "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
+        "first decision at depth": policy.first,
+        "max depth": policy.max_depth,
+        "weights": sum(array.size for array in policy.head.tensors().values()),
+        "temperature": facts.temperature,
+        "filter": shaping_text(facts.shaping),
+        "verification": facts.verification,
+        "label": facts.label,
+        **{f"pair: {role}": value for role, value in facts.pair.items()},
+        "rho (tokens/s)": facts.rho,
+        **{f"provenance: {name}": _short(value) for name, value in facts.provenance.items()},
+        **{name: value for name, value in facts.metrics.items() if not isinstance(value, list)},
+    }
+
+
+def _profile(path: Path) -> dict[str, Any]:
+    from ...policies.latency.profile import Profile
+
+    profile = Profile.load(path)
+    return {
+        "kind": "profile",
+        "verdict": UNJUDGED if profile.noise is None else profile.noise.text,
+        **{
+            f"{side} context ({table.context:.0f}): {name}": value
+            for side, table in (("short", profile.low), ("long", profile.high))
+            for name, value in (
+                ("draft step, ms", f"{table.draft_s[0] * 1e3:.2f}"),
+                ("verification of 0, 1, ... tokens, ms", " ".join(f"{v * 1e3:.2f}" for v in table.verify_s)),
+            )
+        },
+        "framework overhead, ms a round": profile.round_s * 1e3,
+        "framework overhead, ms a drafted token": profile.step_s * 1e3,
+        **{f"decision of {name}, us": profile.decision(name).each * 1e6 for name in profile.decision_s},
+        **{
+            f"the first of a round besides, us: {name}": profile.decision(name).opening * 1e6
+            for name in profile.decision_s
+            if profile.decision(name).opening
+        },
+        **dict(profile.facts),
+    }

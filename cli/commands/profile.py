@@ -1,0 +1,182 @@
+"""`specstop profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...policies.errors import InputError
+from ...policies.files.deferral import uninterrupted
+from ..common import find_prompts, find_target, fitting, flat, open_pair
+from ..console.output import next_step, print_json, progress_bars, table
+from ..console.streams import say
+from ..options.config import given_config, save_config
+from ..options.prompts import Chat, Long
+from ..options.sampling import UNUSED, with_shaping
+from ..options.shared import (
+    Config,
+    Depth,
+    Device,
+    Draft,
+    Drafter,
+    Dtype,
+    Engine,
+    Json,
+    Overwrite,
+    Policies,
+    Prompts,
+    Quiet,
+    Set,
+    Target,
+    Temperature,
+)
+
+if TYPE_CHECKING:
+    from ...decode.verify.sampling import Shaping
+
+NEW_TOKENS = 96
+"""Of each text that decisions are timed on."""
+
+
+@with_shaping
+def profile(
+    out: Annotated[Path | None, typer.Option(help="JSON file that the profile is written to.")] = None,
+    prompts: Prompts = None,
+    chat: Chat = False,
+    long: Long = "skip",
+    target: Target = None,
+    draft: Draft = None,
+    drafter: Drafter = "model",
+    policy: Policies = [],  # noqa: B006
+    add_policy: Annotated[
+        list[str], typer.Option(help="Time this policy's decisions alone and add them to --profile; repeatable.")
+    ] = [],  # noqa: B006
+    profile: Annotated[
+        Path | None, typer.Option(help="With --add-policy: the profile, replaced unless --out is given.")
+    ] = None,
+    depth: Depth = 10,
+    temperature: Temperature = 0.0,
+    shaping: Shaping = UNUSED,
+    tree: Annotated[
+        str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Seconds at most; a quiet machine needs a fraction of them.")] = 90.0,
+    repeats: Annotated[
+        int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
+    ] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    engine: Engine = "auto",
+    overwrite: Overwrite = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
+) -> None:
+    """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
+    from ...collect.run import facts
+    from ...decode.profile import measure_profile
+    from ...decode.profile.measuring import Effort
+    from ...policies.files.outputs import claim_file, refuse_inputs
+    from ...policies.latency.profile import MARK
+    from ...policies.storage.registry import load_policy
+
+    if add_policy:
+        pair_options = (target, draft, drafter, device, dtype, engine)
+        _add_policies(
+            profile,
+            add_policy,
+            out,
+            prompts,
+            pair_options,
+            chat=chat,
+            long=long,
+            overwrite=overwrite,
+            json=json,
+            quiet=quiet,
+        )
+        return
+    if out is None:
+        raise InputError("--out: expected a JSON file for the profile to go to")
+    claim_file(out, MARK, overwrite=overwrite)
+    saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
+    refuse_inputs(saved, [given_config(saved)])
+    with progress_bars(quiet or json) as progress:
+        names = find_target(target, draft, drafter, progress)
+        rules = [load_policy(spec).limited(depth) for spec in policy]
+        chosen = find_prompts(prompts, names[2], "train", 32)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter)
+        measured = measure_profile(
+            pair,
+            fitting(chosen, pair, 1, chat, long)[1],
+            depth=depth,
+            tree=tree,
+            temperature=temperature,
+            policies=rules,
+            effort=Effort(budget, repetitions=repeats),
+            facts=facts(pair),
+            progress=progress,
+            shaping=shaping,
+        )
+    with uninterrupted:
+        measured.save(out)
+        save_config(saved.parent, saved.name)
+    if measured.noise is not None and measured.noise.is_noisy:
+        say(f"warning: {measured.noise.text}")
+    _show(out, json)
+    if not json:
+        next_step("train", "--traces", "TRACES", "--profile", out, "--out", "policy")
+
+
+def _add_policies(
+    known: Path | None,
+    specs: list[str],
+    out: Path | None,
+    prompts: Path | None,
+    pair_options: tuple[str | None, str | None, str, str, str, str],
+    *,
+    chat: bool,
+    long: str,
+    overwrite: bool,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
+    from ...decode.profile import loop_decisions
+    from ...decode.settings import Settings
+    from ...decode.verify.sampling import Shaping
+    from ...policies.files.outputs import claim_file
+    from ...policies.latency.profile import MARK, Profile
+    from ...policies.storage.registry import load_policy
+
+    if known is None:
+        raise InputError("--add-policy: expected the profile to add to; give it with --profile")
+    costs = Profile.load(known)
+    place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
+    rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
+    target, draft, drafter, device, dtype, engine = pair_options
+    with progress_bars(quiet or json) as progress:
+        names = find_target(target, draft, drafter, progress)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter)
+        tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
+        shaping = Shaping.of(costs.shaping)
+        settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping)
+        timed = loop_decisions(pair, rules, tokens, settings)
+    if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
+        raise InputError(
+            f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
+        )
+    costs.with_measured_decisions(timed).save(place)
+    _show(place, json)
+
+
+def _show(path: Path, json: bool) -> None:
+    from .info import _profile
+
+    described = _profile(path)
+    if json:
+        print_json(described)
+    else:
+        table(str(path), ("what", "value"), flat(described))

@@ -1,0 +1,212 @@
+"""`specstop train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...policies.errors import InputError
+from ..common import flat
+from ..console.output import next_step, output, print_json, progress_bars, table
+from ..console.streams import say
+from ..options.config import config_saved
+from ..options.shared import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, Seed, Set
+
+if TYPE_CHECKING:
+    from ...policies.progress import Progress
+    from ...train.fit.trained import Trained
+
+HEADS = "logistic,tokens,mlp,xgboost"
+DIAGNOSTICS = ("accept_", "next_", "survival_")
+"""What the names of metrics begin with that tell how a policy came about, not how good it is."""
+
+
+def train(
+    traces: Annotated[
+        list[Path],
+        typer.Option(help="Trace folder of `specstop collect`; repeatable, such as for several temperatures."),
+    ],
+    profile: ProfileFile,
+    out: Out,
+    head: Annotated[
+        str,
+        typer.Option(
+            help="Head to fit: logistic, tokens, mlp, xgboost, ...; with --tune several, separated by commas."
+        ),
+    ] = "",
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="derived (from costs), survival, step, any, continuation, or gain for trees; default: the head's own."
+        ),
+    ] = "",
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Threshold of the rules survival, step and any; default: the one that replays fastest."),
+    ] = None,
+    feature: Annotated[list[str], typer.Option(help="Feature that the head reads; repeatable. Default: a few.")] = [],  # noqa: B006
+    vector: Annotated[list[str], typer.Option(help="Hidden state that the head reads; repeatable.")] = [],  # noqa: B006
+    mixed: Annotated[
+        Path | None,
+        typer.Option(help="Trace of `collect --mix` that the head is fitted on in the place of the others."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--for", help="vllm: a policy that reads only what that engine hands to a drafter."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
+    param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
+    folds: Annotated[
+        int, typer.Option(help="Number of parts that the prompts are split into; the first one stays held out.")
+    ] = 4,
+    passes: Annotated[
+        int | None,
+        typer.Option(
+            help="How often heads are fitted; from the second time on, on the rounds that their own policy visits.",
+            show_default="the head's",
+        ),
+    ] = None,
+    cross_fit: Annotated[
+        bool, typer.Option(help="Calibrate on all prompts, by a head for each part; else on the first part alone.")
+    ] = True,
+    tune: Annotated[
+        int | None, typer.Option(help="Try that many heads, hyper-parameters and rules by replay, and train the best.")
+    ] = None,
+    policy: Annotated[
+        list[str],
+        typer.Option(help="With --tune: a policy to try too; ranges as name?x=0.1..0.9 or x=1|2|4; repeatable."),
+    ] = [],  # noqa: B006
+    tune_folds: Annotated[int, typer.Option(help="Parts of the prompts that --tune leaves out in turn.")] = 3,
+    epochs: Annotated[int | None, typer.Option(help="Maximum epochs of neural heads.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows in a training step of neural heads.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of neural heads.")] = None,
+    accelerator: Annotated[
+        str, typer.Option(help="Where Lightning trains neural heads: cpu, gpu, mps or auto.")
+    ] = "cpu",
+    devices: Annotated[
+        str, typer.Option(help="Devices that Lightning trains on: a count, a list such as 0,1, or auto.")
+    ] = "1",
+    precision: Annotated[
+        str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")
+    ] = "32-true",
+    checkpoints: Annotated[Path | None, typer.Option(help="Work folder for a network's checkpoints and logs.")] = None,
+    resume: Resume = False,
+    logger: Annotated[
+        str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where XGBoost trains: cpu or cuda.")] = "cpu",
+    out_of_core: Annotated[
+        bool | None, typer.Option(help="XGBoost reads its rows in pieces from disk; default: where they are many.")
+    ] = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Also print how well the head tells tokens apart, and how it is calibrated."),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    config: Config = None,
+    set: Set = [],  # noqa: B006
+) -> None:
+    """Fit a stop head on traces and save it as a policy folder."""
+    from ...policies.latency.profile import Profile
+
+    costs = Profile.load(profile)
+    if resume and checkpoints is None:
+        raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
+    if tune is None and policy:
+        raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
+    from ...train.heads.fitting import FitOptions
+    from ...train.report.evaluate import load_traces
+
+    fit = FitOptions(
+        accelerator, devices, precision, epochs, batch_size, learning_rate, checkpoints, resume, logger, device,
+        out_of_core, _params(param),
+    )  # fmt: skip
+    common: dict[str, Any] = {
+        "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
+    }  # fmt: skip
+    with progress_bars(quiet or json) as progress, config_saved(out):
+        opened = [load_traces(path) for path in traces]
+        if tune is not None:
+            single = [threshold, *vector, mixed, host]
+            if any(value is not None for value in single):
+                raise InputError(
+                    "--tune: leave out --threshold, --vector, --mixed and --for; it finds thresholds by itself"
+                )
+            trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
+        else:
+            from ...train.fit.run import train as run
+
+            trained = run(
+                opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, vectors=vector or None,
+                folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
+                host=host, progress=progress, **common,
+            )  # fmt: skip
+    if json:
+        print_json(trained.metrics)
+    else:
+        show_trained(trained, out, verbose)
+        next_step("evaluate", "--traces", "HELD_OUT", "--train-traces", traces[0], "--profile", profile, "--policy", out,
+                  "--out", "report")  # fmt: skip
+
+
+def _tuned(
+    traces: Sequence[Any], costs: Any, asked: tuple[int, str, str, list[str], int], common: dict[str, Any],
+    progress: Progress,
+) -> Trained:  # fmt: skip
+    from ...train.fit.tuning.search import RULE_CHOICES, SearchOptions, spec_of, train_best
+
+    trials, heads, rules, specs, folds = asked
+    options = SearchOptions(
+        trials, tuple((heads or HEADS).split(",")), tuple(rules.split(",")) if rules else RULE_CHOICES, tuple(specs), folds
+    )  # fmt: skip
+    trained, found = train_best(traces, costs, options, progress=progress, **common)
+    if not found.best.rule:
+        say(f"the fastest of all trials is the policy {spec_of(found.best)}; the best head is saved")
+    return trained
+
+
+def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
+    """Print what was trained: how fast it replays, the trials of a search; `verbose`: how well it is calibrated as well."""
+    metrics = trained.metrics
+    plain = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+    told = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
+    table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(told))
+    for key, title in (
+        ("reliability", "Survival by depth, of prompts that neither head nor calibration has seen"),
+        ("trials", "Trials, replayed on prompts left out, the best first"),
+    ):
+        rows = metrics.get(key)
+        if rows and (verbose or key != "reliability"):
+            names = list(rows[0])
+            shown = [name for name in names if any(row.get(name) is not None for row in rows)]
+            table(
+                title, [name.replace("_", " ") for name in shown], [[_cell(row.get(n)) for n in shown] for row in rows]
+            )
+    more = "these tables" if verbose else "these tables, and how it is calibrated (--verbose)"
+    output().print(f"the policy is in {out}; its README.md has {more}")
+
+
+def _cell(value: Any) -> str:
+    return "all" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _params(texts: Sequence[str]) -> dict[str, Any]:
+    """Return hyper-parameters from key=value: whole numbers, numbers, or words."""
+    params: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise InputError(f"--param: expected key=value, not {text!r}")
+        for kind in (int, float, str):
+            try:
+                params[key] = kind(value)
+                break
+            except ValueError:
+                continue
+    return params

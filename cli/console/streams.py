@@ -1,0 +1,73 @@
+"""The standard streams: lines on standard error, and outputs that are closed, full, or cannot show a character."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+from ...policies.errors import InputError
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, if anything can be written there."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text + "\n")
+
+
+def prepare() -> None:
+    """Let characters that standard output cannot show degrade, and see to it that all three streams are there.
+
+    Raises:
+        InputError: standard output is closed.
+    """
+    closed = sys.stdout is None
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # its number would be that of the next file opened, and what is printed would go into that
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
+    if closed:
+        sys.stdout = os.fdopen(1, "w")
+        raise InputError("standard output is closed; to see nothing of the results, send it to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # one that is no file, as in tests
+            raw = _Output(sys.stdout.fileno(), "w", closefd=False)
+            lines = sys.stdout.line_buffering
+            sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), sys.stdout.encoding, "replace", line_buffering=lines)
+
+
+class _Output(io.FileIO):
+    """A file that remembers why it could not be written to: an error of the system does not say whose it is."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write bytes; see `io.FileIO`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def failure(stream: Any) -> OSError | None:
+    """Return why a stream that `prepare` has seen could not be written to, if it could not."""
+    error: OSError | None = getattr(getattr(getattr(stream, "buffer", None), "raw", None), "failure", None)
+    return error
+
+
+def let_go(stream: TextIO) -> None:
+    """Write out what a stream still holds, or drop it where that fails.
+
+    Otherwise it would fail once more when the process ends, with an exit code and lines of the interpreter's own.
+    """
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

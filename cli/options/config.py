@@ -1,0 +1,114 @@
+"""`--config run.yaml` and `--set key=value` for every option, and the resolved configuration beside every result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from ...policies.errors import InputError, close_match
+from ...policies.files.atomic import MANIFEST, write_atomic
+from ...policies.files.outputs import RUN_FILE, adding, list_also
+
+_OWN = ("config", "set", "help")
+
+
+_running: ContextVar[typer.Context | None] = ContextVar("running", default=None)
+
+
+def load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Take option values from a YAML file; values given on the command line win. Runs for every command."""
+    _running.set(context)
+    if path is None:
+        return None
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"--config: the file {path} does not exist") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--config: {path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"--config: expected a mapping of options in {path}, not {type(raw).__name__}")
+    command = raw.pop("command", context.command.name)
+    if command != context.command.name:
+        raise InputError(f"--config: {path} is of `specstop {command}`, not of `specstop {context.command.name}`")
+    _merge(context, raw, str(path))
+    return path
+
+
+def apply_settings(context: typer.Context, settings: list[str]) -> list[str]:
+    """Take option values written as key=value."""
+    values = {}
+    for text in settings or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--set: expected key=value, not {text!r}")
+        try:
+            values[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"--set: {value!r} is not YAML; quote it, or write a plain value") from None
+    _merge(context, values, "--set")
+    return settings
+
+
+def _merge(context: typer.Context, values: Mapping[str, Any], where: str) -> None:
+    known = {p.name for p in context.command.params if p.name and p.name not in _OWN}
+    resolved = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for key in resolved:
+        if key not in known:
+            raise InputError(
+                f"{where}: unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}"
+            )
+    context.default_map = {**(context.default_map or {}), **resolved}
+
+
+@contextlib.contextmanager
+def config_saved(out: Path) -> Iterator[None]:
+    """Have the resolved options of the running command in the result that the block puts in place at `out`."""
+    context = _running.get()
+    with adding(out, RUN_FILE, _resolved(context)) if context is not None else contextlib.nullcontext():
+        yield
+
+
+def save_config(folder: Path, name: str = RUN_FILE) -> None:
+    """Write the resolved options of the running command beside a result that is in place already."""
+    context = _running.get()
+    if context is not None:
+        if (folder / MANIFEST).exists():
+            list_also(folder, name)
+        write_atomic(folder / name, _resolved(context))
+
+
+def given_config(saved: Path) -> Path | None:
+    """Return the file of `--config`; None where `saved`, which this run writes again, is that file and stays as it is."""
+    context = _running.get()
+    given: Path | None = context.params.get("config") if context is not None else None
+    if context is None or given is None or not saved.exists() or not saved.samefile(given):
+        return given
+    return None if saved.read_bytes() == _resolved(context).encode() else given
+
+
+def running_options() -> dict[str, Any]:
+    """Return the resolved options of the running command, as plain values."""
+    context = _running.get()
+    return {} if context is None else _values(context)
+
+
+def _resolved(context: typer.Context) -> str:
+    return str(yaml.safe_dump(_values(context), sort_keys=False))
+
+
+def _values(context: typer.Context) -> dict[str, Any]:
+    values = {key: _plain(value) for key, value in context.params.items() if key not in _OWN and value is not None}
+    return {"command": context.command.name, **values}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, (bool, int, float)) else str(value)

@@ -1,0 +1,1 @@
+"""The commands that answer by a report."""

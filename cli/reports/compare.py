@@ -1,0 +1,55 @@
+"""`specstop compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..console.output import output, print_json, table
+from ..options.shared import Json, Seed
+
+if TYPE_CHECKING:
+    from ...train.report.comparing.compare import Comparison, Difference
+
+COLUMNS = ("policy", "tokens/s, A", "tokens/s, B", "vs best fixed, A", "vs best fixed, B", "overlap", "B / A")
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="A report of `specstop evaluate`: its folder, or report.json.")],
+    b: Annotated[Path, typer.Argument(help="The report to set beside it.")],
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Set two reports side by side: what changed by policy, how sure that is, and what else differs."""
+    from ...train.report.comparing.compare import compare as run
+
+    found = run(a, b, seed=seed)
+    if json:
+        print_json(found.to_dict())
+    else:
+        _show(found)
+
+
+def _show(found: Comparison) -> None:
+    """Print the lines, what B / A is, and what else differs."""
+    from ...train.report.comparing.compare import PAIRED
+
+    table(f"A: {found.a}   B: {found.b}", COLUMNS, [_cells(line) for line in found.lines])
+    if found.way == PAIRED:
+        output().print(f"B / A: tokens/s, paired {found.why}")
+    else:
+        output().print(f"B / A: ratio to the best fixed length, unpaired, as of independent prompts ({found.why})")
+    if found.differs:
+        table("The reports differ in", ("what", "A", "B"), found.differs)
+    else:
+        output().print("Traces, temperature, pair and profile are the same.")
+
+
+def _cells(line: Difference) -> tuple[str, ...]:
+
+    rates = ("-" if rate is None else f"{rate:.1f}" for rate in (line.rate_a, line.rate_b))
+    ratios = ("-" if ratio is None else ratio.text() for ratio in (line.to_best_a, line.to_best_b))
+    overlap = "-" if line.overlap is None else "yes" if line.overlap else "no"
+    return (line.name, *rates, *ratios, overlap, "-" if line.gain is None else line.gain.text())

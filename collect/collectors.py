@@ -1,0 +1,196 @@
+"""The ways to collect: what each writes into the header, and how it makes rows of a batch of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..decode.models.pair import Pair
+from ..decode.settings import Settings
+from ..decode.topology import Topology
+from ..decode.verify.base import Verification
+from ..decode.verify.given_text import GIVEN_TEXT
+from ..decode.verify.match import Match
+from ..decode.verify.modes import find_mode
+from ..decode.verify.rejection import Block
+from ..policies.baselines.fixed import FixedLength
+from ..policies.contract import StopPolicy
+from ..policies.errors import InputError
+from ..policies.limits import check_limits
+from .dense.collector import dense_rows
+from .dense.completions import Completions, completion_rows
+from .dense.memory import budget_mib
+from .dense.mixed import mixed_rows
+from .dense.positions import PositionsCollector
+from .dense.unroll import Unroller, node_features
+from .live import LiveCollector
+from .shards import nothing
+
+Batch = Sequence[tuple[int, str, str, list[int], int]]
+"""(sequence, prompt id, group, token ids, stream key) of each prompt."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to collect.
+
+    Attributes:
+        features: recorded at each node.
+        rows: the rows of a batch, as column chunks.
+        header: what its header has beside what all have.
+        begin: called before each shard.
+        memory: MiB that are taken for rows as wide as the vocabulary; 0 = as they come.
+    """
+
+    features: tuple[str, ...]
+    rows: Callable[[Batch], Sequence[Mapping[str, Any]]]
+    header: dict[str, Any] = field(default_factory=dict)
+    begin: Callable[[], None] = nothing
+    memory: int = 0
+
+
+def choose_way(
+    pair: Pair,
+    tree: Topology,
+    settings: Settings,
+    collector: str,
+    policy: StopPolicy | None,
+    explore: float,
+    mix: float,
+    completions: Completions | None,
+    vectors: Sequence[str] = (),
+    memory: int | None = None,
+    batch: int = 1,
+    draws: int = 1,
+    off_text: str = "exact",
+) -> Way:
+    """Return the way that the options ask for; arguments as of `run.plan_run`.
+
+    Raises:
+        InputError: options that do not go together; the message names them.
+    """
+    if collector not in ("dense", "live"):
+        raise InputError(f"--collector: expected dense or live, not {collector!r}")
+    if collector == "live":
+        if mix or completions is not None or draws > 1 or off_text != "exact":
+            raise InputError(
+                "--mix, --completions, --draws and --off-text: for the dense collector; leave out --collector live"
+            )
+        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, vectors, batch)
+    if batch > 1:
+        raise InputError(
+            "--batch: for the live collector; the dense one decodes as many texts side by side as --memory holds"
+        )
+    if policy is not None or explore:
+        raise InputError("--policy and --explore: give --collector live with them; dense traces serve any policy")
+    mode = dense_mode(settings, tree, draws, off_text)
+    features, limit = node_features(tree, mode.name), settings.max_new_tokens
+    header: dict[str, Any] = {"verification": mode.name, "label": mode.label, "draws": draws, "off_text": off_text}
+    if mix:
+        if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None or mode.name != Match.name:
+            raise InputError(
+                "--mix: expected a share between 0 and 1, --depth 1, no --completions, and match verification"
+            )
+        if pair.drafter != "model":
+            raise InputError(f"--mix: expected a draft model, not --drafter {pair.drafter}")
+        return Way(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
+    check_limits(memory=memory)
+    memory = budget_mib(pair.device) if memory is None else memory
+    if pair.drafter != "model":
+        if completions is not None or mode.name != Match.name:
+            raise InputError(
+                f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
+                "--collector live"
+            )
+        return Way(features, PositionsCollector(pair, settings, vectors).rows, header)
+    unroller = Unroller(
+        pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping,
+        verification=mode.name, off_text=off_text, draws=draws,
+    )  # fmt: skip
+    if completions is not None:
+        given = dict(completions)
+        header["texts"] = "sampled" if settings.temperature > 0 else "completions"
+        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header, memory=memory)
+    return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
+
+
+def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) -> Verification:
+    """Return the verification whose rounds a dense trace holds; at temperature 0 that of all is greedy matching.
+
+    Raises:
+        InputError: it is lossy, so that its texts depend on the policy, or it does not go with the other options.
+    """
+    mode = find_mode(settings.verification, settings.temperature)
+    if not mode.lossless:
+        raise InputError(
+            f"--verification {mode.name}: expected a lossless one, whose texts do not depend on the policy; or give "
+            "--collector live"
+        )
+    if mode.chains_only and not tree.is_chain:
+        raise InputError(f"--verification {mode.name}: expected a chain, not the tree {tree.name}; use rejection")
+    check_limits(draws=draws)
+    if draws > 1 and mode.name not in GIVEN_TEXT:
+        raise InputError(
+            f"--draws: expected 1 under {mode.name} at temperature {settings.temperature:g}, where nothing is drawn given "
+            f"the text; several are for {', '.join(GIVEN_TEXT)}"
+        )
+    if off_text not in ("exact", "approximate"):
+        raise InputError(f"--off-text: expected exact or approximate, not {off_text!r}")
+    if off_text != "exact" and mode.name != Block.name:
+        raise InputError(f"--off-text {off_text}: for --verification block; the others need no target there")
+    return mode
+
+
+def choose_engine_way(
+    through: str,
+    models: tuple[str, str],
+    tree: Topology,
+    settings: Settings,
+    policy: StopPolicy | None,
+    explore: float,
+    batch: int,
+    dtype: Any,
+    other: Sequence[Any],
+) -> Way:
+    """Return the way that collects through a serving engine.
+
+    Args:
+        through: its name.
+        models: names of target and draft.
+        tree: a chain.
+        settings, policy, explore, batch: as of `run.plan_run`.
+        dtype: of the models.
+        other: options that are not for engines, each false where it is not used.
+
+    Raises:
+        InputError: an unknown engine, or options that it does not take.
+    """
+    from .engines.through_vllm import REQUESTS, ThroughVLLM
+
+    if through != "vllm":
+        raise InputError(f"--through: expected vllm, not {through!r}")
+    if not tree.is_chain or settings.verification not in ("match", "point") or any(other):
+        raise InputError(
+            f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
+            "--completions, --hidden, and options that change what is sampled from"
+        )
+    made = ThroughVLLM(
+        *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,
+        batch if batch > 1 else REQUESTS, str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    return Way(made.features, made.rows, made.header)
+
+
+def _live(
+    pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str], batch: int
+) -> Way:
+    made = LiveCollector(pair, policy, settings, explore, vectors=vectors, batch=batch)
+    header = {
+        "collector": "live",
+        "policy": policy.name,
+        "explore": explore,
+        "verification": made.verification,
+        "label": made.label,
+    }
+    return Way(made.features, made.rows, header, made.begin)

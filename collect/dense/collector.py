@@ -1,0 +1,137 @@
+"""The dense collector: the target's text once, then the draft unrolled from every position at once.
+
+Under every lossless verification the text has the target's law whatever the policy, so one plain text holds every anchor
+that any policy can visit. From each anchor the draft is unrolled (`unroll`). Under `match` the labels compare with the text,
+exact path by path; under `rejection` and `block` drafts and acceptances are drawn given the text, exact in law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...decode.models.pair import Pair
+from ...decode.plain import plain_texts
+from ...decode.policy.summaries import summarise
+from ...policies.features import ANCHOR_FEATURES, Columns, Drawn
+from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.features.summary import Array
+from .threads import abreast
+from .unroll import Anchors, Unroller
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text and what the target said of it.
+
+    Attributes:
+        prompt: (sequence, prompt id, group, token ids, stream key).
+        text: generated ids; anchors look past `last`.
+        target_rows: [L, V], the target's row that each was drawn from.
+        last: tokens of the text that count.
+        anchor: [n] of 1 .. last - 1, rising.
+        target_states: [L, H] float16, the hidden states of `target_rows`, if the unroller is to record them.
+        noise: [L, V] that the text was drawn with, where it is at hand.
+        draw: number of the draw given the text, of `Unroller.draws`.
+    """
+
+    prompt: tuple[int, str, str, list[int], int]
+    text: list[int]
+    target_rows: Tensor
+    last: int
+    anchor: Tensor
+    target_states: Tensor | None = None
+    noise: Tensor | None = None
+    draw: int = 0
+
+
+def dense_rows(
+    pair: Pair,
+    unroller: Unroller,
+    batch: Sequence[tuple[int, str, str, list[int], int]],
+    max_new_tokens: int,
+) -> list[Mapping[str, Any]]:
+    """Return the rows of a batch of prompts, one column chunk per text.
+
+    Args:
+        pair: target and draft.
+        unroller: of the pair's draft.
+        batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
+    """
+    longest, temperature = max_new_tokens + unroller.depth, unroller.temperature
+    hidden, noisy = TARGET_HIDDEN in unroller.vectors, unroller.verification == "match"
+    wide = (
+        pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 and noisy else 1)
+    )  # rows and noise
+    side_by_side = max(1, min(len(batch), unroller.memory_bytes // (longest * wide)))
+    chunks: list[Mapping[str, Any]] = []
+    for start in range(0, len(batch), side_by_side):
+        part = batch[start : start + side_by_side]
+        ids, keys = [b[3] for b in part], [b[4] for b in part]
+        made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=noisy, shaping=unroller.shaping)
+        work: list[Written] = []
+        for at, (one, text) in enumerate(zip(part, made.tokens, strict=True)):
+            last = min(len(text), max_new_tokens)
+            if last > 1:
+                rows, states, noise = (
+                    v if v is None else v[at, : len(text)] for v in (made.logits, made.states, made.noise)
+                )
+                assert rows is not None
+                anchor = torch.arange(1, last, device=pair.device)
+                work += [Written(one, text, rows, last, anchor, states, noise, draw) for draw in range(unroller.draws)]
+        chunks += abreast(unroller, text_columns, work)
+    return chunks
+
+
+@torch.inference_mode()
+def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
+    """Return the columns of one text, its draft unrolled."""
+    sequence, name, group, prompt, key = written.prompt
+    text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
+    anchors_of = Anchors(prompt + text, len(prompt), anchor, key, written.noise, written.draw)
+    trees = unroller.unroll(anchors_of, target_rows)
+    anchors = anchor_columns(target_rows[anchor - 1], text, [prompt[-1], *text], [at - 1 for at in anchor.tolist()])
+    ended, count = text[-1] in unroller.pair.eos, len(anchor)
+    columns: dict[str, Any] = {
+        "prompt_id": [name] * count,
+        "group": [group] * count,
+        "sequence": [sequence * unroller.draws + written.draw] * count,
+        "prompt_tokens": [len(prompt)] * count,
+        "text_tokens": [last] * count,
+        "anchor": anchor,
+        "tokens": trees.tokens,
+        "draft_prob": trees.draft_prob.float(),
+        "target_prob": trees.target_prob.float(),
+        "overlap": trees.overlap.float(),
+        "accepted": trees.accepted,
+        "labelled": trees.labelled,
+        "accepted_length": trees.accepted.sum(1),
+        "cut": (anchor + unroller.depth > len(text)) & ended,
+    }
+    columns.update(zip(ANCHOR_FEATURES, anchors.T, strict=True))
+    columns.update(zip(unroller.features, trees.features.unbind(2), strict=True))
+    if trees.chance is not None and trees.some is not None:
+        columns |= {"accept_chance": trees.chance.float(), "next_chance": trees.some.float()}
+    if trees.hidden is not None:
+        columns[DRAFT_HIDDEN] = trees.hidden
+    if written.target_states is not None:
+        columns[TARGET_HIDDEN] = written.target_states[anchor - 1]
+    return {key_: v.cpu().numpy() if isinstance(v, Tensor) else v for key_, v in columns.items()}
+
+
+def anchor_columns(rows: Tensor, text: Sequence[int], before: Sequence[int], at: Sequence[int]) -> Array:
+    """Return [n, F] float32, the ANCHOR features of n anchors.
+
+    Args:
+        rows: [n, V] the target's rows that they were drawn from.
+        text, before: by place, the anchor token and the one before it.
+        at: [n] places of the anchors.
+    """
+    columns = Columns(ANCHOR_FEATURES)
+    drawn = Drawn.of([(row, text[place], before[place], 0, 1, 0) for row, place in enumerate(at)])
+    return columns(summarise(columns.plan, rows, drawn, 0.0), drawn, 0.0)

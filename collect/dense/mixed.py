@@ -1,0 +1,107 @@
+"""Token mixing (SpecDec++, arXiv 2405.19715): the draft reads a text in which most tokens are its own samples.
+
+At each position i of the target's text X the draft proposes Y_i behind X_<i, and its acceptance there is the label. What is
+recorded as features is what the draft says behind Z_<i, where Z takes X_i with a small chance and Y_i otherwise: it
+is trained on states behind its own tokens, which the text alone would not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...decode.models.cache import CachedModel
+from ...decode.models.finite import check_rows
+from ...decode.models.hidden import stored
+from ...decode.models.pair import Pair
+from ...decode.plain import plain_texts
+from ...decode.policy.summaries import lead_over_truncated, summarise
+from ...decode.settings import Settings
+from ...decode.verify.noise import gumbel, match_scores, mix as scramble
+from ...decode.verify.sampling import Sampler
+from ...policies.features import CHAIN_FEATURES, Columns, Drawn
+from ...policies.features.codes import BOUND
+from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from .collector import Written, text_columns
+from .unroll import Unroller
+
+_SALT = 0x317ED
+
+
+@torch.inference_mode()
+def mixed_rows(
+    pair: Pair,
+    batch: Sequence[tuple[int, str, str, list[int], int]],
+    settings: Settings,
+    share: float,
+    vectors: Sequence[str] = (),
+) -> list[Mapping[str, Any]]:
+    """Return the rows of a batch of prompts: one candidate a position.
+
+    Args:
+        pair: target and draft.
+        batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        settings: temperature, what else changes the distribution that is sampled from, and the limit of each text.
+        share: of the target's tokens in what the draft reads.
+        vectors: hidden states to record; the draft's are those behind the mixed text as well.
+    """
+    temperature, shaping = settings.temperature, settings.shaping
+    unroller = Unroller(
+        pair, 1, temperature, vectors=[name for name in vectors if name != DRAFT_HIDDEN], shaping=shaping
+    )
+    ids, keys, limit = [b[3] for b in batch], [b[4] for b in batch], settings.max_new_tokens + 1
+    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in vectors, shaping=shaping)
+    states = [None] * len(batch) if texts.states is None else texts.states
+    chunks = []
+    for one, text, rows, state in zip(batch, texts.tokens, texts.logits, states, strict=True):
+        last = min(len(text), settings.max_new_tokens)
+        if last < 2:
+            continue
+        anchor = torch.arange(1, last, device=pair.device)
+        columns = text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, state))
+        chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in vectors))
+    return chunks
+
+
+def _mixed(
+    pair: Pair,
+    columns: Mapping[str, Any],
+    one: tuple[int, str, str, list[int], int],
+    text: list[int],
+    settings: Settings,
+    share: float,
+    hidden: bool,
+) -> Mapping[str, Any]:
+    """Return the columns with the features (and hidden states) of the draft behind the mixed text."""
+    prompt, key, temperature = one[3], one[4], settings.temperature
+    own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
+    at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)
+    chance = (scramble(scramble(at * 2 + 1) ^ (key ^ _SALT)) & ((1 << 24) - 1)).double() / (1 << 24)
+    is_own = chance >= share
+    read = torch.where(is_own, own, torch.tensor(text[1:], device=pair.device))
+    ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
+    model = CachedModel(pair.draft_model, ids.shape[1], pair.vocabulary, hidden)
+    logits = model.read(ids, rows=len(text) - 1)[0]
+    check_rows(logits, "draft")
+    noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
+    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device), temperature)
+    tokens = ids[0].tolist()
+    sampled = sampler(logits, lambda: [tokens[: len(prompt) + 1 + row] for row in range(len(logits))])
+    scores = match_scores(sampled, noise)
+    # The sample is seldom the best of these rows, so its own score must be looked up; a filter may leave it out here.
+    top = scores.topk(2, -1).values
+    best = torch.cat([scores.gather(-1, own[:, None]), top[:, 1:]], -1).maximum(top[:, :1] - 2 * BOUND)
+    columns_of = Columns(CHAIN_FEATURES)
+    drawn = Drawn.of([(row, token, -1, 0, 1, 1) for row, token in enumerate(own.tolist())])
+    if sampler.untruncated is not None:
+        drawn.lead = lead_over_truncated(sampler.untruncated, sampled, drawn)
+    shaped = sampled if sampler.reads_prefix and temperature > 0 else None
+    summary = summarise(columns_of.plan, logits, drawn, temperature, shaped, best=best)
+    features = columns_of(summary, drawn, temperature)
+    made: dict[str, Any] = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
+    if model.states is not None:
+        made[DRAFT_HIDDEN] = stored(model.states[0, -len(own) :]).cpu().numpy()
+    before = torch.cat([torch.zeros_like(is_own[:1]), is_own[:-1]])  # whether the last token read was the draft's
+    return {**columns, **made, "mixed": before.cpu().numpy()}

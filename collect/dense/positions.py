@@ -1,0 +1,145 @@
+"""The dense collector for any drafter: at every position of the target's text the loop drafts and sends nothing.
+
+Under `match` the text does not depend on what is drafted, so a run that verifies no candidate commits one token a round and
+drafts the whole tree at each. The target's pass over the text, which it takes anyway, labels every node: a node on the text
+is accepted, and the target's row behind it is that of the round in which the text has got there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...decode.candidates import Candidates
+from ...decode.loop import Request, Speculator
+from ...decode.models.hidden import vector_widths
+from ...decode.models.pair import Pair
+from ...decode.observer import Seen
+from ...decode.records import Generation
+from ...decode.settings import Settings
+from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
+from ...policies.features import ANCHOR_FEATURES
+from ...policies.features.hidden_states import check_hidden
+from ..live import Recorder, Row
+from ..schema import NO_TOKEN
+from .unroll import node_features
+
+
+class _DraftsOnly(StopPolicy):
+    """Drafts as far as the tree goes and sends nothing to the target."""
+
+    name = "drafts-only"
+
+    def __init__(self, depth: int) -> None:
+        self.max_depth = depth
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Go on with every branch."""
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Select nothing."""
+        return np.zeros_like(tree.drawn)
+
+
+class _Positions(Recorder):
+    """A recorder that waits with each round until the text has gone past its tree."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._waiting: dict[int, list[tuple[Seen, list[Any]]]] = defaultdict(list)
+
+    def round(self, seen: Seen) -> None:
+        """Keep the round, and tell of the one before it that the target has now said all of."""
+        waiting = self._waiting[seen.stream]
+        waiting.append((seen, self._levels.pop(seen.stream, [])))
+        if len(waiting) > self.tree.deepest:
+            self._tell(waiting)
+            del waiting[0]
+
+    def end(self, stream: int) -> list[Row]:
+        """Return the rows of a text that has ended."""
+        waiting = self._waiting.pop(stream, [])
+        while waiting:
+            self._tell(waiting)
+            del waiting[0]
+        return self.rows.pop(stream, [])
+
+    def _tell(self, waiting: Sequence[tuple[Seen, list[Any]]]) -> None:
+        """Record the first round that waits as if its candidates on the text had been sent and accepted."""
+        seen, levels = waiting[0]
+        path = _on_text(seen.found, seen.text.tokens[seen.record.context :], len(waiting))
+        rows = [later.sampled[:1] for later, _ in waiting[: len(path)]]
+        self._levels[seen.stream] = levels
+        super().round(dataclasses.replace(seen, sent=path, path=path, sampled=torch.cat(rows)))
+
+
+def _on_text(found: Candidates, text: Sequence[int], most: int) -> list[int]:
+    """Return the places that the text goes through, `most` at most: the root, then candidates equal to its tokens."""
+    path = [0]
+    for token in text:
+        below = next((c for c in found.children[path[-1]] if found.tokens[c] == token), None)
+        if below is None or len(path) == most:
+            break
+        path.append(below)
+    return path
+
+
+class PositionsCollector:
+    """Makes the rows of a dense trace with the pair's drafter.
+
+    Args:
+        pair: whose drafter it is.
+        settings: temperature, limit, tree.
+        vectors: hidden states to record (`features.hidden_states`).
+    """
+
+    def __init__(self, pair: Pair, settings: Settings, vectors: Sequence[str] = ()) -> None:
+        tree = settings.topology
+        widths = vector_widths(pair, check_hidden(vectors))
+        self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
+        self._depth, self._vectors = tree.deepest, tuple(widths)
+        self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
+        longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
+        self._speculator = Speculator(
+            pair, _DraftsOnly(tree.deepest), longer, observer=self._recorder, hidden=tuple(widths)
+        )
+
+    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+        """Return the rows of a batch of prompts, one column chunk per text; see `collector.dense_rows`."""
+        made: dict[int, list[Row]] = {}
+
+        def end(number: int, text: Generation, stream: int) -> None:
+            made[number] = self._recorder.end(stream)
+
+        texts = self._speculator.run([Request(prompt, key) for _, _, _, prompt, key in batch], on_end=end)
+        chunks = []
+        for number, one in enumerate(batch):
+            last = min(len(texts[number].tokens), self._limit)
+            rows = [row for row in made[number] if row["anchor"] < last]
+            if rows:
+                chunks.append(self._columns(one, rows, texts[number], last))
+        return chunks
+
+    def _columns(
+        self, one: tuple[int, str, str, list[int], int], rows: Sequence[Row], text: Generation, last: int
+    ) -> Mapping[str, Any]:
+        sequence, name, group, prompt, _ = one
+        names = (
+            *self.features, *ANCHOR_FEATURES, *self._vectors, "draft_prob", "target_prob", "overlap", "accepted",
+            "labelled", "accepted_length", "anchor",
+        )  # fmt: skip
+        columns: dict[str, Any] = {key: np.stack([row[key] for row in rows]) for key in names}
+        tokens, drawn = (np.stack([row[key] for row in rows]) for key in ("tokens", "drawn"))
+        columns["tokens"] = np.where(drawn, tokens, NO_TOKEN)
+        ended = text.tokens[-1] in self._eos
+        columns["cut"] = (columns["anchor"] + self._depth > len(text.tokens)) & ended
+        columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
+        for key, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", last)):
+            columns[key] = np.full(len(rows), value)
+        return columns

@@ -1,0 +1,203 @@
+"""`collect --through vllm`: prompts are decoded by vLLM in this process, and its drafter records the rounds.
+
+vLLM writes the texts; what its drafter drew and when goes into a live trace. A shard is written once all its texts are done,
+as everywhere: a run that is killed loses the shard that it was at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...decode.engines.drafting import Options
+from ...decode.engines.policies import check_engine_policy
+from ...decode.engines.rounds import Observer
+from ...decode.engines.vllm import Proposer
+from ...policies import state
+from ...policies.contract import Array, StopPolicy
+from ...policies.errors import InputError, SpecstopWarning
+from ..explore import Exploring, exploring
+from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features
+
+CLASS = f"{__name__}.TracingProposer"
+REQUESTS = 8
+"""Decoded side by side, unless a run says otherwise."""
+
+
+@dataclass
+class _Handed:
+    """What the class that vLLM makes is handed in this process, and what it hands back."""
+
+    policy: StopPolicy | None = None
+    proposer: TracingProposer | None = None
+
+
+_HANDED = _Handed()
+
+
+class TracingProposer(Proposer):
+    """Drafts for vLLM and records the rounds.
+
+    Attributes:
+        recorder: of the rounds.
+    """
+
+    recorder: RoundRecorder
+
+    def prepared(self, policy: StopPolicy) -> StopPolicy:
+        """Return the policy that this process was asked for."""
+        _HANDED.proposer = self
+        return policy if _HANDED.policy is None else _HANDED.policy
+
+    def observer(self, options: Options) -> Observer:
+        """Return the recorder."""
+        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, self._explored)
+        return self.recorder
+
+    def _explored(self, rows: Array) -> Array:
+        """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
+        assert self.drafting is not None
+        policy, states = self.drafting.policy, self.drafting.asking.states
+        return policy.explores(state.take(states, rows)) if isinstance(policy, Exploring) else np.zeros(len(rows), bool)
+
+
+class ThroughVLLM:
+    """Collects through vLLM.
+
+    Args:
+        target, draft: folders or hub names.
+        policy: any that vLLM can run.
+        depth: K.
+        temperature, max_new_tokens: of the texts.
+        explore: share of the rounds that are drafted to full depth whatever the policy says.
+        requests: decoded side by side.
+        dtype: of both models.
+
+    Attributes:
+        features: recorded at each token.
+
+    Raises:
+        PolicyError: the policy reads what vLLM does not hand to a drafter.
+        InputError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        draft: str,
+        policy: StopPolicy,
+        depth: int,
+        temperature: float = 0.0,
+        max_new_tokens: int = 128,
+        explore: float = 0.0,
+        requests: int = REQUESTS,
+        dtype: str = "float32",
+    ) -> None:
+        check_engine_policy(policy, "vllm")
+        self._policy = exploring(policy, explore, depth) if explore else policy.limited(depth)
+        self._models, self._depth, self._requests, self._dtype = (target, draft), depth, requests, dtype
+        self._temperature, self._tokens = temperature, max_new_tokens
+        self.features, self._engine = engine_features(temperature), None
+        self.header = {
+            "collector": "live",
+            "policy": policy.name,
+            "explore": explore,
+            "verification": "match" if temperature == 0.0 else "point",
+            "label": "match" if temperature == 0.0 else "point",
+            "anchor_features": ANCHORS,
+        }
+
+    def _start(self) -> Any:
+        """Return vLLM, started when the first texts are wanted."""
+        if self._engine is None:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            try:
+                from vllm import LLM
+            except ImportError as error:
+                raise InputError(
+                    f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
+                    "(docs/vllm.md)"
+                ) from None
+            _HANDED.policy = self._policy
+            target, draft = self._models
+            told = {"draft": draft, "temperature": self._temperature, "rows": self._requests}
+            with _unseen("llvmlite.binding.ffi"):
+                self._engine = LLM(
+                    model=target,
+                    dtype=self._dtype,
+                    enforce_eager=True,
+                    max_num_seqs=self._requests,
+                    speculative_config={
+                        "method": "custom_class", "model": CLASS, "num_speculative_tokens": self._depth,
+                    },
+                    additional_config={"specstop": told},
+                )  # fmt: skip
+            if self._temperature > 0 and str(_HANDED.proposer and _HANDED.proposer.device) == "cpu":
+                warnings.warn(
+                    "on a CPU vLLM 0.32 does not sample rightly with drafts at temperatures above 0: these texts are not the "
+                    "target's",
+                    SpecstopWarning,
+                    stacklevel=2,
+                )
+        return self._engine
+
+    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+        """Return the rows of a batch of prompts, one column chunk per text.
+
+        Args:
+            batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        """
+        engine = self._start()
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=self._temperature, max_tokens=self._tokens, seed=key % (1 << 31), detokenize=False
+            )
+            for *_, key in batch
+        ]
+        prompts = [{"prompt_token_ids": prompt} for _, _, _, prompt, _ in batch]
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        assert _HANDED.proposer is not None
+        recorder = _HANDED.proposer.recorder
+        texts = recorder.take()
+        chunks = []
+        for (sequence, name, group, prompt, _), output in zip(batch, outputs, strict=True):
+            generated = list(output.outputs[0].token_ids)
+            parts = parts_of(texts, [*prompt, *generated[:1]])
+            texts = [text for text in texts if text not in parts]
+            made = recorder.rows(parts, sequence, name, group, prompt, generated)
+            chunks += [made] if made is not None else []
+        return chunks
+
+
+@contextlib.contextmanager
+def _unseen(name: str) -> Iterator[None]:
+    """Keep a module out of the list of modules.
+
+    vLLM 0.32 looks through all that are loaded for kernels of its own, and falls over an object of llvmlite's, which numba
+    brings, that answers to every name.
+    """
+    module = sys.modules.pop(name, None)
+    try:
+        yield
+    finally:
+        if module is not None:
+            sys.modules[name] = module
+
+
+def parts_of(texts: Sequence[RecordedText], begins: list[int]) -> list[RecordedText]:
+    """Return what was recorded of the first request that begins with these tokens: all that has its name."""
+    first = next((text for text in texts if text.tokens[: len(begins)] == begins), None)
+    if first is None or first.name is None:
+        return [] if first is None else [first]
+    return [text for text in texts if text.name == first.name]

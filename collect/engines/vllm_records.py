@@ -1,0 +1,159 @@
+"""vLLM's per-request acceptance records (`--per-request-spec-decode-metrics`) as a trace without features.
+
+It serves policies that look at the depth alone: which fixed length, which table of lengths. The records say how many tokens
+each step drafted and accepted, not which, so single rounds can be evaluated (`train.rounds`), whole texts not replayed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...decode.topology import chain
+from ...policies.errors import InputError
+from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.files.text import HALF, is_text
+from ..schema import TIMES, UNKNOWN, Header, parents
+from ..store.folder import Trace, open_for_writing, open_trace, write_shard
+
+
+def import_vllm(
+    path: str | Path, out: str | Path, *, target: str = "", draft: str = "", overwrite: bool = False
+) -> Trace:
+    """Turn vLLM's records into a trace.
+
+    Args:
+        path: JSON Lines: responses of the server, or their `metrics.speculative_decoding` objects alone. `detailed` records
+            keep the order of the steps; of `summary` ones the histogram is laid out, shortest first.
+        out: folder of the trace.
+        target, draft: names for the header.
+        overwrite: replace an older result in `out`.
+
+    Raises:
+        InputError: the file is missing, a line has no such record (the message gives its number), or as `claim_folder`.
+    """
+    file = Path(path)
+    claim_folder(out, overwrite=overwrite, inputs=[file])
+    if not file.is_file():
+        raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            records.append(_Record(line, f"{file}, line {number}"))
+    if not records:
+        raise InputError(f"--from-vllm: {file} is empty")
+    depth = max(max(record.drafted, default=1) for record in records)
+    steps = [count for record in records for count in record.drafted]
+    full = sum(count == depth for count in steps) / max(len(steps), 1)
+    header = Header(
+        target=target,
+        draft=draft,
+        pair={},
+        vocabulary=0,
+        eos=(),
+        temperature=0.0,
+        topology=parents(chain(depth)),
+        features=(),
+        anchor_features=(),
+        max_new_tokens=max(record.tokens for record in records),
+        seed=0,
+        shards=1,
+        prompts=len(records),
+        prompts_hash="",
+        verification="rejection",
+        label="outcome",
+        collector="live",
+        texts="vllm",
+        policy="vllm",
+        explore=0.0 if full == 1.0 else full,
+        facts={"temperature": "unknown", "from": file.name},
+    )
+    with staged_folder(out) as stage:
+        open_for_writing(stage, header)
+        write_shard(
+            stage, header, 0, [record.columns(at, depth) for at, record in enumerate(records) if record.drafted]
+        )
+    return open_trace(out)
+
+
+class _Record:
+    """The steps of one request.
+
+    Attributes:
+        accepted, drafted: by step.
+        tokens: of the completion.
+    """
+
+    def __init__(self, line: str, where: str) -> None:
+        try:
+            raw = json.loads(line)
+            found = _metrics(raw)
+            self.accepted, self.drafted = _steps(found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"--from-vllm: {where}: expected a response with metrics.speculative_decoding "
+                f"(vllm serve --per-request-spec-decode-metrics detailed): {type(error).__name__}: {error}"
+            ) from None
+        if len(self.accepted) != len(self.drafted) or any(
+            not 0 <= a <= d for a, d in zip(self.accepted, self.drafted, strict=False)
+        ):
+            raise InputError(f"--from-vllm: {where}: steps accept more than they drafted, or their numbers differ")
+        usage = raw.get("usage") or {}
+        self.prompt = int(usage.get("prompt_tokens") or 0)
+        self.name = str(raw.get("id") or where)
+        if not is_text(self.name):
+            raise InputError(f"--from-vllm: {where}: the id has {HALF}")
+        self.tokens = int(usage.get("completion_tokens") or 1 + sum(self.accepted) + len(self.accepted))
+
+    def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:
+        """Return the rows of the request, one a step; the last one counts as cut, for vLLM does not say whether it was."""
+        accepted, drafted = np.array(self.accepted), np.array(self.drafted)
+        anchor = 1 + np.concatenate([[0], (accepted + 1).cumsum()[:-1]])
+        node, count = np.arange(depth), len(accepted)
+        drawn, path = node < drafted[:, None], node < accepted[:, None]
+        zeros = np.zeros((count, depth), dtype=np.float32)
+        return {
+            "prompt_id": [self.name] * count,
+            "group": [""] * count,
+            "sequence": np.full(count, sequence),
+            "prompt_tokens": np.full(count, self.prompt),
+            "text_tokens": np.full(count, max(self.tokens, int(anchor[-1]) + 1)),
+            "anchor": anchor,
+            "tokens": np.full((count, depth), UNKNOWN, dtype=np.int32),
+            **dict.fromkeys(("draft_prob", "target_prob", "overlap"), zeros),
+            "accepted": path,
+            "labelled": drawn & (node <= accepted[:, None]),
+            "accepted_length": accepted,
+            "cut": np.arange(count) == count - 1,
+            "drawn": drawn,
+            "sent": drawn,
+            "explored": drafted == depth,
+            "committed": accepted + 1,
+            "decisions": np.zeros(count, dtype=np.int64),
+            "backlog": np.ones(count, dtype=np.int64),
+            **dict.fromkeys(TIMES, np.zeros(count)),
+        }
+
+
+def _metrics(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the object with the counts, from a response or what is left of it."""
+    for name in ("metrics", "speculative_decoding", "spec_decode_metrics"):
+        if isinstance(raw.get(name), dict):
+            raw = raw[name]
+    if "acceptance_histogram" not in raw and "per_step_accepted" not in raw:
+        raise KeyError("acceptance_histogram")
+    return raw
+
+
+def _steps(found: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Return accepted and drafted tokens by step."""
+    if found.get("per_step_accepted") is not None:
+        accepted = [int(n) for n in found["per_step_accepted"]]
+        drafted: Sequence[Any] = found.get("per_step_drafted") or [found["num_spec_tokens"]] * len(accepted)
+        return accepted, [int(n) for n in drafted]
+    accepted = [length for length, count in enumerate(found["acceptance_histogram"]) for _ in range(int(count))]
+    return accepted, [int(found["num_spec_tokens"])] * len(accepted)

@@ -1,0 +1,1 @@
+"""Prompts: read from files and data sets, split, ordered, turned into tokens."""

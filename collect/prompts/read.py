@@ -1,0 +1,197 @@
+"""Prompts: read from any source, split, ordered and limited the same way every time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...policies.errors import InputError, close_match
+from ...policies.files.text import HALF, is_text
+from ...policies.limits import check_limits
+from .files import records
+from .presets import PLAIN, Layout, find_preset
+from .tokens import LONG, Prompt, apply_chat_template, encode, fit
+
+__all__ = ["LONG", "Choice", "Columns", "Prompt", "apply_chat_template", "encode", "fit", "read_prompts"]
+
+SIDES = ("train", "test")
+TEST_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns to read, in the place of a layout's own; and the column of answers, which is read only if named."""
+
+    prompt: str | None = None
+    group: str | None = None
+    completion: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which prompts of a source are taken, in this order: each once, those of one side, shuffled, the first few.
+
+    All of it hangs on ids and seeds alone, so that it is the same whatever the order of the source.
+
+    Attributes:
+        deduplicate: drop prompts whose text has come before.
+        side: "train" or "test"; None = both.
+        test_share: of the prompts that go to the test side.
+        split_seed: of the sides.
+        shuffle_seed: of the order; None = that of the source.
+        limit: at most so many.
+    """
+
+    deduplicate: bool = False
+    side: str | None = None
+    test_share: float = TEST_SHARE
+    split_seed: int = 0
+    shuffle_seed: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(**vars(self))
+        if self.side not in (None, *SIDES):
+            raise InputError(f"--side: expected train or test, not {self.side!r}{close_match(str(self.side), SIDES)}")
+
+    def takes(self, name: str) -> bool:
+        """Whether the prompt of this id is on the side asked for."""
+        if self.side is None:
+            return True
+        return (_fraction(self.split_seed, "side", name) < self.test_share) == (self.side == "test")
+
+
+def read_prompts(
+    source: str | Path,
+    limit: int | None = None,
+    *,
+    preset: str | None = None,
+    split: str | None = None,
+    columns: Columns = Columns(),
+    choice: Choice | None = None,
+) -> list[Prompt]:
+    """Read prompts from a JSON Lines, CSV or Parquet file, a .txt file, a data set folder, or `hf:name[:config]`.
+
+    A record without an id is known by the hash of its prompt. Blank lines are skipped. Nothing is read past what `limit`
+    needs.
+
+    Args:
+        source: see above.
+        limit: only so many; the same as in `choice`.
+        preset: name of a layout, such as "gsm8k"; by default columns are `prompt`, `id`, and `group` or `category`.
+        split: of a data set; by default that of the preset, or "train".
+        columns: in the place of the layout's.
+        choice: which prompts are taken.
+
+    Raises:
+        InputError: the source is missing or empty, or a record is not what is expected; the message says where it is.
+    """
+    choice = choice if choice is not None else Choice(limit=limit)
+    layout = find_preset(preset) if preset else PLAIN
+    found = _taken(_prompts(source, layout, split, columns), choice)
+    if choice.shuffle_seed is not None:
+        found = iter(sorted(found, key=lambda prompt: _fraction(int(choice.shuffle_seed or 0), "order", prompt.id)))
+    prompts = []
+    for prompt in found:
+        prompts.append(prompt)
+        if len(prompts) == choice.limit:
+            break
+    if not prompts:
+        if choice.side:
+            raise InputError(f"--side: no prompt of {source} is on the {choice.side} side; there are too few of them")
+        raise InputError(f'--prompts: {source} is empty; expected one JSON object with a "prompt" a line')
+    return prompts
+
+
+def _prompts(
+    source: str | Path, layout: Layout, split: str | None, columns: Columns
+) -> Iterator[tuple[str, Prompt, bool]]:
+    """Yield (place, prompt, whether its id is its own) for each record."""
+    wanted = (columns.prompt,) if columns.prompt else layout.prompt
+    for where, record in records(source, wanted[0], split):
+        system, text = _text(record, wanted, where)
+        group = _first(record, (columns.group,) if columns.group else layout.group)
+        if columns.group and columns.group not in record:
+            raise InputError(_no_column("--group", columns.group, record, where))
+        own = _first(record, layout.id)
+        name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if own is None else str(own)
+        completion = _completion(record, columns.completion, where) if columns.completion else None
+        group_name = layout.fixed_group if group is None else str(group)
+        _check_text("id", name, where)
+        _check_text("group", group_name, where)
+        yield where, Prompt(name, text, group_name, completion, system), own is not None
+
+
+def _taken(found: Iterable[tuple[str, Prompt, bool]], choice: Choice) -> Iterator[Prompt]:
+    """Yield the prompts that are taken; an id that comes twice is an error unless it goes with the same text."""
+    places: dict[str, str] = {}
+    texts: set[str] = set()
+    for where, prompt, own in found:
+        if choice.deduplicate and prompt.text in texts:
+            continue
+        if prompt.id in places:
+            other = places[prompt.id].rpartition(", ")[2]
+            hint = "; give each its own id" if own else "; --deduplicate drops prompts that come again"
+            raise InputError(f"--prompts: {where}: id {prompt.id!r} stands in {other} too{hint}")
+        places[prompt.id] = where
+        texts.add(prompt.text)
+        if choice.takes(prompt.id):
+            yield prompt
+
+
+def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the first of these columns that holds something, or None."""
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _text(record: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, str]:
+    """Return (system message, text) of a record.
+
+    The column is a text; or the turns of a conversation, of which the first is taken; or chat messages with role and
+    content, of which the first one of the user is taken, and a system message before it.
+    """
+    value, system = _first(record, names), ""
+    if isinstance(value, list) and value and all(isinstance(v, dict) and "content" in v for v in value):
+        system = next((v["content"] for v in value if v.get("role") == "system"), "")
+        value = next((v["content"] for v in value if v.get("role") == "user"), None)
+    elif isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str) or not value or not isinstance(system, str):
+        if value is None and not any(name in record for name in names):
+            raise InputError(_no_column("--column", names[0], record, where))
+        raise InputError(f'--prompts: {where}: expected an object with a non-empty string "{names[0]}"')
+    _check_text("prompt", value + system, where)
+    return system, value
+
+
+def _completion(record: Mapping[str, Any], name: str, where: str) -> str | tuple[int, ...]:
+    """Return an answer: its text, or its token ids."""
+    value = record.get(name)
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return tuple(value)
+    if not isinstance(value, str) or not value:
+        raise InputError(f'--completions: {where}: expected a non-empty string "{name}", or a list of token ids')
+    _check_text("completion", value, where)
+    return value
+
+
+def _check_text(what: str, text: str, where: str) -> None:
+    if not is_text(text):
+        raise InputError(f"--prompts: {where}: the {what} has {HALF}")
+
+
+def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) -> str:
+    names = ", ".join(map(str, record)) or "nothing"
+    return (
+        f'--prompts: {where}: expected an object with a non-empty string "{name}", but it has {names}'
+        f"{close_match(name, map(str, record))}; {option} names another column"
+    )
+
+
+def _fraction(seed: int, purpose: str, name: str) -> float:
+    """Return a number in [0, 1) that hangs on seed, purpose and prompt id alone."""
+    digest = hashlib.blake2b(f"{seed} {purpose} {name}".encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "big") / 2**64)

@@ -1,0 +1,132 @@
+"""Candidates from one transformer layer on the target's last hidden states, depth by depth (EAGLE and MTP in kind)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....policies.contract import Array
+from ...candidates import Candidates
+from ...models.cuda.transfer import upload
+from ...models.pair import ENDLESS, Pair
+from ..base import Proposal
+from .drafter import scores
+from .layer_cache import LayerCache, Row
+from .layer_network import LayerNetwork
+
+
+class LayerDrafter:
+    """Reads committed tokens with the target's states, and candidates with its own in their place.
+
+    Slot i of its cache belongs to token i + 1 of a text, beside which it reads the state of token i. What candidates leave
+    in the cache is written over: once accepted they are read again, with the target's states.
+
+    Args:
+        pair: whose target it is.
+        network: on the target's device.
+    """
+
+    layers: tuple[int, ...] = (-1,)
+    readable = ENDLESS
+    beyond = 0  # slots that candidates take and the loop does not count
+
+    def __init__(self, pair: Pair, network: LayerNetwork) -> None:
+        self._network, self._device = network, pair.device
+        self._embedding = pair.target.get_input_embeddings()
+        self._output = pair.target.get_output_embeddings()
+        self._like = network.before
+        self._keeps = False
+        self._cache = LayerCache(0, 0, 1, 1, self._like)
+        self.reserve(1, 0)
+
+    def keep_states(self) -> int:
+        """See `hidden.KeepsStates`."""
+        self._keeps = True
+        return self._network.shape.hidden
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        """See `Drafter`."""
+        shape, slots = self._network.shape, tokens + self.beyond
+        if self._cache.slots < slots or self._cache.streams != streams:
+            width = shape.hidden // shape.attention_heads
+            self._cache = LayerCache(streams, slots, shape.attention_heads, width, self._like)
+            self._rotation = self._network.rotations(slots + 1, self._device, self._like.dtype)
+        self._unread: list[list[tuple[int, Tensor]]] = [[] for _ in range(streams)]
+        self._last: list[Tensor | None] = [None] * streams  # the state of the last token that the target has read
+        self._length = [0] * streams  # slots that hold committed tokens
+        self._slot: list[dict[int, int]] = [{} for _ in range(streams)]  # of places fed this round
+        self._states: dict[tuple[int, int], Tensor] = {}  # by stream and place
+
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        self._unread[stream], self._last[stream], self._length[stream], self._slot[stream] = [], None, 0, {}
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        """See `Drafter`."""
+        assert states is not None
+        states = states.clone()  # a recorded call of the target writes over its states
+        last = self._last[stream]
+        befores = [*([] if last is None else [last]), *states[:-1]]
+        self._unread[stream] += zip(tokens[len(tokens) - len(befores) :], befores, strict=True)
+        self._last[stream] = states[-1]
+        self._slot[stream] = {}
+
+    def backlog(self) -> Array:
+        """See `Drafter`."""
+        return np.array([len(unread) + 1 for unread in self._unread])
+
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
+        """See `Drafter`."""
+        rows = []
+        for stream, here, places in zip(streams, found, feeding, strict=True):
+            depth = here.depth[places[0]]
+            read = [] if depth else self._take_unread(stream)
+            rows.append([*read, *(self._row(stream, here, place) for place in places)])
+        states = self._read(rows, streams)
+        last = [states[at, len(some) - len(places) : len(some)]
+                for at, (places, some) in enumerate(zip(feeding, rows, strict=True))]  # fmt: skip
+        for stream, places, some in zip(streams, feeding, last, strict=True):
+            self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
+        new = last[0] if len(last) == 1 else torch.cat(last)
+        return Proposal(scores(self._output(new)), None, new if self._keeps else None)
+
+    def _take_unread(self, stream: int) -> list[Row]:
+        """Return the committed tokens that are to be read, and begin a round."""
+        first, unread = self._length[stream], self._unread[stream]
+        self._unread[stream], self._slot[stream] = [], {}
+        self._length[stream] += len(unread)
+        return [Row(token, state, at, at, at, (at,)) for at, (token, state) in enumerate(unread, first)]
+
+    def _row(self, stream: int, here: Candidates, place: int) -> Row:
+        """Return the row of a candidate, in the next slot: it sees the text and its path."""
+        base, fed = self._length[stream], self._slot[stream]
+        fed[place] = slot = base + len(fed)
+        depth, above = here.depth[place], here.parent[place]
+        state = self._last[stream] if above < 0 else self._states[stream, above]
+        assert state is not None
+        path = tuple(fed[before] for before in here.path(place))
+        return Row(here.tokens[place], state, slot, base + depth, base, path)
+
+    def _read(self, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> Tensor:
+        """Return [S, n, H], the states of rows."""
+        most = max(map(len, rows))
+        full = [[*some, *[some[-1]] * (most - len(some))] for some in rows]
+        tokens = upload([[row.token for row in some] for some in full], self._device)
+        states = torch.stack([row.state for some in full for row in some]).unflatten(0, tokens.shape)
+        return self._run(self._embedding(tokens), states, rows, streams)
+
+    def _run(self, embedded: Tensor, states: Tensor, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> Tensor:
+        """Return [S, n, H] from embeddings and states [S, n, H] of rows, the last one of a stream repeated."""
+        most = embedded.shape[1]
+        positions = [[*(row.position for row in some), *[0] * (most - len(some))] for some in rows]
+        at = upload(positions, self._device)
+        self._cache.place(rows, streams)
+        out: Tensor = self._network(
+            embedded, states, (self._rotation[0][at], self._rotation[1][at]), self._cache.attend
+        )
+        return out

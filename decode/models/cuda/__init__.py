@@ -1,0 +1,1 @@
+"""Calls recorded as CUDA graphs, and numbers moved between host and device."""

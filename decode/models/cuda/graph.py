@@ -1,0 +1,310 @@
+"""A cached model whose calls are recorded: of a forward of hundreds of launches, CUDA plays one.
+
+A recording repeats what was done, at the same addresses and in the same shapes. So tokens and their place lie in fixed
+buffers, one set for each number of tokens; positions and causal mask are made of them on the device; and attention reads not
+the slots in use but the next power of two of them. Recording takes a GPU: without one the model is a plain `CachedModel`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..attention import attending_grouped
+from ..cache import CachedModel
+from ..kv_cache import SlotLayer, Slots
+from ..packed import PackedCall
+from .recorder import Recorder
+
+MOST_TOKENS = 64
+"""Longest call that is recorded. Longer ones, and prompts, come in all lengths and gain little."""
+
+LEAST_SEEN = 256
+"""Slots that attention reads at least; each next size is twice the last, so that a long text takes few recordings."""
+
+Answer = tuple[Tensor, Tensor | None]
+"""Logits and, if asked for, the last hidden states."""
+
+
+@dataclass
+class _Now:
+    """Of the call that is being made: the slots [n] that its states go to, and how many slots attention reads."""
+
+    slots: Tensor | None = None
+    seen: int = 0
+
+
+class FixedLayer(SlotLayer):
+    """Keys and values of one layer, written where `now` says; as many slots are returned as it says, used or not."""
+
+    def __init__(self, slots: Slots, now: _Now) -> None:
+        super().__init__(slots)
+        self._now = now
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states and return the first slots of the buffers; append them where nothing is said."""
+        slots, seen = self._now.slots, self._now.seen
+        if slots is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, slots, key_states)
+        self.values.index_copy_(2, slots, value_states)
+        return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
+
+
+@dataclass
+class _Call:
+    """What calls of one shape read, and how they are made; `mask` and `positions` where they are not those of a text.
+
+    `mask` is [B, 1, n, seen] boolean, `positions` [B, n].
+    """
+
+    tokens: Tensor  # [B, n]
+    start: Tensor  # []
+    rows: int
+    seen: int
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+    used: bool = False
+    play: Callable[[], Answer] | None = None
+
+
+@dataclass
+class _Packed:
+    """What packed calls of one shape read, and how they are made."""
+
+    call: PackedCall
+    mask: Tensor  # [S, 1, n, seen] boolean
+    used: bool = False
+    play: Callable[[], Answer] | None = None
+
+    def take(self, call: PackedCall, mask: Tensor) -> None:
+        """Take over the numbers of a call of this shape."""
+        own, seen = self.call, mask.shape[-1]
+        self.mask[..., :seen] = mask if mask.dtype == torch.bool else mask == 0
+        self.mask[..., seen:] = False
+        pairs: list[tuple[Any, Any]] = [
+            (own.tokens, call.tokens),
+            (own.positions, call.positions),
+            (own.wanted, call.wanted),
+        ]
+        pairs += [(own.query_positions, call.query_positions), (own.packing.stream, call.packing.stream)]
+        pairs += [(own.packing.slot, call.packing.slot), (own.packing.place, call.packing.place)]
+        for mine, new in pairs:
+            if isinstance(mine, Tensor) and isinstance(new, Tensor):
+                mine.copy_(new)
+
+    @staticmethod
+    def like(call: PackedCall, mask: Tensor, seen: int) -> _Packed:
+        """Return buffers for calls of the shape of this one, whose attention reads `seen` slots."""
+        packing = call.packing
+        place = None if packing.place is None else packing.place.clone()
+        own = replace(packing, stream=packing.stream.clone(), slot=packing.slot.clone(), place=place, seen=seen)
+        copies = {name: getattr(call, name).clone() for name in ("tokens", "positions", "query_positions")}
+        wanted = call.wanted.clone() if isinstance(call.wanted, Tensor) else call.wanted
+        wide = torch.zeros(*mask.shape[:-1], seen, dtype=torch.bool, device=mask.device)
+        return _Packed(replace(call, packing=own, wanted=wanted, **copies), wide)
+
+
+@dataclass
+class _Memory:
+    """Buffers and recordings. They outlive a `CapturedModel`, for the next one of the same model; they refer to neither.
+
+    Attributes:
+        kind: what else they depend on.
+        positions, position_at: see `CachedModel`.
+        unchecked: the model may have changed since they were recorded.
+    """
+
+    capacity: int
+    kind: tuple[object, ...]
+    recorder: Recorder
+    slots: Slots
+    positions: Tensor
+    position_at: Tensor
+    now: _Now = field(default_factory=_Now)
+    layers: list[FixedLayer] = field(default_factory=list)
+    calls: dict[tuple[int | bool, ...], _Call] = field(default_factory=dict)
+    packed: dict[tuple[int, ...], _Packed] = field(default_factory=dict)
+    unchecked: bool = False
+
+
+_KEPT: weakref.WeakKeyDictionary[PreTrainedModel, _Memory] = weakref.WeakKeyDictionary()
+"""By model the last memory that nobody uses any more: `generate`, called again, need not record again."""
+
+
+class CapturedModel(CachedModel):
+    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens behind others when they come for the second time.
+
+    Args:
+        model, capacity, vocabulary, hidden: as of `CachedModel`; the capacity is rounded up.
+        streams: as of `CachedModel`; of several the packed calls are recorded, not those of one of them.
+        recorder: of the calls; CUDA graphs by default.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        vocabulary: int,
+        hidden: bool | Sequence[int] = False,
+        streams: int = 1,
+        recorder: Callable[[torch.device], Recorder] = Recorder,
+    ) -> None:
+        kind = (vocabulary, hidden, streams, recorder, torch.is_inference_mode_enabled(), _addresses(model))
+        kept = _KEPT.pop(model, None)
+        memory = kept if kept is not None and kept.kind == kind and kept.capacity >= capacity else None
+        del kept  # before another is made
+        step = max(LEAST_SEEN, _seen(capacity) // 4)
+        super().__init__(model, memory.capacity if memory else -(-capacity // step) * step, vocabulary, hidden, streams)
+        if memory is None:
+            at = self._position_at
+            memory = _Memory(self.capacity, kind, recorder(model.device), self._slots, self._positions, at)
+            memory.layers = [FixedLayer(self._slots, memory.now) for _ in self._layers]
+        self._memory, self._layers, self._slots = memory, list(memory.layers), memory.slots
+        self._positions, self._position_at = memory.positions, memory.position_at
+        self._cache = Cache(layers=list(memory.layers))
+        self._slots.lengths[:] = [0] * streams
+        weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
+
+    def read(
+        self,
+        tokens: Tensor,
+        rows: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        stream: int = 0,
+    ) -> Tensor:
+        """Append `tokens` to a stream and return logits; see `CachedModel.read`."""
+        start, count = self.lengths[stream], tokens.shape[1]
+        if start == 0 or count > MOST_TOKENS or self.streams > 1 or not self._memory.recorder.works:
+            return super().read(tokens, rows, mask, positions, stream)
+        end = start + count
+        call = self._call(count, rows, min(_seen(end), self.capacity), mask is not None)
+        call.tokens.copy_(self._known(tokens))
+        call.start.fill_(start)
+        if call.mask is not None and call.positions is not None:
+            assert mask is not None
+            call.mask[..., :end] = mask if mask.dtype == torch.bool else mask == 0
+            call.mask[..., end:] = False
+            call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
+        logits, states = self._answer(call)
+        self._slots.lengths[0] = end
+        self.states = None if states is None else states.clone()
+        return logits.clone()  # the next call of this shape writes there again
+
+    def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+        """Record calls of (tokens, rows) in texts of these lengths; see `CachedModel.prepare`."""
+        if not self._memory.recorder.works or self.streams > 1:
+            return
+        for seen in sorted({min(_seen(length), self.capacity) for length in lengths}):
+            for count, rows in calls:
+                for start in (0, seen - count, seen - count):  # the first makes the buffers of the layers
+                    self._slots.lengths[0] = start
+                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.model.device), rows)
+        self.roll_back(0)
+
+    def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
+        """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
+        packing, recorder = call.packing, self._memory.recorder
+        if not recorder.works or call.tokens.shape[1] > MOST_TOKENS:
+            return super()._run_packed(call, mask)
+        wanted = len(call.wanted) if isinstance(call.wanted, Tensor) else 0
+        seen = min(_seen(packing.seen), self.capacity)
+        key = (call.tokens.shape[1], packing.count, wanted, seen, packing.place is None)
+        if key not in self._memory.packed:
+            self._memory.packed[key] = _Packed.like(call, mask, seen)
+        made = self._memory.packed[key]
+        made.take(call, mask)
+        if made.play is None and made.used:
+            made.play = recorder.record(lambda: self._forward_packed(made))
+        made.used = True
+        logits, states = self._forward_packed(made) if made.play is None else made.play()
+        return logits.clone(), None if states is None else states.clone()
+
+    def _forward_packed(self, made: _Packed) -> Answer:
+        return super()._run_packed(made.call, made.mask)
+
+    def _call(self, count: int, rows: int, seen: int, told: bool) -> _Call:
+        """Return the calls of a shape, `told` what they see or reading on."""
+        key = (count, rows, seen, told)
+        if key not in self._memory.calls:
+            device = self.model.device
+            tokens, positions = torch.zeros(2, 1, count, dtype=torch.int64, device=device)
+            call = _Call(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
+            if told:
+                call.mask = torch.zeros(1, 1, count, seen, dtype=torch.bool, device=device)
+                call.positions = positions
+            self._memory.calls[key] = call
+        return self._memory.calls[key]
+
+    def _answer(self, call: _Call) -> Answer:
+        """Make a call: the first time as it is, which warms up, then recorded."""
+        memory = self._memory
+        if call.play is None and call.used:
+            call.play = memory.recorder.record(lambda: self._forward(call))
+        call.used = True
+        if call.play is None:
+            return self._forward(call)
+        answer = call.play()
+        if memory.unchecked:
+            # An adapter switched on or off, a hook: nothing tells but the logits.
+            now = self._forward(call)
+            memory.unchecked = False
+            if not torch.equal(answer[0], now[0]):
+                memory.calls.clear()
+                memory.packed.clear()
+                return now
+        return answer
+
+    def _forward(self, call: _Call) -> Answer:
+        now, at = self._memory.now, self._positions[0]
+        slots = call.start + at[: call.tokens.shape[1]]
+        positions = slots[None] if call.positions is None else call.positions
+        mask = (at[: call.seen] <= slots[:, None])[None, None] if call.mask is None else call.mask
+        if self._windows:
+            self._position_at.index_copy_(1, slots, positions)
+        now.slots, now.seen = slots, call.seen
+        try:
+            with attending_grouped(self.model):
+                by_layer = self._by_layer(mask, positions, self._position_at[:, : call.seen])
+                return self._run(call.tokens, by_layer, positions, call.rows)
+        finally:
+            now.slots = None
+
+
+def _seen(slots: int) -> int:
+    """Return the next power of two, `LEAST_SEEN` at least."""
+    return max(LEAST_SEEN, 1 << max(slots - 1, 0).bit_length())
+
+
+def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
+    """Return where a model's weights lie and how it attends: recordings hold for these alone."""
+    weights = itertools.chain(model.parameters(), model.buffers())
+    return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
+
+
+def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
+    """Keep what a captured model leaves, in the place of what another has left."""
+    alive = model()
+    if alive is not None and (memory.calls or memory.packed):
+        memory.unchecked = True
+        _KEPT[alive] = memory
+
+
+def open_cache(
+    model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool | Sequence[int] = False, streams: int = 1
+) -> CachedModel:
+    """Return the cached model for S streams: one that records its calls where all of the model lies on one GPU."""
+    spread = set(getattr(model, "hf_device_map", {}).values())
+    if model.device.type == "cuda" and len(spread) < 2:
+        return CapturedModel(model, capacity, vocabulary, hidden, streams)
+    return CachedModel(model, capacity, vocabulary, hidden, streams)

@@ -1,0 +1,55 @@
+"""CUDA graphs: what a function has a device do is recorded once and played again, one launch in the place of hundreds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ....policies.errors import SpecstopWarning
+
+Out = TypeVar("Out")
+
+
+class Recorder:
+    """Records functions for one device, whichever is the current one; all of them share one pool of memory.
+
+    Attributes:
+        works: whether there is something to record on, and no recording has failed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.works = device, device.type == "cuda"
+        self._pool: Any = None
+
+    def record(self, run: Callable[[], Out]) -> Callable[[], Out] | None:
+        """Return what does as `run` does and returns the very same tensors each time; None, with a warning, where it cannot.
+
+        `run` has been called before: by then kernels are chosen and their workspaces allocated. It must wait for nothing and
+        read nothing back, so a model that does (experts that count their tokens, say) cannot be recorded.
+        """
+        try:
+            with torch.cuda.device(self._device):
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                graph = torch.cuda.CUDAGraph()
+                # A server's other threads go on allocating while this one records.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    out = run()
+        except RuntimeError as error:
+            self.works = False
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(
+                f"calls on {self._device} cannot be recorded and run as they are, which is slower ({reason})",
+                SpecstopWarning,
+                stacklevel=2,
+            )
+            return None
+
+        def play() -> Out:
+            with torch.cuda.device(self._device):
+                graph.replay()
+            return out
+
+        return play

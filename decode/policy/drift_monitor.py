@@ -1,0 +1,139 @@
+"""The live guard: is what the target accepts what the policy's calibration predicts?
+
+A learned policy says for each token it was asked about how likely the round is to get that far, S_j. If it is calibrated,
+a round that drafted k tokens has S_1 + ... + S_k of them accepted on average, whatever the policy decided along the way,
+with a variance of sum (2j - 1) S_j - (sum S_j)^2. Summed over the last rounds that gives a band for the mean; a policy
+that was trained on other texts, another pair or another temperature leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from ...policies.contract import Array, StopPolicy
+from ...policies.errors import InputError
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned.trees import TreeGain
+
+MODES = ("off", "warn", "fallback")
+WINDOW, LEAST = 200, 60
+DEVIATIONS = 4.5
+"""Half the band in standard deviations. Windows overlap and are looked at after every round: with 4.5 a policy that keeps its
+promise is called wrong in about one of a thousand texts of 10,000 rounds."""
+
+SLACK = 0.1
+"""Share of the prediction added to half the band: fitted calibrations are that far off on new prompts of the same sort."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean accepted tokens a round: as they were, and between which two values the calibration puts them."""
+
+    live: float
+    low: float
+    high: float
+    rounds: int
+
+    @property
+    def left(self) -> bool:
+        """Whether the live mean lies outside."""
+        return not self.low <= self.live <= self.high
+
+
+class AcceptanceWatch:
+    """Compares the last rounds with what was predicted for them."""
+
+    def __init__(self, window: int = WINDOW, least: int = LEAST) -> None:
+        self._least = least
+        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=window)  # mean, variance, accepted, known
+        self._survival: list[list[float]] = []  # of the round, by stream
+
+    def decided(self, depth: int, survival: Array, asked: Array) -> None:
+        """Take in S_j [S] after a decision at depth j of chains; `asked` [S] bool, the streams that it was about."""
+        if depth == 0:
+            return
+        if depth == 1:
+            self._survival = [[] for _ in asked]
+        for own, value, was_asked in zip(self._survival, survival.tolist(), asked.tolist(), strict=True):
+            if was_asked:
+                own.append(value)
+
+    def finished(self, accepted: Array, verified: Array, counts: Array) -> None:
+        """Take in how the rounds ended; tokens that the policy was not asked about are left out.
+
+        Args:
+            accepted, verified: [S] int64, min(A, k) and k.
+            counts: [S] bool, streams with a round that was not cut.
+        """
+        for stream, all_survival in enumerate(self._survival):
+            survival = all_survival[: int(verified[stream])]
+            if survival and counts[stream]:
+                mean = sum(survival)
+                square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))
+                known = len(survival)
+                self._rounds.append((mean, max(square - mean * mean, 0.0), min(int(accepted[stream]), known), known))
+        self._survival = []
+
+    def band(self) -> Band | None:
+        """Return live mean and band over the window; None before there are enough rounds."""
+        count = len(self._rounds)
+        if count < self._least:
+            return None
+        mean = math.fsum(r[0] for r in self._rounds) / count
+        spread = math.sqrt(math.fsum(r[1] for r in self._rounds)) / count
+        half = DEVIATIONS * spread + SLACK * mean
+        return Band(sum(r[2] for r in self._rounds) / count, mean - half, mean + half, count)
+
+    def conditional(self) -> float:
+        """Return the share of tokens accepted among those whose predecessors were."""
+        accepted = sum(r[2] for r in self._rounds)
+        refused = sum(r[2] < r[3] for r in self._rounds)
+        return accepted / (accepted + refused) if accepted + refused else 0.0
+
+
+def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | None:
+    """Return the watch of a policy: None where the guard is off or there is nothing to compare with.
+
+    Raises:
+        InputError: an unknown mode.
+    """
+    if mode not in MODES:
+        raise InputError(f"--guard: expected one of {', '.join(MODES)}, not {mode!r}")
+    learned = isinstance(policy, LearnedPolicy) and policy.first <= 1  # else it does not know S_1
+    learned = learned and not isinstance(policy, TreeGain)  # its state is that of a tree
+    learned = learned and not (
+        isinstance(policy, LearnedPolicy) and policy.rule.kind == "continuation"
+    )  # predicts no S
+    return AcceptanceWatch() if mode != "off" and chain and learned else None
+
+
+def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:
+    """Return the length that commits the most tokens a second at this conditional acceptance, by the policy's own profile.
+
+    Args:
+        policy: its `facts.profile` has the costs.
+        acceptance: chance of each token, given those before it.
+        otherwise: the answer where no profile was saved.
+    """
+    if not isinstance(policy, LearnedPolicy) or not policy.facts.profile:
+        return otherwise
+    try:
+        profile = Profile.from_dict(policy.facts.profile, "the policy's profile")
+    except InputError:
+        return otherwise
+    deepest = min(policy.max_depth, profile.max_depth)
+    costs = profile.chain_costs(profile.low.context, 0.0, first=deepest, depth=deepest).tolist()
+    tokens = [sum(acceptance**j for j in range(k + 1)) for k in range(deepest + 1)]
+    return max(range(deepest + 1), key=lambda k: tokens[k] / costs[k])
+
+
+def describe(policy: StopPolicy, band: Band) -> str:
+    """Return the warning: what was seen, what was predicted, what it may mean."""
+    return (
+        f"policy {policy.name}: {band.live:.2f} drafted tokens a round were accepted over the last {band.rounds} rounds, "
+        f"where its calibration predicts {max(band.low, 0.0):.2f} to {band.high:.2f}; it may have been trained on other "
+        "texts, another pair or another temperature (the text is not affected, only the speed)"
+    )

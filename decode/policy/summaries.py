@@ -1,0 +1,112 @@
+"""Row summaries of logits, wherever they lie: the compiled kernel on the host, torch operations on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.errors import PolicyError
+from ...policies.features import TOP, Drawn, Plan, Summary, summarise as summarise_arrays
+from ...policies.features.summary import NO_SCORES, Array
+
+LEAST = -87.0
+"""As in `kernels.rows`: what a masked token counts as below the largest."""
+
+
+def summarise(
+    plan: Plan,
+    logits: Tensor,
+    drawn: Drawn,
+    temperature: float,
+    sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+    best: Sequence[Sequence[float]] | Tensor | None = None,
+) -> Summary:
+    """Return the summary of rows of logits [R, V] for these features; see `policies.features.summarise`.
+
+    Args:
+        plan, logits, drawn, temperature, sampled, scores: as there.
+        best: [R, m] the largest scores in falling order, where they are known.
+
+    Raises:
+        PolicyError: noisy scores are needed, and there are none.
+    """
+    ranked = None if best is None or not plan.noisy else _array(torch.as_tensor(best))
+    if not logits.is_cpu:
+        return on_device(plan, logits, drawn, temperature, sampled, scores, ranked)
+    rows = _array(logits)
+    shaped = None if sampled is None or not plan.sampled else _array(sampled)
+    noisy = None if scores is None or not plan.noisy else rows if scores is logits else _array(scores)
+    return summarise_arrays(plan, rows, drawn, temperature, shaped, noisy, ranked)
+
+
+def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> Array:
+    """Return [B] float64, the lead of each drawn token over the likeliest token that was left out; infinite where none was.
+
+    Args:
+        untruncated: [R, V] log-weights before tokens were left out for being unlikely.
+        sampled: [R, V] behind it, -inf where a token was left out.
+    """
+    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)
+    ids = torch.from_numpy(drawn.ids).to(sampled.device)
+    lead: Array = (untruncated[ids[:, 0], ids[:, 1]] - best[ids[:, 0]]).double().cpu().numpy()
+    return lead
+
+
+def _array(values: Tensor) -> Array:
+    """Return a tensor as float32 numbers in one piece on the host; without a copy where it is that already."""
+    if values.dtype is not torch.float32 or not values.is_contiguous() or values.requires_grad:
+        values = values.detach().float().cpu().contiguous()
+    array: Array = values.numpy()
+    return array
+
+
+def on_device(
+    plan: Plan,
+    logits: Tensor,
+    drawn: Drawn,
+    temperature: float,
+    sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+    best: Array | None = None,
+) -> Summary:
+    """Return the summary of rows that lie on a device: a few operations there, and one copy to the host."""
+    rows, count = logits.float(), len(logits)
+    most, found = rows.amax(-1, keepdim=True), rows.new_zeros(count, 2)
+    top = rows.topk(min(TOP if plan.ranks > 1 else 1, rows.shape[-1]), -1).values
+    if plan.spread:
+        below = (rows - most).clamp_min(LEAST)
+        weight = below.exp()
+        total = weight.sum(-1)
+        found = torch.stack([total.log(), (total.log() - (weight * below).sum(-1) / total).clamp_min(0.0)], -1)
+    ids = torch.from_numpy(drawn.ids).to(logits.device)
+    owner, token = ids[:, 0], ids[:, 1]
+    numbers = rows.new_zeros(len(ids), 2)
+    if plan.spread:
+        plain = torch.log_softmax(rows, -1)[owner, token]
+        shaped = plain
+        if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
+            weights = rows / temperature if sampled is None else sampled.float()
+            shaped = torch.log_softmax(weights, -1)[owner, token]
+        numbers = torch.stack([plain, shaped], -1)
+    noisy = rows.new_zeros(count, 0)
+    if plan.noisy and best is None:
+        if scores is None:
+            raise PolicyError(NO_SCORES)
+        width = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
+        noisy = scores.float().topk(width, -1).values
+    packed = torch.cat([part.flatten() for part in (top, found, noisy, numbers)]).cpu().numpy()
+    parts = np.split(packed, np.cumsum([part.numel() for part in (top, found, noisy)]))
+    ranked = np.full((count, TOP), -np.inf, dtype=np.float32)
+    ranked[:, : top.shape[1]] = parts[0].reshape(count, -1)
+    if best is None:
+        best = np.full((count, max(noisy.shape[1], 2)), -np.inf, dtype=np.float32)
+        best[:, : noisy.shape[1]] = parts[2].reshape(count, -1)
+    logprob = parts[3].reshape(-1, 2).astype(np.float64)
+    path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
+    lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
+    packed_numbers = np.concatenate([logprob, path, lead], 1)
+    return Summary(ranked, parts[1].reshape(count, 2).astype(np.float64), best, packed_numbers)

@@ -1,0 +1,181 @@
+"""What a batch of a serving engine costs, and what fixed lengths are worth there: the basis of every exported table.
+
+An engine runs b requests side by side, all of one draft length. Its step is modelled as a profile: the share of one request
+in a step of b. So whatever is priced by a profile is priced for a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ...policies.errors import InputError, TraceError
+from ...policies.latency.profile import Profile
+from ...policies.latency.tables import CostTable
+from ..heads.rows import split_prompts
+from ..replay.traces.arrays import TraceArrays
+from .lengths import Walked
+
+HELD_OUT = 0.25
+FEWEST_PROMPTS = 8
+"""Below that many prompts a split would leave a handful: choice and figures then share all of them."""
+
+ASSUMPTIONS = (
+    "Weights are read once a step for the whole batch, each request's cache once for itself: what a profile shows to grow "
+    "with the context is multiplied by the batch, the rest is a function of the rows of the forward pass alone.",
+    "The seconds of a forward pass of R rows lie on the line through the profile's measured ones; beyond the most rows "
+    "measured they go on as they rise over all of them. A device whose limit lies beyond has dearer large batches than this.",
+    "A draft pass grows with its rows as it was measured for trees, else in proportion to the target's.",
+    "What runs outside the models is paid once a step for the whole batch; reading prompts, once by each request.",
+    "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "
+    "graphs and scheduler are others: ratios carry over better than rates.",
+)
+"""Of every figure by batch size."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Traces to choose on, and to say figures on.
+
+    Attributes:
+        fit, held: the same prompts are never on both, unless `note` says that there were too few to split.
+        note: how they were split.
+        is_part: both are of the same traces.
+    """
+
+    fit: TraceArrays
+    held: TraceArrays
+    note: str
+    is_part: bool = True
+
+
+def split_sides(arrays: TraceArrays, profile: Profile, held_out: TraceArrays | None = None, seed: int = 0) -> Sides:
+    """Return the traces to choose on and those to say figures on; without `held_out`, a quarter of the prompts.
+
+    Raises:
+        TraceError: the traces are not dense ones of chains, or both share prompts.
+        InputError: the profile ends before depth 1.
+    """
+    for option, side in (("--traces", arrays), ("--held-out", held_out)):
+        if side is None:
+            continue
+        if not side.tree.is_chain:
+            raise TraceError(
+                f"{option}: expected traces of chains, not of the tree {side.tree.name}; engines draft chains"
+            )
+        if not side.header.has_every_anchor:
+            raise TraceError(f"{option}: expected dense traces, in which every length can be replayed; collect them so")
+    if profile.max_depth < 1:
+        raise InputError("--profile: it ends at depth 0; measure it deeper")
+    prompts = len(set(arrays.prompt_ids))
+    if held_out is not None:
+        if shared := set(arrays.prompt_ids) & set(held_out.prompt_ids):
+            raise TraceError(f"--held-out: {len(shared)} prompts are in --traces too; split them by prompt")
+        if held_out.depth < arrays.depth:
+            raise TraceError(
+                f"--held-out: recorded to depth {held_out.depth}, but --traces to {arrays.depth}; collect both alike"
+            )
+        count = len(set(held_out.prompt_ids))
+        return Sides(arrays, held_out, f"{count} other prompts; the choice was made on {prompts}", is_part=False)
+    if prompts < FEWEST_PROMPTS:
+        note = f"all {prompts} prompts, which the choice was made on as well: too few to hold some out"
+        return Sides(arrays, arrays, note)
+    fit, held = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
+    counts = [len(set(side.prompt_ids)) for side in (fit, held)]
+    return Sides(fit, held, f"{counts[1]} held-out prompts; the choice was made on the other {counts[0]}")
+
+
+def measured_rows(profile: Profile) -> int:
+    """Return the most rows of a target's forward pass that the profile has timed."""
+    trees = [n for n, _ in (*profile.low.tree_verify_s, *profile.high.tree_verify_s)]
+    return max(profile.max_depth, *trees) + 1 if trees else profile.max_depth + 1
+
+
+def batch_profile(profile: Profile, batch: int) -> Profile:
+    """Return what one request has to pay of each step in a batch of `batch`; see `ASSUMPTIONS`. Of 1: the profile itself."""
+    if batch < 1:
+        raise InputError(f"batch: expected 1 or more requests, not {batch}")
+    if batch == 1:
+        return profile
+    tables = (profile.low, profile.high)
+    span = profile.high.context - profile.low.context
+    filled = profile.padded()
+
+    def parts(low: float, high: float) -> tuple[float, float]:
+        """Return (seconds without any context, seconds per token of it)."""
+        slope = max((high - low) / span, 0.0) if span else 0.0
+        return low - slope * profile.low.context, slope
+
+    verify = [parts(*(table.verify_s[n] for table in tables)) for n in filled]
+    points = [(n + 1, fixed) for n, (fixed, _) in enumerate(verify)]
+    wide = dict(profile.low.tree_verify_s), dict(profile.high.tree_verify_s)
+    beyond = sorted(n for n in wide[0] if n in wide[1] and n > profile.max_depth)
+    weights = _Line([*points, *((n + 1, parts(wide[0][n], wide[1][n])[0]) for n in beyond)])
+    growth = _draft_growth(profile, weights, batch)
+
+    def scaled(table: CostTable) -> CostTable:
+        shares = [
+            weights.rise(batch * (n + 1), n + 1, fixed) / batch + slope * table.context
+            for n, (fixed, slope) in enumerate(verify)
+        ]
+
+        def draft(low: float, high: float) -> float:
+            fixed, slope = parts(low, high)
+            return fixed * growth / batch + slope * table.context
+
+        one = draft(*(t.draft_s[0] for t in tables))
+        further = table.draft_s[1] - table.draft_s[0]
+        later = draft(*(t.later_s for t in tables))
+        second = draft(*(t.later_s if t.second_draft_s is None else t.second_draft_s for t in tables))
+        return CostTable(
+            table.context, (one, one + further), table.draft_token_s, tuple(shares), later, second_draft_s=second
+        )
+
+    return dataclasses.replace(
+        profile,
+        low=scaled(profile.low),
+        high=scaled(profile.high),
+        step_s=profile.step_s / batch,
+        round_s=profile.round_s / batch,
+        tree_outside_s=None,
+    )
+
+
+class _Line:
+    """Seconds by rows: between the points linear, beyond them as they rise over all."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        self._x, self._y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+        rows = self._x[-1] - self._x[0]
+        self._slope = max(float(self._y[-1] - self._y[0]) / rows, 0.0) if rows else 0.0
+
+    def __call__(self, rows: float) -> float:
+        inside = float(np.interp(rows, self._x, self._y))
+        return inside + self._slope * max(rows - float(self._x[-1]), 0.0)
+
+    def rise(self, rows: int, known: int, seconds: float) -> float:
+        """Return the seconds of `rows` where those of `known` rows are `seconds`; never less than these."""
+        return max(seconds + self(rows) - self(known), seconds)
+
+
+def _draft_growth(profile: Profile, weights: _Line, batch: int) -> float:
+    """Return how much longer a draft pass of `batch` rows takes than one of a single row."""
+    rows = profile.low.tree_draft_s
+    line = _Line(rows) if len(rows) > 1 else weights
+    one = line(1)
+    return max(line(batch) / one, 1.0) if one > 0 else 1.0
+
+
+def batch_seconds(walked: Walked, profile: Profile, sizes: Sequence[int]) -> dict[int, Tensor]:
+    """Return, by batch size, [C, S] seconds of the runs: each request's share of the engine's time.
+
+    Args:
+        walked: runs, such as all fixed lengths.
+        profile: of one request.
+        sizes: batch sizes.
+    """
+    return {size: walked.seconds(batch_profile(profile, size)) for size in sizes}

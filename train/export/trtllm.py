@@ -1,0 +1,115 @@
+"""TensorRT-LLM's draft lengths by batch size, computed from traces and a profile.
+
+`draft_len_schedule` maps the last batch size of a range to its length: {4: 4, 8: 2} is 4 tokens up to 4 requests, 2 up to 8,
+and none beyond (`tensorrt_llm/llmapi/llm_args.py`). Older versions read the keys as the first size of a range, and want one
+for 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...collect.store.folder import Trace
+from ...policies.contract import StopPolicy
+from ...policies.latency.profile import Profile
+from ...policies.progress import Progress, silent
+from .folder import Export, caveats, claimed, find_sizes, write_export
+from .page import alone_table, page_text, policy_loss
+from .serving import ASSUMPTIONS, measured_rows
+from .vllm import Range, by_batch, choose_ranges, sizes_table
+
+CONFIG, OLDER = "speculative_config.yaml", "speculative_config-older.yaml"
+
+
+def deploy_trtllm(
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    policy: StopPolicy | None = None,
+    *,
+    max_batch: int = 256,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write TensorRT-LLM's speculative config with the fastest fixed length for each batch size.
+
+    Args:
+        traces: dense training traces of chains.
+        profile: latency of one request; `batch_profile` says how it is scaled.
+        out: folder for the two configurations, `README.md` and `figures.json`.
+        policy: whose loss is to be stated.
+        max_batch: the largest batch looked at; larger ones decode without drafts.
+        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
+        seed: of split and bootstrap.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InputError: `out` is not empty, or `max_batch` is below 1.
+        TraceError: the traces are not dense ones of chains.
+    """
+    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
+    sizes = find_sizes(max_batch)
+    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    ranges = choose_ranges(export, sizes)
+    alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
+    batches = by_batch(export, ranges, sizes)
+    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
+    draft = traces.header.draft
+    files = {
+        CONFIG: yaml.safe_dump({"speculative_config": config(draft, ranges, schedule(ranges))}, sort_keys=False),
+        OLDER: yaml.safe_dump({"speculative_config": config(draft, ranges, older_schedule(ranges))}, sort_keys=False),
+    }
+    return write_export(folder, "trtllm", files, page(export, ranges, alone, batches), figures)
+
+
+def schedule(ranges: Sequence[Range]) -> dict[int, int]:
+    """Return the lengths by the last batch size that each is good for."""
+    return {last: length for _, last, length in ranges}
+
+
+def older_schedule(ranges: Sequence[Range]) -> dict[int, int]:
+    """Return the lengths by the first batch size that each is good for."""
+    return {first: length for first, _, length in ranges}
+
+
+def config(draft: str, ranges: Sequence[Range], lengths: Mapping[int, int]) -> dict[str, Any]:
+    """Return what `speculative_config` takes, for a draft model."""
+    return {
+        "decoding_type": "Draft_Target",
+        "speculative_model": draft,
+        "max_draft_len": max(1, *(length for *_, length in ranges)),
+        "draft_len_schedule": dict(lengths),
+    }
+
+
+def page(export: Export, ranges: Sequence[Range], alone: Mapping[str, Any], batches: Mapping[str, Any]) -> str:
+    """Return the README."""
+    use = (
+        f"```console\ntrtllm-serve TARGET --backend pytorch --extra_llm_api_options {CONFIG}\n```\n\n"
+        f"Keys of `draft_len_schedule` are the last batch size that a length is good for; beyond {ranges[-1][1]} requests "
+        f"nothing is drafted. In older versions they are the first one: `{OLDER}` (it needs the length of one request to be "
+        "the largest). For other drafters change `decoding_type`, and only if the traces are of that drafter. "
+        "`max_concurrency` excludes the table, and `acceptance_length_threshold` switches speculation off for good: leave "
+        "both out. Names were read in the published sources; TensorRT-LLM was not run here."
+    )
+    lost = [
+        "The stop policy itself. TensorRT-LLM gives all requests of a step one length, by their number.",
+        policy_loss(alone),
+    ]
+    what = (
+        "Draft lengths by batch size for TensorRT-LLM: the fixed lengths with the highest replayed throughput under the "
+        "latency profile, scaled to each batch."
+    )
+    tables = [alone_table(alone), sizes_table(export, batches)]
+    assumed = [*ASSUMPTIONS, *caveats(export)]
+    return page_text("Draft lengths for TensorRT-LLM", what, use, tables, lost, assumed, export.facts())

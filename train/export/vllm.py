@@ -1,0 +1,207 @@
+"""vLLM's table of draft lengths by batch size, computed from traces and a profile.
+
+vLLM takes one draft length for all requests of a step and lets it depend on their number alone: ranges (first, last, K),
+both ends included, the first from 1 on, none overlapping; sizes behind the last range keep its K, and no K is above
+`num_speculative_tokens` (`vllm/v1/spec_decode/dynamic/utils.py` and `vllm/config/speculative.py` of 0.33.0).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...collect.store.folder import Trace
+from ...policies.contract import StopPolicy
+from ...policies.latency.profile import Profile
+from ...policies.progress import Progress, silent
+from .acceptance import fit_acceptance
+from .by_batch import choose_lengths
+from .folder import Export, caveats, claimed, find_sizes, write_export
+from .page import alone_table, grid_text, page_text, policy_loss
+from .proposer import proposer_files, proposer_use
+from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
+
+CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
+VERSION = "0.33.0"
+"""Whose parser the file was held against."""
+
+Range = tuple[int, int, int]
+
+
+def deploy_vllm(
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    policy: StopPolicy | None = None,
+    *,
+    max_batch: int = 256,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write vLLM's speculative configs: the policy itself, and the fastest fixed length for each batch size.
+
+    Args:
+        traces: dense training traces of chains.
+        profile: latency of one request; `batch_profile` says how it is scaled.
+        out: folder for `speculative_config.json`, `acceptance.json`, `README.md` and `figures.json`; with a policy that vLLM
+            can run also `proposer.json`, `additional_config.json` and the policy.
+        policy: to run there, and whose loss under the table is to be stated.
+        max_batch: the largest batch looked at; larger ones keep its length.
+        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
+        seed: of split and bootstrap.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InputError: `out` is not empty, or `max_batch` is below 1.
+        TraceError: the traces are not dense ones of chains.
+    """
+    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
+    sizes = find_sizes(max_batch)
+    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    ranges = choose_ranges(export, sizes)
+    config = speculative_config(ranges, traces.header.draft)
+    alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
+    batches = by_batch(export, ranges, sizes)
+    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
+    files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
+        files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
+    own = {} if policy is None else proposer_files(policy, traces.header, export.depth, folder)
+    page = page_of(export, config, alone, batches, proposer_use(policy, own))
+    return write_export(folder, "vllm", {**files, **own}, page, figures)
+
+
+def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
+    """Return (first, last, K) by rising batch size."""
+    ranges: list[Range] = []
+    for at, (size, length) in enumerate(choose_lengths(export, sizes).items()):
+        last = sizes[at + 1] - 1 if at + 1 < len(sizes) else size
+        if ranges and ranges[-1][2] == length:
+            ranges[-1] = (ranges[-1][0], last, length)
+        else:
+            ranges.append((size, last, length))
+    return ranges
+
+
+def speculative_config(ranges: Sequence[Range], draft: str) -> dict[str, Any]:
+    """Return what `--speculative-config` takes. Where no length pays, 1 stands for the least that it accepts."""
+    return {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": max(1, *(length for *_, length in ranges)),
+        "num_speculative_tokens_per_batch_size": [list(entry) for entry in ranges],
+    }
+
+
+def length_at(ranges: Sequence[Range], size: int) -> int:
+    """Return K for a batch size, as the engine looks it up."""
+    return [length for first, _, length in ranges if first <= size][-1]
+
+
+def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the held-out figures by batch size, and those of all sizes together, each with as many tokens."""
+    found = batch_seconds(export.held_fixed, export.profile, sizes)
+    fit = batch_seconds(export.fit_fixed, export.profile, sizes)
+    common = int(sum((fit[size].sum(1) for size in sizes), torch.zeros(export.depth + 1)).argmin())
+    lines = []
+    for size in sizes:
+        length = length_at(ranges, size)
+        spent = found[size].sum(1)
+        plain, mine, same = (float(spent[k]) for k in (0, length, common))
+        lines.append(
+            {
+                "batch": size,
+                "length": length,
+                "rows": size * (length + 1),
+                "to_plain": plain / mine,
+                "to_common": same / mine,
+                "to_best_here": float(spent.min()) / mine,
+            }
+        )
+
+    mixed = sum(
+        export.spent(
+            [export.held_fixed.rounds(length) for length in (length_at(ranges, size), 0, common)],
+            partial(batch_profile, batch=size),
+        )
+        for size in sizes
+    )
+    table, plain, same = np.asarray(mixed).T
+    return {
+        "batches": lines,
+        "common_length": common,
+        "mix_to_plain": export.held_boot.interval(plain / table),
+        "mix_to_common": export.held_boot.interval(same / table),
+    }
+
+
+def sizes_table(export: Export, batches: Mapping[str, Any]) -> str:
+    """Return what lengths by batch size bring, as a table with a sentence before it."""
+    common, rows = batches["common_length"], measured_rows(export.profile)
+    lines = [
+        (
+            f"{line['batch']}",
+            f"{line['length']}",
+            f"{line['to_plain']:.3f}",
+            f"{line['to_common']:.3f}",
+            "" if line["rows"] <= rows else "extrapolated",
+        )
+        for line in batches["batches"]
+    ]
+    plain, same = batches["mix_to_plain"], batches["mix_to_common"]
+    return (
+        "By batch size, all requests of a batch under one length, on the same prompts. Over all these sizes together, as "
+        f"many tokens at each, {plain.text()} times plain decoding and {same.text()} times one length for "
+        f"all sizes ({common}, the fastest):\n\n"
+        + grid_text(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
+    )
+
+
+def page_of(
+    export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], batches: Mapping[str, Any], own: str
+) -> str:
+    """Return the README; `own` says how the policy itself runs there."""
+    use = (
+        f"{own}\n\nThe table of lengths, for setups that cannot take a class:\n\n"
+        '```console\nvllm serve TARGET --speculative-config "$(cat speculative_config.json)"\n```\n\n'
+        f"`model` is the draft of the traces (`{config['model']}`): change it to where vLLM finds it. For an EAGLE, MTP or "
+        "other drafter change `method` as well, and only if the traces are of that drafter. vLLM drops the "
+        f"table under data parallelism. The parser of vLLM {VERSION} accepts the file; versions without "
+        "`num_speculative_tokens_per_batch_size` do not. Under Model Runner V2 a draft model drafts the full length and the "
+        "surplus is blanked: there the table saves verification, not drafting; eagle and mtp draft what it says.\n\n"
+        f"For `adaptive_verification` (Model Runner V2, CUDA): `SPECSTOP_VLLM_ACCEPTANCE={ACCEPTANCE} vllm serve ...` begins "
+        "with acceptance as it was on the traces instead of vLLM's one cold start for all models."
+    )
+    lost = [
+        "With the table, the stop policy itself. vLLM gives all requests of a step one length, by their number: it looks "
+        "neither at the text nor at the draft's probabilities, and no head, calibration or rule is carried over.",
+        policy_loss(alone),
+        "Nothing is known here about larger batches under the policy: with lengths of its own for each request it could gain "
+        "more there or less.",
+    ]
+    assumed = [*ASSUMPTIONS, *caveats(export)]
+    what = (
+        "Draft lengths by batch size for vLLM: the fixed lengths with the highest replayed throughput under the latency "
+        "profile, scaled to each batch. A larger batch drafts no longer than a smaller one unless that is clearly faster."
+    )
+    return page_text(
+        "Draft lengths for vLLM",
+        what,
+        use,
+        [alone_table(alone), sizes_table(export, batches)],
+        lost,
+        assumed,
+        export.facts(),
+    )

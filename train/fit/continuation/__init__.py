@@ -1,0 +1,1 @@
+"""Fitting the value of drafting on."""

@@ -1,0 +1,171 @@
+"""`train --rule continuation`: traces in, a policy whose head says what drafting on is worth."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....policies.errors import InputError
+from ....policies.heads.build import Head
+from ....policies.latency.profile import Profile
+from ....policies.latency.tables import Price
+from ....policies.learned.continuation import ContinuationPolicy, head_names, remembered
+from ....policies.progress import Progress, silent
+from ....policies.rules.chains import Continuation
+from ...heads.crossfit import prompt_folds
+from ...heads.kinds.continuation import VALUE_FITTERS, ValueRows
+from ...replay.bounds.cost_to_go import Played, ToGo
+from ...replay.run import replay
+from ...replay.traces.arrays import TraceArrays, seen_features
+from ..policy_iteration import MOST_ROUNDS, Settled, Turn, refit
+from .values import FOLDS, LATEST, UNVISITED, backward, value_rows
+
+MARGINS = (-0.05, 0.0, 0.05)
+"""Tokens that drafting on must be expected to save, tried around none."""
+
+_State = tuple[Tensor, Played]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """First decision, deepest draft and margin that replay fastest with given values, and what rounds they make."""
+
+    first: int
+    deepest: int
+    margin: float
+    lengths: Tensor
+    asked: Tensor
+
+
+def fit_continuation(
+    arrays: TraceArrays,
+    held: TraceArrays,
+    profile: Profile,
+    names: Sequence[str],
+    kind: str,
+    *,
+    name: str,
+    seed: int = 0,
+    rounds: int = MOST_ROUNDS,
+    margins: Sequence[float] = MARGINS,
+    remembers: bool = True,
+    starts: bool = True,
+    progress: Progress = silent,
+) -> Settled[ContinuationPolicy]:
+    """Fit a continuation policy, replay it, and fit it again on what it visits.
+
+    Args:
+        arrays: training traces.
+        held: of other prompts, where the best round is chosen.
+        profile: what rounds and this policy's decisions cost.
+        names: features of the head; with `depth` one head serves all depths.
+        kind: of head, see `VALUE_FITTERS`.
+        name: of the policy.
+        seed: of folds and fits.
+        rounds: most fits.
+        margins: tokens that must be expected to be saved; the fastest is taken.
+        remembers: the head reads the features of the depth before too.
+        starts: where a round ends counts as the text has it, the start of the next one included; else each token still to
+            come counts the same, which says less and wavers less.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: no head of that kind has a value.
+        TraceError: the traces are not dense ones of chains.
+    """
+    if kind not in VALUE_FITTERS:
+        raise InputError(f"--head: rule continuation has heads {', '.join(VALUE_FITTERS)}, not {kind}")
+    togo, folds = ToGo(arrays, profile), prompt_folds(arrays, FOLDS, seed)
+    price = profile.decision(name.partition(":")[0])
+    every = torch.arange(len(togo.bound))
+    inner = folds.of[togo.sequence]
+
+    columns = head_names(names, Continuation(remembers=remembers))
+    places = remembered(names) if remembers else []
+
+    def fit(state: _State, number: int) -> Turn[_State, ContinuationPolicy]:
+        progress("fit, replay, refit", number, rounds)
+        value, played = state
+        seen = seen_features(arrays, names, every, played.history)
+        weight = played.visits.float().clamp_min(UNVISITED)
+        stages = backward(togo, with_memory(seen, places, 0), folds, weight, value, price, seed)
+        seen = with_memory(seen, places, stages.first)
+        rows = value_rows(stages, togo, seen, played.visits)
+        head = _fitted(kind, rows, inner[rows_of(togo, stages.first)], columns, seed)
+        firsts = (stages.first,) if places else range(LATEST + 1)
+        chosen = choose(togo, values(head, seen), price, margins, firsts)
+        rule = Continuation(chosen.margin, chosen.first, remembers)
+        policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
+        decided_s = price.of(chosen.asked.numpy())
+        after = togo.play(chosen.lengths, decided_s)
+        onward = going(chosen.lengths, decided_s)
+        return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
+
+    going = togo.value if starts else togo.level
+    length, start = togo.fixed()
+    value = going(torch.full_like(togo.bound, length))
+    settled = refit(fit, (value, start), start.visits, rounds)
+    progress("fit, replay, refit", rounds, rounds)
+    return settled
+
+
+def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
+    """Return [N, K + 1, F + M], `seen` and after it the columns at `places` of the depth before; 0 up to depth `first`."""
+    if not places:
+        return seen
+    before = torch.nn.functional.pad(seen[:, :-1, list(places)], (0, 0, 1, 0))
+    before[:, : first + 1] = 0.0
+    return torch.cat([seen, before], -1)
+
+
+def rows_of(togo: ToGo, first: int) -> Tensor:
+    """Return [M], the anchors of `values.value_rows` in their order."""
+    depth = torch.arange(togo.depth)[None]
+    return ((togo.bound[:, None] > depth) & (depth >= first) & ~togo.arrays.cut[:, None]).nonzero()[:, 0]
+
+
+def _fitted(kind: str, rows: ValueRows, fold: Tensor, names: Sequence[str], seed: int) -> Head:
+    return VALUE_FITTERS[kind](rows.part(fold != 0), rows.part(fold == 0), names, seed)
+
+
+def values(head: Head, seen: Tensor) -> Tensor:
+    """Return [N, K] float64, what a head expects drafting on to save, in tokens, from [N, K + 1, F]."""
+    found = [head.scores(np.ascontiguousarray(seen[:, j].numpy()), j)[:, 1] for j in range(seen.shape[1] - 1)]
+    return torch.from_numpy(np.stack(found, 1))
+
+
+def choose(togo: ToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
+    """Return the settings of the rule that decode the traces fastest.
+
+    Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
+    """
+    depths = sorted({*range(4, togo.depth, 2), togo.depth})
+    best: tuple[float, Chosen] | None = None
+    for first, deepest, margin in itertools.product(firsts, depths, margins):
+        if first >= deepest:
+            continue
+        lengths, asked = rounds_of(togo, value, first, deepest, margin)
+        seconds = float(togo.play(lengths, price.of(asked.numpy())).seconds.sum())
+        if best is None or seconds < best[0]:
+            best = seconds, Chosen(first, deepest, margin, lengths, asked)
+    assert best is not None
+    return best[1]
+
+
+def rounds_of(togo: ToGo, value: Tensor, first: int, deepest: int, margin: float) -> tuple[Tensor, Tensor]:
+    """Return [N] lengths and [N] decisions of rounds that draft on while `value` is above `margin`."""
+    bound = togo.bound.clamp(max=deepest)
+    going = torch.ones_like(bound, dtype=torch.bool)
+    length, asked = torch.zeros_like(bound), torch.zeros_like(bound)
+    for j in range(deepest):
+        going = going & (bound > j)
+        if j >= first:
+            asked += going
+            going = going & (value[:, j] > margin)
+        length += going
+    return length, asked

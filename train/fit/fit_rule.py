@@ -1,0 +1,97 @@
+"""Giving a policy its stop rule: a threshold as given, the threshold that replays fastest, or the rule derived from costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...policies.errors import InputError, close_match
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.rules.chains import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
+from ..replay.traces.arrays import TraceArrays, typical_context
+from .rates import Rates, replayed_rates
+from .tuning.rates import THRESHOLDS, solve_rate
+
+FINER = (-0.025, -0.0125, 0.0125, 0.025)
+"""Tried around the best of `THRESHOLDS`."""
+
+RULES: dict[str, Callable[[float], Rule]] = {
+    "derived": lambda threshold: Derived([threshold], 1),
+    "survival": lambda threshold: Threshold("survival", threshold),
+    "step": lambda threshold: Threshold("step", threshold),
+    "any": AnyFork,
+    "continuation": Continuation,
+}
+"""Each rule by name, from a threshold; those of the derived rule are solved."""
+
+
+def check_rule(kind: str, threshold: float | None = None) -> None:
+    """Refuse an unknown rule, or a threshold that it cannot have."""
+    if kind not in RULES:
+        known = ", ".join([*RULES][:-1]) + f" or {[*RULES][-1]}"
+        raise InputError(f"--rule: expected {known}, not {kind!r}{close_match(kind, RULES)}")
+    if threshold is not None and kind != "derived":
+        RULES[kind](threshold)
+
+
+def is_tuned(kind: str, threshold: float | None) -> bool:
+    """Whether the rule is settled by replay."""
+    return kind == "derived" or threshold is None
+
+
+def passing_rule(
+    policy: LearnedPolicy,
+    kind: str,
+    threshold: float | None,
+    arrays: TraceArrays,
+    profile: Profile,
+    acceptance: Sequence[float],
+    rho: float,
+) -> Rule:
+    """Return a rule near the one that `ruled` will find, without a search: for the rounds that such a policy visits.
+
+    Arguments as there, and `rho`, the rate of the best fixed length.
+    """
+    if threshold is not None and not is_tuned(kind, threshold):
+        return RULES[kind](threshold)
+    costs = profile.chain_costs(typical_context(arrays), profile.decision(policy.cost_name), 1, policy.max_depth)
+    return Derived(derived_thresholds(rho, costs, acceptance), 1)
+
+
+def ruled(
+    policy: LearnedPolicy,
+    kind: str,
+    threshold: float | None,
+    arrays: TraceArrays,
+    profile: Profile,
+    acceptance: Sequence[float],
+    published: Sequence[float] = (),
+    rates: Rates | None = None,
+) -> tuple[LearnedPolicy, float]:
+    """Return the policy under its rule, and rho of a derived one (else 0).
+
+    Args:
+        policy: head and calibration.
+        kind: of `RULES`.
+        threshold: None = the one that replays fastest, on a grid of 19 and then 4 around the best.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        acceptance: a_1..a_K of the training traces.
+        published: thresholds, the only ones that are tried where there are some.
+        rates: of policies; by default on `arrays`.
+    """
+    rates = rates or replayed_rates(arrays, profile)
+    if kind == "derived":
+        return solve_rate(policy, arrays, profile, acceptance, rates=rates)
+    if threshold is not None:
+        return policy.with_rule(RULES[kind](threshold)), 0.0
+    if published:
+        return policy.with_rule(RULES[kind](_fastest(policy, kind, published, rates))), 0.0
+    best = _fastest(policy, kind, THRESHOLDS, rates)
+    near = [t for t in (best, *(best + step for step in FINER)) if 0.0 < t < 1.0]
+    return policy.with_rule(RULES[kind](_fastest(policy, kind, near, rates))), 0.0
+
+
+def _fastest(policy: LearnedPolicy, kind: str, thresholds: Sequence[float], rates: Rates) -> float:
+    found = rates([policy.with_rule(RULES[kind](t)) for t in thresholds])
+    return thresholds[found.index(max(found))]

@@ -1,0 +1,1 @@
+"""Fitting the learned policy of trees."""

@@ -1,0 +1,68 @@
+"""Which tree a policy should draft: policies fitted on sub-trees of the recorded one, the fastest on held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....policies.latency.profile import Profile
+from ....policies.learned.trees import TreeGain
+from ....policies.progress import Progress, silent
+from ...heads.crossfit import Folds
+from ...replay.traces.arrays import TraceArrays
+from ...replay.traces.subtrees import likeliest_nodes, on_subtree
+from .fit import TreePlan, fit_tree
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """A policy and the tree that it was fitted for.
+
+    Attributes:
+        nodes: of the recorded tree.
+        arrays: the trace as that tree would have recorded it.
+        policy, files, metrics: see `fit_tree`.
+    """
+
+    nodes: list[int]
+    arrays: TraceArrays
+    policy: TreeGain
+    files: dict[str, bytes]
+    metrics: dict[str, Any]
+
+
+def choose_tree(
+    plan: TreePlan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    sizes: Sequence[int],
+    depth: int | None = None,
+    progress: Progress = silent,
+) -> TreeChoice:
+    """Return the policy of the sub-tree that is fastest on the prompts held out.
+
+    What is drawn and not verified takes time too, so that a smaller tree may serve better than all that was recorded.
+
+    Args:
+        plan: what to fit.
+        arrays: a trace of a large tree (`subtrees.likely_tree`).
+        folds: of the prompts.
+        profile: what rounds cost.
+        sizes: nodes of the sub-trees of most acceptance that are tried; one of as many as were recorded is the whole.
+        depth: of these trees at most.
+    """
+    best: TreeChoice | None = None
+    for done, size in enumerate(sizes):
+        progress("choose a tree", done, len(sizes))
+        whole = size >= arrays.tree.nodes
+        nodes = list(range(arrays.tree.nodes)) if whole else likeliest_nodes(arrays, size, depth or arrays.depth)
+        part = arrays if whole else on_subtree(arrays, nodes)
+        found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile))
+        if best is None or found.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
+            best = found
+    progress("choose a tree", len(sizes), len(sizes))
+    if best is None:
+        raise ValueError("sizes: expected at least one")
+    return best

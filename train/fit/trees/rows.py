@@ -1,0 +1,111 @@
+"""Training rows of the learned tree policy: the nodes whose path was accepted so far, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....collect.schema import NO_TOKEN
+from ....decode.topology import Topology
+from ....policies.errors import TraceError
+from ....policies.heads.base import Array
+from ....policies.heads.build import Head
+from ...heads.rows import FitRows, Visits
+from ...replay.traces.arrays import TraceArrays, seen_features
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """M rows (anchor, node); the node of depth 0 is the anchor itself.
+
+    Attributes:
+        rows: what heads are fitted on; `followed` is whether the best child was accepted.
+        rank: [M] of the node among its siblings.
+        children: [M, R] bool, which child was accepted, by rank.
+        width: [M] number of children.
+        group: [M] the number of the prompt.
+    """
+
+    rows: FitRows
+    rank: Tensor
+    children: Tensor
+    width: Tensor
+    group: Tensor
+
+    @property
+    def known(self) -> Tensor:
+        """[M] bool, accepted nodes that have children."""
+        return self.rows.followed_known
+
+
+def node_ranks(tree: Topology) -> list[int]:
+    """Return by row of the topology its rank among its siblings; 0 for roots."""
+    ranks = [0] * len(tree)
+    for below in tree.children:
+        for rank, row in enumerate(below):
+            ranks[row] = rank
+    return ranks
+
+
+def level_scores(head: Head, seen: Array, level: Sequence[int], depth: int) -> Array:
+    """Return [R, B, 2] float64, a head's scores of the B nodes `level` of a depth, from what is seen [R, N + 1, F]."""
+    rows = np.ascontiguousarray(seen[:, level])
+    return head.scores(rows.reshape(len(seen) * len(level), rows.shape[-1]), depth).reshape(len(seen), len(level), 2)
+
+
+def accepted_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
+    """Return [R, N + 1] bool, the anchors and the nodes that the target accepts, at these rows."""
+    chain = torch.arange(arrays.depth) < arrays.accepted[row][:, None]
+    path = chain if arrays.path is None else arrays.path[row]
+    return torch.cat([torch.ones(len(row), 1, dtype=torch.bool), path], 1)
+
+
+def askable_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
+    """Return [R, N + 1] bool, the nodes that a policy can be asked about: without a gap or an end of text on the path."""
+    there = torch.ones(len(row), len(arrays.tree), dtype=torch.bool)
+    there[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
+    for node, above in enumerate(arrays.tree.parent[1:], 1):
+        there[:, node] &= there[:, above]
+    return there
+
+
+def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> TreeRows:
+    """Return the training rows of the rounds visited: the anchor, and the children of every accepted node.
+
+    Raises:
+        TraceError: no round was visited.
+    """
+    if not len(visited.row):
+        raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
+    tree = arrays.tree
+    seen = seen_features(arrays, features, visited.row, visited.history)
+    accepted = accepted_nodes(arrays, visited.row)
+    above = torch.tensor([max(parent, 0) for parent in tree.parent])
+    use = accepted[:, above] & askable_nodes(arrays, visited.row)
+    most = max(len(below) for below in tree.children)
+    below = torch.zeros(len(tree), most, dtype=torch.int64)
+    there = torch.zeros(len(tree), most, dtype=torch.bool)
+    for row, rows in enumerate(tree.children):
+        below[row, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
+        there[row, : len(rows)] = True
+    children = accepted[:, below] & there  # [R, N + 1, most]
+    width = there.sum(1).expand(len(seen), -1)
+    depth, rank = (torch.tensor(v).expand(len(seen), -1) for v in (tree.depth, node_ranks(tree)))
+    group = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[visited.row]
+    fitted = FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
+    return TreeRows(fitted, rank[use], children[use], width[use], group[:, None].expand_as(use)[use])
+
+
+def rank_acceptance(rows: TreeRows) -> tuple[float, ...]:
+    """Return a_1..a_K, the chance by depth that the best child of an accepted node is accepted."""
+    known, deepest = rows.rows.followed_known, int(rows.rows.depth.max())
+    out: list[float] = []
+    for depth in range(deepest):
+        use = known & (rows.rows.depth == depth)
+        total = int(use.sum())
+        out.append(float(rows.rows.followed[use].double().mean()) if total else (out[-1] if out else 0.0))
+    return tuple(out)

@@ -1,0 +1,104 @@
+"""Prices of the learned tree policy: seconds from a profile, and the rate that turns them into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ....policies.latency.profile import Profile
+from ....policies.latency.tables import Price
+from ....policies.learned.trees import TreeGain
+from ....policies.rules.trees import MOST_NODES
+from ...replay.run import replay
+from ...replay.traces.arrays import TraceArrays, typical_context
+
+AHEAD = (0.0, 0.5, 0.8, 1.0)
+FIRST = (1, 0, 2, 3)
+"""Depths of the first decision that are tried."""
+
+FLOORS, UNHARMED = (0.1, 0.05, 0.03, 0.02, 0.01), 1e-3
+"""Floors that are tried, and what share of the rate one may cost: the time that fewer branches take is not in that rate."""
+
+SETTLED = 3e-3
+ROUNDS = 4
+
+
+def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[str, Any]:
+    """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
+
+    Args:
+        arrays: a trace of trees, or of chains, whose rounds cost less.
+        profile: what rounds cost.
+        price: of decisions.
+    """
+    tree = arrays.tree
+    outside = None if tree.is_chain else profile.tree_outside_s
+    _, per_step, per_token = outside or (profile.round_s, profile.step_s, 0.0)
+    branches = sum(bool(below) for below in tree.children)
+    below = tree.nodes / max(branches, 1)
+    between = partial(profile.between, typical_context(arrays))
+    (opening,) = between(lambda table: table.draft_s[:1])
+    if tree.is_chain:
+        padded = profile.padded()[: tree.nodes + 1]
+        drafts = between(lambda table: [table.later_s])
+        verify = between(lambda table: [table.verify_s[n] for n in padded])
+    else:
+        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:])
+        verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
+    return {
+        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price.opening + price.each,
+        "draft_s": [s + per_step + per_token * below * rows + price.each for rows, s in enumerate(drafts, 1)],
+        "verify_s": verify,
+    }
+
+
+def solve_tree(
+    policy: TreeGain,
+    arrays: TraceArrays,
+    profile: Profile,
+    ahead: Sequence[float] = AHEAD,
+    firsts: Sequence[int] = FIRST,
+) -> tuple[TreeGain, float]:
+    """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
+
+    How far to look ahead, and at which depth decisions begin to pay for themselves, are settled on the way, by replayed rate;
+    last, which branches need not be read at all.
+
+    Args:
+        policy: whose head and calibration are used.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        ahead: shares of the mean acceptance that are tried.
+        firsts: depths of the first decision that are tried.
+
+    Returns:
+        The policy under the fastest rule met, and its rate in tokens per second.
+    """
+    seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
+    best, best_rate = policy, 0.0
+
+    def settled(**changes: Any) -> None:
+        nonlocal best, best_rate
+        rule = best.rule.changed(floor=0.0)
+        rho = best_rate or rule.rate
+        for _ in range(ROUNDS):
+            candidate = policy.with_rule(rule.changed(rate=rho, **seconds, **changes))
+            rate = replay(arrays, candidate.limited(arrays.depth), profile).rate
+            if rate > best_rate:
+                best, best_rate = candidate, rate
+            if abs(rate - rho) < SETTLED * rho:
+                break
+            rho = rate
+
+    for share in ahead:
+        settled(ahead=share)
+    for first in firsts:
+        if first != best.rule.first and first < policy.max_depth:
+            settled(first=first, ahead=best.rule.ahead)
+    for floor in FLOORS:
+        candidate = policy.with_rule(best.rule.changed(floor=floor))
+        rate = replay(arrays, candidate.limited(arrays.depth), profile).rate
+        if rate >= (1.0 - UNHARMED) * best_rate:
+            return candidate, rate
+    return best, best_rate

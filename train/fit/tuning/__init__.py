@@ -1,0 +1,1 @@
+"""Settings chosen by replayed throughput: rates, rules, heads."""

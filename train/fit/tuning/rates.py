@@ -1,0 +1,118 @@
+"""Tuning by replayed throughput: the best fixed length, a threshold, and rho of the derived rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ....policies.baselines.fixed import Confidence, FixedLength
+from ....policies.errors import PolicyError
+from ....policies.heads.base import Array
+from ....policies.latency.profile import Profile
+from ....policies.learned.policy import LearnedPolicy
+from ....policies.learned.trees import TreeGain
+from ....policies.rules.chains import Derived, derived_thresholds
+from ...replay.run import Replayed, replay
+from ...replay.traces.arrays import TraceArrays, typical_context
+from ..rates import Rates, replayed_rates
+from ..trees.solve import FIRST, solve_tree
+
+THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
+LOOK_AHEAD = (0.0, 0.5, 1.0)
+SETTLED = 3e-3
+"""Relative change of rho below which another replay would not move the thresholds to speak of."""
+
+PRICED = ("derived", "gain")
+"""Rules that hold for the costs of one profile, whose rate `solve_rate` solves."""
+
+CLEARLY = 0.01
+"""What another first decision has to gain over the one before: less is as likely a matter of the prompts at hand."""
+
+_ROUNDS = 4
+
+
+def fixed_grid(arrays: TraceArrays, profile: Profile) -> list[Replayed]:
+    """Replay every fixed length 0..K."""
+    return [replay(arrays, FixedLength(k), profile) for k in range(min(arrays.depth, profile.max_depth) + 1)]
+
+
+def tune_confidence(arrays: TraceArrays, profile: Profile, thresholds: Sequence[float] = THRESHOLDS) -> Confidence:
+    """Return the confidence rule with the threshold that replays fastest."""
+    depth = min(arrays.depth, profile.max_depth)
+    rules = [Confidence(t, depth) for t in thresholds]
+    return max(rules, key=lambda rule: replay(arrays, rule, profile).rate)
+
+
+def solve_rate(
+    policy: LearnedPolicy,
+    arrays: TraceArrays,
+    profile: Profile,
+    acceptance: Sequence[float],
+    firsts: Sequence[int] = FIRST,
+    rates: Rates | None = None,
+) -> tuple[LearnedPolicy, float]:
+    """Solve rho of the derived rule, or of a tree policy's, by Dinkelbach's iteration: assume a rate, replay, assume it anew.
+
+    Two things that the traces alone can say are settled on the way, by replayed rate: at which depth decisions begin to pay
+    for themselves, and how far to look ahead, as a share of the mean acceptance (a doubtful token is followed by less of it
+    than the mean).
+
+    Args:
+        policy: whose head and calibration are used.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost.
+        acceptance: a_1..a_K of the training traces.
+        firsts: depths of the first decision that are tried.
+        rates: of policies, but of trees; by default on `arrays`.
+
+    Returns:
+        The policy under the fastest rule met, and its rate in tokens per second.
+
+    Raises:
+        PolicyError: `acceptance` ends before the policy does.
+    """
+    if isinstance(policy, TreeGain):
+        return solve_tree(policy, arrays, profile, firsts=firsts)
+    if len(acceptance) < policy.max_depth:
+        raise PolicyError(
+            f"{policy.name}: expected the mean acceptance at {policy.max_depth} depths to solve the derived rule with, got "
+            f"{len(acceptance)}; train the policy again"
+        )
+    context, price = typical_context(arrays), profile.decision(policy.cost_name)
+    rates = rates or replayed_rates(arrays, profile)
+    start = max(r.rate for r in fixed_grid(arrays, profile))
+    best, best_rate = policy, 0.0
+    for first in (first for first in firsts if first < policy.max_depth):
+        costs = profile.chain_costs(context, price, first, policy.max_depth)
+        found, rate = _solved(policy, costs, first, acceptance, max(start, best_rate), rates)
+        if rate > (1.0 + CLEARLY) * best_rate:
+            best, best_rate = found, rate
+    return best, best_rate
+
+
+def _solved(
+    policy: LearnedPolicy, costs: Array, first: int, acceptance: Sequence[float], start: float, rates: Rates
+) -> tuple[LearnedPolicy, float]:
+    """Return the fastest rule met whose first decision is at this depth, and its rate; rho is `start` to begin with."""
+    best, best_rate = policy, 0.0
+    known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
+    assumed = dict.fromkeys(LOOK_AHEAD, start)  # by share; settled ones leave
+    for _ in range(_ROUNDS):
+        candidates = []
+        for share, rho in assumed.items():
+            taus = derived_thresholds(rho, costs, [share * a for a in acceptance])
+            candidates.append(policy.with_rule(Derived([tau / known for tau in taus], first)))
+        found = rates(candidates)
+        for candidate, rate in zip(candidates, found, strict=True):
+            if rate > best_rate:
+                best, best_rate = candidate, rate
+        now = zip(assumed.items(), found, strict=True)
+        assumed = {share: rate for (share, rho), rate in now if abs(rate - rho) >= SETTLED * rho}
+        if not assumed:
+            break
+    return best, best_rate
+
+
+def best_of(replays: Sequence[Replayed]) -> Replayed:
+    """Return the fastest replay."""
+    return max(replays, key=lambda played: played.rate)

@@ -1,0 +1,1 @@
+"""Calibration of fitted heads, and how well it holds."""

@@ -1,0 +1,125 @@
+"""How well survival is calibrated: ECE, Brier score, AUC and loss, by depth and by temperature.
+
+The expected calibration error of a sample is never zero: with n rows in 10 bins even the truth shows some. So it stands
+beside what a predictor that is right shows at that size, by simulation from the predictions themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....policies.contract import DraftStep
+from ....policies.learned.policy import LearnedPolicy
+from ....policies.rules.chains import Threshold
+from ...replay.traces.arrays import TraceArrays, seen_features
+from ..rows import Visits
+from .logits import Array, auc, log_loss
+
+BINS = 10
+DRAWS = 200
+DEEPEST = 8
+"""Depths that the report shows."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Survival of R rounds beside what came of them: `survival` [R, K], `length` [R] accepted, `temperature` [R]."""
+
+    survival: Array
+    length: Array
+    temperature: Array
+
+
+def calibration_error(predicted: Array, labels: Array, bins: int = BINS) -> float:
+    """Return the expected calibration error over bins of equal mass: the mean over rows of |mean predicted - share of true|.
+
+    Args:
+        predicted: [M] probabilities.
+        labels: [M] bool.
+        bins: of equal mass, by rank of the prediction.
+    """
+    chance, truth = np.asarray(predicted, dtype=np.float64), np.asarray(labels)
+    order = np.argsort(chance, kind="stable")
+    return _gap(chance[order], truth[order], bins) if len(truth) else 0.0
+
+
+def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS, draws: int = DRAWS) -> tuple[float, float]:
+    """Return (mean, 95th percentile) of the error that a perfectly calibrated predictor with these predictions shows."""
+    if not len(predicted):
+        return 0.0, 0.0
+    generator = np.random.default_rng(seed)
+    ordered = np.sort(np.asarray(predicted, dtype=np.float64))
+    errors = [_gap(ordered, generator.random(len(ordered)) < ordered, bins) for _ in range(draws)]
+    return float(np.mean(errors)), float(np.quantile(errors, 0.95))
+
+
+def _gap(ordered: Array, labels: Array, bins: int) -> float:
+    """Return the error of predictions in rising order."""
+    parts = np.array_split(labels - ordered, min(bins, len(ordered)))
+    return float(sum(abs(part.sum()) for part in parts)) / len(ordered)
+
+
+def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> list[dict[str, Any]]:
+    """Return a row for each depth and temperature, and for each depth over all temperatures where there are several.
+
+    Each has `temperature` (None = all), `depth`, `rounds`, mean `predicted` and `observed` survival, `ece` and
+    `ece_perfect` (mean of the simulation), `brier`, `auc` and `log_loss`.
+    """
+    temperatures = np.unique(scored.temperature).tolist()
+    rows = []
+    for one in [*([None] if len(temperatures) > 1 else []), *temperatures]:
+        use = slice(None) if one is None else scored.temperature == one
+        for depth in range(1, min(deepest, scored.survival.shape[1]) + 1):
+            rows.append(_row(scored.survival[use, depth - 1], scored.length[use] >= depth, one, depth, seed))
+    return rows
+
+
+def _row(predicted: Array, labels: Array, temperature: float | None, depth: int, seed: int) -> dict[str, Any]:
+    return {
+        "temperature": None if temperature is None else round(temperature, 6),
+        "depth": depth,
+        "rounds": len(labels),
+        "predicted": float(predicted.mean()),
+        "observed": float(labels.mean()),
+        "ece": calibration_error(predicted, labels),
+        "ece_perfect": perfect_error(predicted, seed)[0],
+        "brier": float(np.square(predicted - labels).mean()),
+        "auc": auc(predicted, labels),
+        "log_loss": log_loss(predicted, labels),
+    }
+
+
+def policy_survival(policy: LearnedPolicy, arrays: TraceArrays, visited: Visits) -> Scored:
+    """Return what the policy would say of survival in these rounds, drafted to full depth, beside what came of them.
+
+    Args:
+        policy: any learned policy of scalar features; its product is taken from depth 1 on, whenever it is asked first.
+        arrays: a trace of chains, held out where the answer shall mean something.
+        visited: rounds, such as `visits(arrays, [replay(arrays, policy, profile)])`.
+    """
+    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
+    asked = policy.with_rule(Threshold("survival", 0.0))
+    columns = [values[0] for values in survivals(asked, seen[:, : policy.max_depth + 1])]
+    temperature = arrays.column("temperature")[visited.row].numpy()
+    return Scored(np.stack(columns, 1), arrays.accepted[visited.row].numpy(), temperature)
+
+
+def survivals(policy: LearnedPolicy, seen: Array) -> Iterator[Array]:
+    """Yield [3, R] S_j, accept and next of a policy of scalars, depth by depth from its first decision on.
+
+    Args:
+        policy: asked at every depth.
+        seen: [R, K + 1, F], what it sees of rounds of chains at depths 0..K.
+    """
+    rounds = len(seen)
+    alive, parent = np.ones((rounds, 1), dtype=bool), np.zeros((rounds, 1), dtype=np.int64)
+    before = None
+    for depth in range(policy.first, seen.shape[1]):
+        features = np.ascontiguousarray(seen[:, depth, None])
+        found = policy.survive(DraftStep(depth, alive, parent, features, {}, np.arange(rounds)), before)
+        before = found[0] if depth else None
+        yield found[..., 0]

@@ -1,0 +1,214 @@
+"""Fitting the survival tables: at each depth the simplest monotone map that lowers the loss on prompts left out.
+
+Of a round that was visited, all K depths serve: a live policy does not know that a branch has failed, so S_j has to be right
+for rounds whose token was rejected long before as well. Maps are tried in order of their freedom: none; a temperature on the
+log-odds of the product (sequential temperature scaling, DSpark); slope and offset (Platt, 1999); isotonic on the means of
+bins of equal mass. Each is fitted on some prompts and scored on others. All end as a table of `KNOTS` knots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from scipy.special import expit, logit
+from sklearn.isotonic import IsotonicRegression
+
+from ....policies.learned.calibration import Calibrator
+from ....policies.learned.survival import KNOTS, STARTS, SurvivalMaps, unchanged
+from .logits import Array, log_loss
+
+MAPS = ("identity", "temperature", "platt", "isotonic")
+LEAST = 100
+"""Rows below which nothing is fitted."""
+
+GAIN = 1e-4
+"""Relative gain in held-out loss that a freer map must bring."""
+
+PER_BIN, MOST_BINS = 100, 24
+_STEPS = 25
+_MOST_ROWS = 100_000  # that quantiles are taken of
+_EDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class Products:
+    """What survival is fitted on: R visited rounds.
+
+    Attributes:
+        accept: [R, K] calibrated `accept` at depths 1..K.
+        length: [R] accepted length A.
+        fold: [R] of the prompt: all rounds of a prompt are in one.
+    """
+
+    accept: Array
+    length: Array
+    fold: Array
+
+    def of(self, use: Array) -> Products:
+        """Return only the rounds `use` [R] bool."""
+        return Products(self.accept[use], self.length[use], self.fold[use])
+
+
+@dataclass(frozen=True)
+class SurvivalFit:
+    """Tables, the kind of map that was chosen at each depth for products from depth 1 on, and cross-fitted S_j [R, K]."""
+
+    maps: SurvivalMaps
+    kinds: tuple[str, ...]
+    held_out: Array
+
+
+def fit_survival(products: Products) -> SurvivalFit:
+    """Choose and fit the tables.
+
+    `held_out` has each round's survival under tables that were fitted, the kinds as chosen, on the other folds.
+    """
+    depth = products.accept.shape[1]
+    tables = unchanged(STARTS, depth)
+    chosen: list[str] = []
+    for start in range(1, min(STARTS, depth) + 1):
+        alive = products.of(products.length >= start - 1)
+        fitted, kinds = fit_tables(alive, start)
+        tables[start - 1] = fitted
+        chosen = chosen or kinds
+    held_out = np.zeros(products.accept.shape)
+    for fold in np.unique(products.fold):
+        out = products.fold == fold
+        rest = products.of(~out)
+        own = fit_tables(rest, 1, chosen)[0] if len(rest.length) else tables[0]
+        held_out[out] = survival(products.accept[out], own)
+    return SurvivalFit(SurvivalMaps(tables), tuple(chosen), held_out)
+
+
+def products_as_they_are(products: Products) -> SurvivalFit:
+    """Return tables that change nothing, and the bare products as what was predicted."""
+    depth = products.accept.shape[1]
+    maps = SurvivalMaps(unchanged(min(STARTS, depth), depth))
+    return SurvivalFit(maps, ("identity",) * depth, survival(products.accept))
+
+
+def survival(accept: Array, tables: Array | None = None) -> Array:
+    """Return [R, K] float64, S_j of `accept` [R, K] under tables [K, 2, n] of products from depth 1 on; None = products."""
+    columns = []
+    product = np.ones(len(accept))
+    for at in range(accept.shape[1]):
+        product = product * accept[:, at]
+        product = product if tables is None else _through(tables[at], product)
+        columns.append(product)
+    return np.stack(columns, 1) if columns else accept
+
+
+def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = None) -> tuple[Array, list[str]]:
+    """Return (tables [K, 2, n], kinds) of products that begin at depth `start`, of rounds with A >= start - 1.
+
+    Args:
+        products: of these rounds.
+        start: first factor; tables above it change nothing.
+        kinds: of the maps from depth `start` on; None = the best by loss on prompts left out.
+    """
+    depth = products.accept.shape[1]
+    tables, chosen = unchanged(1, depth)[0], []
+    product = np.ones(len(products.length))
+    for j in range(start, depth + 1):
+        product = product * products.accept[:, j - 1]
+        labels = products.length >= j
+        kind = kinds[j - start] if kinds is not None else _choose(product, labels, products.fold)
+        tables[j - 1] = _fit(kind, product, labels)
+        product = _through(tables[j - 1], product)
+        chosen.append(kind)
+    return tables, chosen
+
+
+def _choose(product: Array, labels: Array, fold: Array) -> str:
+    """Return the simplest kind of map that no freer one beats on prompts left out."""
+    if len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()) or len(np.unique(fold)) < 2:
+        return "identity"
+    best, least = "identity", log_loss(product, labels)
+    for kind in MAPS[1:]:
+        total = 0.0
+        for one in np.unique(fold):
+            out = fold == one
+            table = _fit(kind, product[~out], labels[~out])
+            total += log_loss(_through(table, product[out]), labels[out]) * int(out.sum())
+        if total / len(labels) < least * (1.0 - GAIN):
+            best, least = kind, total / len(labels)
+    return best
+
+
+def _fit(kind: str, product: Array, labels: Array) -> Array:
+    """Return the table [2, n] of a map of this kind."""
+    same: Array = unchanged(1, 1)[0, 0]
+    if kind == "identity" or len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
+        return same
+    if kind == "isotonic":
+        return _isotonic(product, labels)
+    slope, offset = _logistic(_odds(product), labels.astype(np.float64), offset=kind == "platt")
+    if slope <= 0.0:  # the product says nothing, or less
+        return same
+    return _table(partial(_bent, slope=slope, offset=offset), product)
+
+
+def _bent(product: Array, slope: float, offset: float) -> Array:
+    chance: Array = expit(slope * _odds(product) + offset)
+    return chance
+
+
+def _odds(product: Array) -> Array:
+    odds: Array = logit(np.clip(product, _EDGE, 1.0 - _EDGE))
+    return odds
+
+
+def _table(bend: Callable[[Array], Array], product: Array) -> Array:
+    """Return the knots of a smooth map: half of them where products lie, half evenly in the log-odds."""
+    inner = KNOTS - 2
+    quantiles = np.quantile(product[:: max(1, len(product) // _MOST_ROWS)], np.linspace(0.0, 1.0, inner // 2 + 1))
+    even = expit(np.linspace(-6.0, 6.0, inner - inner // 2 - 1))
+    x = np.sort(np.clip(np.concatenate([[0.0, 1.0], quantiles, even]), 0.0, 1.0))
+    return np.stack([x, np.maximum.accumulate(bend(x))]).astype(np.float32)
+
+
+def _isotonic(product: Array, labels: Array) -> Array:
+    """Return the knots of an isotonic fit to the means of bins of equal mass, level outside them."""
+    order = np.argsort(product, kind="stable")
+    parts = np.array_split(order, max(2, min(MOST_BINS, len(order) // PER_BIN)))
+    # Rounded, so that bins of one and the same value count as one.
+    x = np.array([round(float(product[part].mean()), 9) for part in parts])
+    y = [float(labels[part].mean()) for part in parts]
+    fit = IsotonicRegression(y_min=_EDGE, y_max=1.0 - _EDGE, out_of_bounds="clip").fit(
+        x, y, sample_weight=[len(part) for part in parts]
+    )
+    knots = np.stack([np.maximum.accumulate(x), np.maximum.accumulate(fit.predict(x))])
+    level = np.repeat(knots[:, -1:], KNOTS - len(x), 1)
+    table: Array = np.clip(np.concatenate([knots, level], 1), 0.0, 1.0).astype(np.float32)
+    return table
+
+
+def _logistic(odds: Array, labels: Array, offset: bool) -> tuple[float, float]:
+    """Return (slope, offset) of a logistic regression on one column by Newton's method, drawn a little to (1, 0)."""
+    slope, shift = 1.0, 0.0
+    ridge = 1e-3 * len(odds) / 100
+    for _ in range(_STEPS):
+        p = expit(slope * odds + shift)
+        residual, weight = labels - p, p * (1.0 - p)
+        g0 = float((residual * odds).sum()) - ridge * (slope - 1.0)
+        h00 = float((weight * odds * odds).sum()) + ridge
+        if not offset:
+            move = (g0 / h00, 0.0)
+        else:
+            g1 = float(residual.sum()) - ridge * shift
+            h01, h11 = float((weight * odds).sum()), float(weight.sum()) + ridge
+            determinant = h00 * h11 - h01 * h01
+            move = ((h11 * g0 - h01 * g1) / determinant, (h00 * g1 - h01 * g0) / determinant)
+        slope, shift = slope + max(-1.0, min(1.0, move[0])), shift + max(-1.0, min(1.0, move[1]))
+        if abs(move[0]) + abs(move[1]) < 1e-6:
+            break
+    return slope, shift
+
+
+def _through(table: Array, product: Array) -> Array:
+    if np.array_equal(table[0], table[1]):
+        return product
+    return np.clip(Calibrator("isotonic", knots=table)(product), 0.0, 1.0)

@@ -1,0 +1,1 @@
+"""One file for each kind of head: how it is fitted."""

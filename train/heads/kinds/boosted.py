@@ -1,0 +1,162 @@
+"""The boosted head: one XGBoost ensemble per output, turned into flat arrays of complete binary trees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xgboost as xgb
+from scipy.special import logit
+from torch import Tensor
+
+from ....policies.errors import InputError
+from ....policies.heads.base import Array
+from ....policies.heads.build import TreesHead
+from ..exported import exported
+from ..fitting import FitOptions, FitTask
+from ..matrices import OUT_OF_CORE, matrices
+from ..rows import FitRows
+
+DEPTH, TREES, RATE = 4, 150, 0.1
+TUNABLE = ("max_depth", "trees", "eta", "min_child_weight", "lambda", "subsample", "colsample_bytree")
+
+
+def fit_boosted(
+    rows: FitRows, held_out: FitRows, names: Sequence[str], seed: int = 0, options: FitOptions | None = None
+) -> tuple[TreesHead, dict[str, bytes]]:
+    """Fit both outputs, each stopped early on held-out log loss.
+
+    Args:
+        rows, held_out: to fit on, and to stop early on.
+        names: scalar features.
+        seed: of the sampling of rows and columns.
+        options: `device`, `out_of_core`, and `params`: `max_depth`, `trees`, `eta`, `min_child_weight`, `lambda`,
+            `subsample`, `colsample_bytree`.
+
+    Returns:
+        The head, and the boosters' UBJSON by file name, for retraining.
+
+    Raises:
+        InputError: XGBoost cannot use the device.
+    """
+    options = options or FitOptions()
+    boosters = [_boost(rows, held_out, label, names, seed, options) for label in ("accepted", "followed")]
+    arrays = [flatten(booster) for booster in boosters]
+    deepest = max(depth_of(a) for a in arrays)
+    arrays = [flatten(booster, deepest) for booster in boosters]
+    count = max(a["leaf"].shape[0] for a in arrays)
+    tensors = {name: np.stack([_padded(a[name], count) for a in arrays]) for name in arrays[0] if name != "base"}
+    tensors["base"] = np.stack([a["base"] for a in arrays])
+    files = {f"{name}.ubj": bytes(b.save_raw("ubj")) for name, b in zip(("accept", "next"), boosters, strict=True)}
+    return TreesHead(names, exported(tensors, names, rows)), files
+
+
+def fit_trees(task: FitTask) -> tuple[TreesHead, dict[str, bytes]]:
+    """Fit the boosted ensembles; see `Fitter`."""
+    return fit_boosted(task.rows, task.held_out, task.names, task.seed, task.options)
+
+
+def labelled(part: FitRows, label: str) -> Tensor:
+    """Return [M] bool, the rows that have this label."""
+    return part.drawn if label == "accepted" else part.followed_known
+
+
+def _boost(
+    rows: FitRows, held_out: FitRows, label: str, names: Sequence[str], seed: int, options: FitOptions
+) -> xgb.Booster:
+    share = float(rows.label(label)[labelled(rows, label)].float().mean())
+    params = {name: value for name, value in options.params.items() if name in TUNABLE}
+    trees = int(params.pop("trees", TREES))
+    settings = {
+        "objective": "binary:logistic",
+        "max_depth": DEPTH,
+        "eta": RATE,
+        "min_child_weight": 20,
+        "subsample": 0.8,
+        "colsample_bytree": 0.8,
+        "lambda": 1.0,
+        "seed": seed,
+        "tree_method": "hist",
+        "eval_metric": "logloss",
+        "nthread": torch.get_num_threads(),
+        "base_score": float(np.clip(share, 0.01, 0.99)),
+        "device": options.device,
+        **params,
+    }
+    outside = len(rows) >= OUT_OF_CORE if options.out_of_core is None else options.out_of_core
+    try:
+        with matrices((rows, held_out), label, names, outside) as (fitting, stopping):
+            booster = xgb.train(
+                settings,
+                fitting,
+                trees,
+                evals=[(stopping, "held_out")],
+                early_stopping_rounds=15,
+                verbose_eval=False,
+            )
+    except xgb.core.XGBoostError as error:
+        if options.device == "cpu":
+            raise
+        said = str(error).strip().splitlines()[-1]
+        raise InputError(f"--device {options.device}: XGBoost cannot use it here: {said[:200]}") from None
+    return booster[: booster.best_iteration + 1]
+
+
+def depth_of(arrays: Mapping[str, Array]) -> int:
+    """Return D of a flattened booster."""
+    return int(arrays["leaf"].shape[-1]).bit_length() - 1
+
+
+def flatten(booster: xgb.Booster, depth: int | None = None) -> dict[str, Array]:
+    """Return a booster as `feature`, `threshold`, `missing_left` [T, 2^D - 1], `leaf` [T, 2^D], `base` [].
+
+    D is `depth`, or that of the deepest tree.
+    """
+    model = json.loads(bytes(booster.save_raw("json")))["learner"]
+    score = model["learner_model_param"]["base_score"].strip("[]")
+    raw = model["gradient_booster"]["model"]["trees"]
+    depth = max(1, *map(_deepest, raw)) if depth is None else depth
+    trees = [_complete(tree, depth) for tree in raw]
+    out = {name: np.stack([tree[name] for tree in trees]) for name in trees[0]}
+    out["base"] = np.array(logit(float(score)), dtype=np.float32)
+    return out
+
+
+def _deepest(tree: dict[str, Any]) -> int:
+    """Return the depth of a tree; nodes come after their parents."""
+    depth = [0] * len(tree["left_children"])
+    for node, (left, right) in enumerate(zip(tree["left_children"], tree["right_children"], strict=True)):
+        if left >= 0:
+            depth[left] = depth[right] = depth[node] + 1
+    return max(depth)
+
+
+def _complete(tree: dict[str, Any], depth: int) -> dict[str, Array]:
+    """Return one tree as a complete one of this depth: a leaf above the bottom is repeated below itself."""
+    inner = 2**depth - 1
+    feature = np.zeros(inner, dtype=np.int64)
+    threshold = np.full(inner, np.finfo(np.float32).max, dtype=np.float32)
+    missing = np.ones(inner, dtype=bool)
+    leaf = np.zeros(inner + 1, dtype=np.float32)
+    at = {0: 0}  # place in the complete tree -> node of the booster's
+    for place in range(2 * inner + 1):
+        node = at[place]
+        left, right = tree["left_children"][node], tree["right_children"][node]
+        if place >= inner:
+            leaf[place - inner] = tree["split_conditions"][node]
+        elif left < 0:
+            at[2 * place + 1] = at[2 * place + 2] = node
+        else:
+            feature[place] = tree["split_indices"][node]
+            threshold[place] = tree["split_conditions"][node]
+            missing[place] = bool(tree["default_left"][node])
+            at[2 * place + 1], at[2 * place + 2] = left, right
+    return {"feature": feature, "threshold": threshold, "missing_left": missing, "leaf": leaf}
+
+
+def _padded(values: Array, count: int) -> Array:
+    """Return `values` [T, ...] with zero trees up to `count`: a zero leaf adds nothing."""
+    return np.concatenate([values, np.zeros((count - len(values), *values.shape[1:]), dtype=values.dtype)])

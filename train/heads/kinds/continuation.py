@@ -1,0 +1,159 @@
+"""Heads whose second output is the value of drafting on: ridge regression, boosted trees, a small network.
+
+Rows are (anchor, depth); the label is what going on saved in hindsight, in tokens. All kinds end as the arrays of
+`policies.heads`, so that a continuation policy runs, is saved and is loaded as any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xgboost as xgb
+from torch import Tensor, nn
+
+from ....policies.heads.base import Array
+from ....policies.heads.build import Basis, Head, LinearHead, MLPHead, TreesHead
+from ..basis import basis_columns, fit_basis
+from ..exported import exported
+from ..rows import FitRows
+from .boosted import flatten
+
+TREES = {"max_depth": 4, "eta": 0.1, "min_child_weight": 40.0, "subsample": 0.8, "lambda": 5.0}
+MOST_TREES = 150
+HIDDEN = (32, 32)
+EPOCHS, BATCH, RATE = 12, 512, 4e-3
+LEAST_STEPS = 600
+CLIP = 6.0
+"""Tokens beyond which a label counts as much as at it: a text that runs on for long says little about the next one."""
+
+
+@dataclass(frozen=True)
+class ValueRows:
+    """M rows (anchor, depth j): `features` [M, F], `depth`, `gain` in tokens, `weight`; all [M]."""
+
+    features: Tensor
+    depth: Tensor
+    gain: Tensor
+    weight: Tensor
+
+    def part(self, use: Tensor) -> ValueRows:
+        """Return the rows where `use` [M] holds."""
+        return ValueRows(self.features[use], self.depth[use], self.gain[use], self.weight[use])
+
+
+ValueFitter = Callable[[ValueRows, ValueRows, Sequence[str], int], Head]
+"""(rows to fit on, rows to stop early on, feature names, seed) -> head."""
+
+
+def boost(
+    x: Tensor, y: Tensor, weight: Tensor, seed: int, trees: int, held: tuple[Tensor, Tensor, Tensor] | None = None
+) -> xgb.Booster:
+    """Return boosted regression trees on x [M, F], stopped early on `held` where it is given."""
+    options = {**TREES, "objective": "reg:squarederror", "base_score": 0.5, "tree_method": "hist", "seed": seed,
+               "nthread": torch.get_num_threads()}  # fmt: skip
+    # Labels are shifted by the base score: `flatten` knows bases of probabilities, whose log-odds at a half are 0.
+    matrices = [xgb.DMatrix(a.numpy(), b.clamp(-CLIP, CLIP).numpy() + 0.5, weight=w.numpy())
+                for a, b, w in ((x, y, weight), *([held] if held is not None else []))]  # fmt: skip
+    stop = {} if held is None else {"evals": [(matrices[1], "held_out")], "early_stopping_rounds": 15}
+    booster = xgb.train(options, matrices[0], trees, verbose_eval=False, **stop)
+    return booster if held is None else booster[: booster.best_iteration + 1]
+
+
+def fit_boosted_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> TreesHead:
+    """Fit boosted regression trees."""
+    parts = [(r.features, r.gain, r.weight) for r in (rows, held)]
+    arrays = flatten(boost(*parts[0], seed, MOST_TREES, parts[1]))
+    tensors = {name: np.stack([np.zeros_like(a), a]) for name, a in arrays.items()}
+    tensors["threshold"][0] = np.finfo(np.float32).max  # the first output is void: nothing is split
+    return TreesHead(names, exported(tensors, names, _as_fit_rows(rows)))
+
+
+def fit_linear_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> LinearHead:
+    """Fit ridge regressions: one for depth 0, one for what comes after."""
+    basis = fit_basis(_as_fit_rows(rows), names)
+    columns, gain, weight = basis_columns(basis, rows.features, rows.depth), rows.gain.numpy(), rows.weight.numpy()
+    first = rows.depth.numpy() == 0
+    slopes, bias = np.zeros((3, basis.width), dtype=np.float32), np.zeros(3, dtype=np.float32)
+    for at, use in ((1, ~first), (2, first)):
+        if use.any():
+            slopes[at], bias[at] = _ridge(columns[use], gain[use], weight[use])
+    fitted = {"mean": basis.mean, "scale": basis.scale, "weight": slopes, "bias": bias}
+    return LinearHead(names, exported(fitted, names, _as_fit_rows(rows)))
+
+
+def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Array, float]:
+    """Return (weight [F'], bias) of the weighted least squares under a small penalty."""
+    x = np.append(x, np.ones((len(x), 1)), 1)
+    weighted = x.T * weight
+    penalty = strength * np.eye(x.shape[1])
+    penalty[-1, -1] = 0.0
+    solved: Array = np.linalg.solve(weighted @ x + penalty, weighted @ np.clip(y, -CLIP, CLIP))
+    return solved[:-1], float(solved[-1])
+
+
+def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> MLPHead:
+    """Fit a network by least squares and keep the epoch with the least held-out error; torch's random state is kept."""
+    basis = fit_basis(_as_fit_rows(rows), names)
+    sides = [(_columns(basis, r), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float()) for r in (rows, held)]
+    sizes = [basis.width + 1, *HIDDEN, 2]
+    with torch.random.fork_rng(), torch.enable_grad():
+        torch.manual_seed(seed)
+        layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
+        best = _descend(layers, sides, torch.Generator().manual_seed(seed))
+    fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
+    fitted |= {f"{part}.{i}": best[f"{i}.{part}"] for i in range(len(layers)) for part in ("weight", "bias")}
+    last = len(layers) - 1
+    fitted[f"weight.{last}"][0], fitted[f"bias.{last}"][0] = 0.0, 0.0
+    return MLPHead(names, exported(fitted, names, _as_fit_rows(rows)))
+
+
+def _descend(
+    layers: nn.ModuleList, sides: Sequence[tuple[Tensor, Tensor, Tensor]], generator: torch.Generator
+) -> dict[str, Tensor]:
+    def error(part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, y, weight = part
+        for index, layer in enumerate(layers):
+            x = layer(x if index == 0 else nn.functional.silu(x))
+        return (weight * (x[:, 1] - y) ** 2).sum() / weight.sum().clamp_min(1e-9)
+
+    fit, held = sides
+    each = -(-len(fit[1]) // BATCH)
+    epochs = max(EPOCHS, -(-LEAST_STEPS // each))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=RATE, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, epochs * each)
+    best: dict[str, Tensor] = {}
+    least = float("inf")
+    for _ in range(epochs):
+        for at in torch.randperm(len(fit[1]), generator=generator).split(BATCH):
+            optimizer.zero_grad()
+            error((fit[0][at], fit[1][at], fit[2][at])).backward()
+            optimizer.step()
+            schedule.step()
+        with torch.no_grad():
+            now = float(error(held))
+        if now < least or not best:
+            best, least = {name: t.detach().clone() for name, t in layers.state_dict().items()}, now
+    return best
+
+
+def _columns(basis: Basis, rows: ValueRows) -> Tensor:
+    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
+    return torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
+
+
+def _as_fit_rows(rows: ValueRows) -> FitRows:
+    none = torch.zeros(len(rows.depth), dtype=torch.bool)
+    return FitRows(rows.features, rows.depth, none, none, none)
+
+
+VALUE_FITTERS: dict[str, ValueFitter] = {
+    "logistic": fit_linear_value,
+    "mlp": fit_neural_value,
+    "xgboost": fit_boosted_value,
+}
+"""By the kind of head that comes out."""

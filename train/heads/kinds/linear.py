@@ -1,0 +1,52 @@
+"""The logistic head: three regressions by scikit-learn on standardised scalars and log-odds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import logit
+from sklearn.linear_model import LogisticRegression
+
+from ....policies.heads.base import Array
+from ....policies.heads.build import LinearHead
+from ..basis import fit_basis
+from ..exported import exported
+from ..fitting import FitTask
+from ..rows import FitRows
+from ..soft_classes import constant, two_classes
+
+
+def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: float = 1.0) -> LinearHead:
+    """Fit `accept` on drawn tokens, `next` after accepted ones, and `next` at depth 0 on what is known there.
+
+    Args:
+        rows: to fit on.
+        names: scalar features.
+        seed: of the solver.
+        strength: C of scikit-learn's regression, the inverse of the penalty.
+    """
+    basis = fit_basis(rows, names)
+    features, drawn, known = rows.features.numpy(), rows.drawn.numpy(), rows.followed_known.numpy()
+    accepted, followed = rows.label("accepted").numpy(), rows.label("followed").numpy()
+    parts = (
+        (basis(features[drawn], 1), accepted[drawn]),
+        (basis(features[drawn & known], 1), followed[drawn & known]),
+        (basis(features[~drawn & known], 0), followed[~drawn & known]),
+    )
+    weights, biases = zip(*(_regress(x, y, seed, strength) for x, y in parts), strict=True)
+    fitted = {"mean": basis.mean, "scale": basis.scale, "weight": np.stack(weights), "bias": np.array(biases)}
+    return LinearHead(names, exported(fitted, names, rows))
+
+
+def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
+    """Fit the logistic head, `params`: `C`; see `Fitter`."""
+    return fit_linear(task.rows, task.names, task.seed, float(task.options.params.get("C", 1.0))), {}
+
+
+def _regress(x: Array, y: Array, seed: int, strength: float) -> tuple[Array, np.float32]:
+    """Return (weight [F'], bias) float32; labels of one kind only give a constant."""
+    if constant(y):
+        return np.zeros(x.shape[1], dtype=np.float32), np.float32(logit((float(y.sum()) + 1.0) / (len(y) + 2.0)))
+    model = LogisticRegression(C=strength, max_iter=1000, random_state=seed).fit(*two_classes(x, y))
+    return model.coef_[0].astype(np.float32), np.float32(model.intercept_[0])

@@ -1,0 +1,1 @@
+"""What no policy can beat, and what each round lost against it."""

@@ -1,0 +1,133 @@
+"""The best static tree inside a recorded one: what no policy that reads nothing can beat.
+
+Sequoia's dynamic programme (arXiv 2402.12374): of all sub-trees of n nodes and depth d, the one whose nodes are accepted most
+often; then over n and d the one that gives most tokens in the time of a profile. The nearest ones are replayed, and the
+fastest is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....decode.topology import Topology
+from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
+from ....policies.latency.profile import Profile
+from ..run import Replayed, replay
+from ..source import Array
+from ..traces.arrays import TraceArrays, typical_context
+
+SHORTLIST = 12
+_LARGEST = 96
+
+
+class StaticTree(StopPolicy):
+    """Drafts and verifies the same sub-tree each round.
+
+    Args:
+        tree: that rounds may draft.
+        nodes: of it, closed under parents; numbered from 0 without the root.
+    """
+
+    def __init__(self, tree: Topology, nodes: Sequence[int]) -> None:
+        self.tree, self.nodes = tree, tuple(sorted(nodes))
+        chosen = set(self.nodes)
+        self._chosen = np.array([node in chosen for node in range(tree.nodes)], dtype=bool)
+        extends = [any(child - 1 in chosen for child in below) for below in tree.children]
+        self._extends = [np.array([extends[row] for row in level]) for level in tree.levels]
+        self.max_depth = max((tree.depth[node + 1] for node in self.nodes), default=0)
+        self.first = min(1, self.max_depth)
+        self.name = f"static:{self.shape.name}"
+
+    @property
+    def shape(self) -> Topology:
+        """The sub-tree as a topology of its own."""
+        row = {0: 0, **{node + 1: at for at, node in enumerate(self.nodes, 1)}}
+        return Topology([-1, *(row[self.tree.parent[node + 1]] for node in self.nodes)])
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that have chosen nodes below them."""
+        return step.alive & self._extends[step.depth], state
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Verify the chosen nodes."""
+        out: Array = tree.drawn & self._chosen[: tree.drawn.shape[1]]
+        return out
+
+
+def node_acceptance(arrays: TraceArrays) -> Tensor:
+    """Return [N] float64, the share of uncut anchors at which each node is accepted."""
+    depth = torch.arange(arrays.depth)
+    path = arrays.accepted[:, None] > depth if arrays.path is None else arrays.path
+    return path[~arrays.cut].double().mean(0)
+
+
+def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> list[tuple[float, list[int]]]:
+    """Return for n = 0, 1, ... the sub-tree of n nodes, none deeper than `depth`, that is accepted most: (sum, nodes).
+
+    Args:
+        tree: to choose from.
+        acceptance: [N] chance of each node to be accepted.
+        depth: limit.
+    """
+    best: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+    rows = [row for row in range(len(tree)) if tree.depth[row] <= depth]
+    below = {row: [child for child in tree.children[row] if tree.depth[child] <= depth] for row in rows}
+    for row in reversed(rows):
+        total, splits = np.zeros(1), []
+        for child in below[row]:
+            options = np.concatenate([[0.0], best[child][0]])  # 0 nodes, or 1, 2, ... with the child itself
+            both = total[:, None] + options[None]
+            size = min(both.shape[0] + both.shape[1] - 1, _LARGEST + 1)
+            merged, taken = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
+            for count in range(min(both.shape[1], size)):
+                end = min(size, count + both.shape[0])
+                better = both[: end - count, count] > merged[count:end]
+                merged[count:end] = np.where(better, both[: end - count, count], merged[count:end])
+                taken[count:end] = np.where(better, count, taken[count:end])
+            total = merged
+            splits.append(taken)
+        own = acceptance[row - 1] if row else 0.0
+        best[row] = (total + own, splits)
+
+    def nodes(row: int, count: int) -> list[int]:
+        """The chosen descendants of `row`, `count` of them."""
+        out: list[int] = []
+        for child, taken in zip(reversed(below[row]), reversed(best[row][1]), strict=True):
+            part = int(taken[count])
+            if part:
+                out += [child - 1, *nodes(child, part - 1)]
+            count -= part
+        return out
+
+    return [(float(value), sorted(nodes(0, count))) for count, value in enumerate(best[0][0])]
+
+
+def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree, Replayed]:
+    """Return the fastest static tree inside the recorded one, and its replay.
+
+    Args:
+        arrays: a trace of every anchor.
+        profile: what rounds cost.
+    """
+    tree, acceptance = arrays.tree, node_acceptance(arrays).tolist()
+    context, found = typical_context(arrays), {}
+    for depth in range(arrays.depth + 1):
+        for value, nodes in best_subtrees(tree, acceptance, depth):
+            found[tuple(nodes)] = (1.0 + value) / _seconds(StaticTree(tree, nodes).shape, profile, context)
+    ranked = sorted(found, key=lambda nodes: -found[nodes])[:SHORTLIST]
+    played = [(policy, replay(arrays, policy, profile)) for policy in (StaticTree(tree, nodes) for nodes in ranked)]
+    return max(played, key=lambda pair: pair[1].rate)
+
+
+def _seconds(shape: Topology, profile: Profile, context: float) -> float:
+    """Return the seconds of a round that drafts and verifies the whole of a tree."""
+    fed = np.array([[sum(bool(shape.children[row]) for row in level) for level in shape.levels[:-1]] or [0]])
+    one = np.ones(1, dtype=np.int64)
+    count = one * shape.nodes
+    if shape.is_chain and shape.nodes <= profile.max_depth:
+        return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0)[0])
+    return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0, fed)[0])

@@ -1,0 +1,1 @@
+"""Traces as arrays: read, joined, cut down to smaller trees, checked."""

@@ -1,0 +1,328 @@
+"""A trace as tensors, in the order that replay and fitting walk it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ....collect.schema import UNKNOWN, Header, arrow_schema
+from ....collect.store.folder import Trace
+from ....decode.topology import Topology
+from ....decode.verify.noise import stream_key
+from ....policies.errors import TraceError
+from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
+from ....policies.features.history import HISTORY_FEATURES
+from .hidden_states import StoredVectors
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TraceArrays:
+    """Rows sorted by sequence and anchor: those of sequence s are the rows offset[s] .. offset[s] + rows[s] - 1.
+
+    Attributes:
+        header: of the trace.
+        prompt_ids, groups: [S] by sequence.
+        keys: [S] int64, the stream keys, for randomised policies.
+        offset, rows: [S] first row and number of rows.
+        first_anchor: [S] the anchor of the first row.
+        prompt_tokens: [S].
+        text_tokens: [S] tokens of each text, EOS or the limit included.
+        accepted: [N] accepted length A.
+        tokens: [N, K] drawn by the draft, K nodes.
+        ends: [N, K] bool, nodes that drew EOS.
+        cut: [N] bool.
+        columns: [N] of each ANCHOR feature and [N, K] of each node feature.
+        path: [N, K] bool, accepted nodes; None for chains, where the accepted length says it.
+        drawn: [N, K] bool, nodes that a live run drafted; None = all.
+        anchors: [N], where a trace has not every anchor; None = they follow one another.
+        extra: other columns that were asked for.
+        vectors: hidden states, read when they are first asked for.
+    """
+
+    header: Header
+    prompt_ids: list[str]
+    groups: list[str]
+    keys: Tensor
+    offset: Tensor
+    rows: Tensor
+    first_anchor: Tensor
+    prompt_tokens: Tensor
+    text_tokens: Tensor
+    accepted: Tensor
+    tokens: Tensor
+    ends: Tensor
+    cut: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    path: Tensor | None = None
+    drawn: Tensor | None = None
+    anchors: Tensor | None = None
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    vectors: dict[str, StoredVectors] = field(default_factory=dict)
+
+    @cached_property
+    def tree(self) -> Topology:
+        """The topology; row 0 is the anchor, row i + 1 node i."""
+        return self.header.tree
+
+    @cached_property
+    def depth(self) -> int:
+        """K of the trace."""
+        return self.tree.deepest
+
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return len(self.prompt_ids)
+
+    def column(self, name: str) -> Tensor:
+        """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
+        if name in SIBLING_FEATURES and self.tree.is_chain:
+            return self.column("noisy_margin") if name == "noisy_lead" else torch.zeros(self.ends.shape)
+        if name == "drawn_token":
+            return self.tokens.clamp_min(UNKNOWN).float()
+        if name == "above_token":
+            behind = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
+            return behind[:, list(self.tree.parent[1:])]
+        if name in RUN_FEATURES and name not in self.columns:
+            return torch.full((len(self.ends),), float(getattr(self.header, name)))
+        if name not in self.columns:
+            raise TraceError(
+                f"the trace has no feature {name!r}; it has {', '.join(self.columns)}; collect it again with that feature"
+            )
+        return self.columns[name]
+
+    def vector(self, name: str) -> StoredVectors:
+        """Return a recorded hidden state; `TraceError` where it was not recorded."""
+        if name not in self.vectors:
+            model = name.removesuffix("_hidden")
+            raise TraceError(f"the trace has no {name}; collect it again with --hidden {model}, or use another policy")
+        return self.vectors[name]
+
+    def tensors(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ([N, anchor features], [N, K, node features]) of `names`, each in their order; HISTORY is left out."""
+        layout = Layout(names)
+        anchor, node = [self.column(n) for n in layout.anchor], [self.column(n) for n in layout.node]
+        rows, nodes = self.ends.shape
+        return (
+            torch.stack(anchor, -1) if anchor else torch.zeros(rows, 0),
+            side_by_side(node) if node else torch.zeros(rows, nodes, 0),
+        )
+
+    def find(self, sequence: Array, anchor: Array) -> Array:
+        """Return [R] the rows of these anchors [R] of sequences [R], all int64 arrays; -1 where the trace has none."""
+        offset, rows = self.offset.numpy(), self.rows.numpy()
+        if self.anchors is None:
+            at = anchor - self.first_anchor.numpy()[sequence]
+            inside = (at >= 0) & (at < rows[sequence])
+            return np.where(inside, offset[sequence] + at, -1)
+        wanted = sequence * _FAR + anchor
+        at = np.minimum(np.searchsorted(self._known, wanted), len(self._known) - 1)
+        return np.where(self._known[at] == wanted, at, -1)
+
+    @cached_property
+    def _known(self) -> Array:
+        assert self.anchors is not None
+        out: Array = np.repeat(np.arange(self.sequences), self.rows.numpy()) * _FAR + self.anchors.numpy()
+        return out
+
+    def subset(self, keep: Sequence[int]) -> TraceArrays:
+        """Return only the sequences `keep`, in that order."""
+        at = torch.tensor(list(keep), dtype=torch.int64)
+        counts = self.rows[at]
+        index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
+        return dataclasses.replace(
+            self,
+            prompt_ids=[self.prompt_ids[i] for i in keep],
+            groups=[self.groups[i] for i in keep],
+            keys=self.keys[at],
+            offset=counts.cumsum(0) - counts,
+            rows=counts,
+            first_anchor=self.first_anchor[at],
+            prompt_tokens=self.prompt_tokens[at],
+            text_tokens=self.text_tokens[at],
+            accepted=self.accepted[index],
+            tokens=self.tokens[index],
+            ends=self.ends[index],
+            cut=self.cut[index],
+            columns={name: values[index] for name, values in self.columns.items()},
+            path=part(self.path),
+            drawn=part(self.drawn),
+            anchors=part(self.anchors),
+            extra={name: values[index] for name, values in self.extra.items()},
+            vectors={name: values.subset(index) for name, values in self.vectors.items()},
+        )
+
+
+_FAR = 1 << 32
+"""More than any anchor."""
+
+_BLOCK_ROWS = 1 << 15
+"""Of a column, read at once."""
+
+
+def side_by_side(columns: Sequence[Tensor]) -> Tensor:
+    """Return [N, K, F] of F columns [N, K]; without a copy where they lie side by side already, as in `trace_arrays`."""
+    first = columns[0]
+    lies = all(
+        c.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and c.storage_offset() == first.storage_offset() + at
+        and c.stride() == first.stride()
+        for at, c in enumerate(columns)
+    )
+    if not lies or (len(columns) > 1 and first.stride(-1) < len(columns)):
+        return torch.stack(list(columns), -1)
+    return first.as_strided((*first.shape, len(columns)), (*first.stride(), 1))
+
+
+def trace_arrays(
+    trace: Trace,
+    features: Sequence[str] | None = None,
+    extra: Sequence[str] = (),
+    vectors: Sequence[str] | None = None,
+) -> TraceArrays:
+    """Read a trace into memory.
+
+    Args:
+        trace: from `open_trace`.
+        features: only these, which lets a large trace fit; by default every recorded one.
+        extra: other columns to keep.
+        vectors: hidden states that will be asked for; by default every recorded one, since none is read before.
+
+    Raises:
+        TraceError: a dense sequence misses an anchor, or one is there twice; a vector is not recorded.
+    """
+    header = trace.header
+    names = [*(features or ()), *header.anchor_features, *header.features]  # the order a policy reads them in
+    asked = {*(names if features is None else features)}
+    if "above_token" in asked:
+        asked.add("anchor_token")  # that is what the first token was drawn behind
+    wanted = [n for n in dict.fromkeys(names) if n in asked]
+    sequence, anchor = (_read(trace, name, np.int64) for name in ("sequence", "anchor"))
+    order = np.lexsort((anchor, sequence))
+    place = np.argsort(order)  # where each row of the trace goes
+    sequence, anchor = sequence[order], anchor[order]
+    _, start, count = np.unique(sequence, return_index=True, return_counts=True)
+    follows = np.array_equal(anchor - np.repeat(anchor[start], count), np.arange(len(anchor)) - np.repeat(start, count))
+    twice = bool(((np.diff(anchor) == 0) & (np.diff(sequence) == 0)).any())
+    if twice or (header.has_every_anchor and not follows):
+        raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
+
+    def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
+        return torch.from_numpy(_read(trace, name, kind, place)[of])
+
+    ids, groups = _texts(trace, "prompt_id", order[start]), _texts(trace, "group", order[start])
+    tokens = read("tokens", np.int32)
+    node_names = [n for n in wanted if n in header.features]
+    block = np.empty((*tokens.shape, len(node_names)), dtype=np.float32)
+    for at, name in enumerate(node_names):
+        _read(trace, name, np.float32, place, block[..., at])
+    columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
+    live = header.collector == "live"
+    index = None if (order[1:] > order[:-1]).all() else torch.from_numpy(order)
+    found = {n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors}
+    made = TraceArrays(
+        header=header,
+        prompt_ids=ids,
+        groups=groups,
+        keys=torch.tensor(
+            [
+                stream_key(header.seed, name, int(which) % header.draws)
+                for name, which in zip(ids, sequence[start], strict=True)
+            ]
+        ),
+        offset=torch.from_numpy(start.astype(np.int64)),
+        rows=torch.from_numpy(count.astype(np.int64)),
+        first_anchor=torch.from_numpy(anchor[start]),
+        prompt_tokens=read("prompt_tokens", np.int64, start),
+        text_tokens=read("text_tokens", np.int64, start),
+        accepted=read("accepted_length", np.int64),
+        tokens=tokens,
+        ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int32)),
+        cut=read("cut", bool),
+        columns={**columns, **dict(zip(node_names, torch.from_numpy(block).unbind(-1), strict=True))},
+        path=None if header.tree.is_chain and not live else read("accepted", bool),
+        drawn=read("drawn", bool) if live else None,
+        anchors=None if follows else torch.from_numpy(anchor),
+        extra={name: read(name, None) for name in extra},
+        vectors=found,
+    )
+    for name in vectors or ():
+        made.vector(name)
+    pa.default_memory_pool().release_unused()  # pyarrow keeps what it read through for itself
+    return made
+
+
+def _read(trace: Trace, name: str, kind: Any, place: Array | None = None, out: Array | None = None) -> Array:
+    """Return a column as an array [N] or [N, K].
+
+    It is read some rows at a time, so that no more than the array itself must fit into memory.
+
+    Args:
+        trace: that has it.
+        name: of the column.
+        kind: of the numbers; None = as stored.
+        place: [N], where each row goes; None = they stay in their order.
+        out: written to, in place of a new array.
+    """
+    of = arrow_schema(trace.header).field(name).type
+    if pa.types.is_fixed_size_list(of):
+        shape, each = [trace.row_count, of.list_size], of.value_type
+    else:
+        shape, each = [trace.row_count], of
+    made = np.empty(shape, each.to_pandas_dtype() if kind is None else kind) if out is None else out
+    start = 0
+    for part in trace.blocks(name, _BLOCK_ROWS):
+        flat = part.flatten() if pa.types.is_fixed_size_list(of) else part
+        values = flat.to_numpy(zero_copy_only=False)
+        here = slice(start, start + len(part))
+        made[here if place is None else place[here]] = values.reshape(len(part), *shape[1:])
+        start += len(part)
+    return made
+
+
+def _texts(trace: Trace, name: str, rows: Array) -> list[str]:
+    """Return a column of texts at these rows [S]."""
+    found: dict[int, str] = {}
+    wanted, start = np.sort(rows), 0
+    for part in trace.blocks(name, _BLOCK_ROWS):
+        here = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(part))]
+        found |= zip(here.tolist(), map(str, part.take(here - start).to_pylist()), strict=True)
+        start += len(part)
+    return [found[row] for row in rows.tolist()]
+
+
+def typical_context(arrays: TraceArrays) -> float:
+    """Return the middle of the contexts that rounds of these texts see."""
+    return float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
+
+
+def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, history: Tensor) -> Tensor:
+    """Return [R, K + 1, F], what a policy with these features sees before drafting and at the K nodes of R rounds.
+
+    Args:
+        arrays: the trace.
+        names: features.
+        row: [R], the anchors' rows.
+        history: [R, 4], the HISTORY features when the rounds began (`Replayed.history`).
+    """
+    layout = Layout(names)
+    anchor, node = arrays.tensors(names)
+    columns = [HISTORY_FEATURES.index(name) for name in layout.history]
+    base = layout.base(anchor[row].numpy(), history[:, columns].numpy())
+    seen = np.repeat(base[:, None], node.shape[1] + 1, 1)
+    seen[:, 1:, layout.node_at] = node[row].numpy()
+    return torch.from_numpy(seen)

@@ -1,0 +1,50 @@
+"""Whether a trace and a profile can answer a policy."""
+
+from __future__ import annotations
+
+from ....decode.verify.modes import check_mode, find_mode
+from ....policies.checking import check_policy
+from ....policies.contract import StopPolicy
+from ....policies.errors import TraceError
+from ....policies.features.hidden_states import check_sizes
+from ....policies.latency.profile import Profile
+from .arrays import TraceArrays
+
+
+def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> None:
+    """Refuse a policy that the trace or the profile cannot answer.
+
+    Raises:
+        TraceError: the message says what is missing.
+        PolicyError: it is not what a policy must be, reads hidden states of another size than the trace's, or would bias
+            the verification.
+    """
+    check_policy(policy)
+    header = arrays.header
+    if header.collector == "live" and header.verification != "match":
+        raise TraceError(
+            f"the trace was recorded live under {header.verification}, where the text depends on the policy; "
+            "replay needs dense traces, or ask for single rounds (`evaluate_rounds`)"
+        )
+    if header.mix:
+        raise TraceError("the trace mixes draft samples into the text (--mix): it can be trained on, not replayed")
+    if header.exactness in ("law", "nearly"):  # as the live loop would
+        check_mode(find_mode(header.verification, header.temperature), policy, arrays.tree)
+    if policy.max_depth > arrays.depth:
+        raise TraceError(
+            f"{policy.name} drafts up to {policy.max_depth} tokens, but the trace was recorded to depth {arrays.depth}; "
+            f"limit the policy (max_depth={arrays.depth}) or collect with --depth {policy.max_depth}"
+        )
+    if arrays.tree.is_chain and profile.max_depth < policy.max_depth:
+        raise TraceError(
+            f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}"
+        )
+    if policy.reads_clock:
+        raise TraceError(f"{policy.name} reads the clock, which no trace holds; measure it live (`specstop bench`)")
+    if missing := [name for name in policy.hidden if name not in arrays.vectors]:
+        models = ",".join(name.removesuffix("_hidden") for name in missing)
+        raise TraceError(
+            f"{policy.name} reads hidden states ({', '.join(missing)}), which the trace was recorded without; "
+            f"collect it with --hidden {models}"
+        )
+    check_sizes(policy, header.vectors)

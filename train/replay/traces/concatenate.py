@@ -1,0 +1,142 @@
+"""Traces of one pair as one: of several temperatures, or of several sets of prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....collect.schema import Header
+from ....collect.store.folder import Trace
+from ....policies.errors import TraceError
+from .arrays import TraceArrays, trace_arrays
+from .hidden_states import StoredVectors
+
+_ALIKE = (
+    "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
+    "mix", "draws", "off_text",
+)  # fmt: skip
+_BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
+_BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
+
+
+def temperatures(traces: Sequence[Trace]) -> tuple[float, ...]:
+    """Return the temperatures of the traces, each once, rising."""
+    return tuple(sorted({trace.header.temperature for trace in traces}))
+
+
+def joined_arrays(
+    traces: Sequence[Trace],
+    features: Sequence[str] | None = None,
+    vectors: Sequence[str] | None = None,
+    extra: Sequence[str] = (),
+) -> TraceArrays:
+    """Read traces as one: the texts of each follow those of the one before; `temperature` is a column.
+
+    A prompt that is in several traces keeps its id, so that splits by prompt keep its texts together.
+
+    Args:
+        traces: one or more, of one pair and recorded alike.
+        features: only these; by default every one that all of them have.
+        vectors: hidden states that will be asked for; by default every one that all of them have.
+        extra: other columns to keep.
+
+    Raises:
+        TraceError: they differ in more than temperature, seed and prompts.
+    """
+    if not traces:
+        raise TraceError("--traces: expected at least one trace")
+    for other in traces[1:]:
+        check_alike(traces[0].header, other.header, str(traces[0].folder), str(other.folder))
+    return join_arrays([trace_arrays(trace, features, extra, vectors) for trace in traces])
+
+
+def check_alike(first: Header, second: Header, where: str, other: str, names: Sequence[str] = _ALIKE) -> None:
+    """Refuse traces that differ in any of `names`: they cannot be one."""
+    for name in names:
+        mine, theirs = getattr(first, name), getattr(second, name)
+        if mine != theirs:
+            raise TraceError(
+                f"--traces: {where} and {other} differ in {name} ({_short(mine)}, {_short(theirs)}); "
+                "expected one pair, recorded alike at several temperatures or on several prompts"
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:
+    """Return the texts of all parts, one after the other; see `joined_arrays`."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    every = [name for name in first.columns if all(name in part.columns for part in parts)]
+    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in every}
+    columns["temperature"] = torch.cat([part.column("temperature") for part in parts])
+    rows = torch.cat([part.rows for part in parts])
+    anchors = [_anchors(part) for part in parts] if any(part.anchors is not None for part in parts) else None
+    joined = {name: _joined([getattr(part, name) for part in parts]) for name in (*_BY_SEQUENCE, *_BY_ROW)}
+    joined |= {"rows": rows, "anchors": None if anchors is None else torch.cat(anchors)}
+    return dataclasses.replace(
+        first,
+        prompt_ids=[name for part in parts for name in part.prompt_ids],
+        groups=[name for part in parts for name in part.groups],
+        offset=rows.cumsum(0) - rows,
+        columns=columns,
+        extra={name: torch.cat([part.extra[name] for part in parts]) for name in first.extra},
+        vectors=_joined_vectors(parts),
+        **joined,
+    )
+
+
+def _joined_vectors(parts: Sequence[TraceArrays]) -> dict[str, StoredVectors]:
+    starts = torch.tensor([0, *(len(part.cut) for part in parts)]).cumsum(0)
+    every = [name for name in parts[0].vectors if all(name in part.vectors for part in parts)]
+    return {name: JoinedVectors([part.vectors[name] for part in parts], starts) for name in every}
+
+
+class JoinedVectors(StoredVectors):
+    """One hidden state of several traces.
+
+    Args:
+        parts: of each.
+        starts: [P + 1] first row of each, and how many rows there are.
+    """
+
+    def __init__(self, parts: Sequence[StoredVectors], starts: Tensor) -> None:
+        self.name, self.width, self.of_nodes = parts[0].name, parts[0].width, parts[0].of_nodes
+        self._parts, self._starts, self._index = list(parts), starts, None
+
+    def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
+        """Return [R, H] float16 of rows [R], and of nodes [R] unless it is the anchor's."""
+        row = row if self._index is None else self._index[row]
+        out = torch.zeros(len(row), self.width, dtype=torch.float16)
+        owner = torch.searchsorted(self._starts, row, right=True) - 1
+        for at, part in enumerate(self._parts):
+            mine = owner == at
+            if bool(mine.any()):
+                out[mine] = part.at(row[mine] - self._starts[at], None if node is None else node[mine])
+        return out
+
+    def subset(self, row: Tensor) -> JoinedVectors:
+        """Return those of these rows alone; what was read is shared."""
+        made = JoinedVectors(self._parts, self._starts)
+        made._index = row if self._index is None else self._index[row]
+        return made
+
+
+def _joined(values: Sequence[Tensor | None]) -> Any:
+    known = [value for value in values if value is not None]
+    return torch.cat(known) if len(known) == len(values) else None
+
+
+def _anchors(part: TraceArrays) -> Tensor:
+    if part.anchors is not None:
+        return part.anchors
+    starts = zip(part.rows.tolist(), part.first_anchor.tolist(), strict=True)
+    return torch.cat([torch.arange(count) + first for count, first in starts])

@@ -1,0 +1,99 @@
+"""Recorded hidden states: read when they are first asked for, and kept on disk where they are too many for memory."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ....collect.store.folder import Trace
+from ....policies.errors import TraceError
+from ....policies.features import Kind
+from ....policies.features.hidden_states import HIDDEN_STATES
+
+MEMORY_BYTES = 1 << 30
+"""A vector of a trace that takes more is decoded into a file without a name, which goes when it is no longer used."""
+
+_BLOCK_BYTES = 1 << 25
+
+
+class StoredVectors:
+    """One hidden state of all rows of a trace, or of some of them.
+
+    Args:
+        trace: that holds it.
+        name: of the vector.
+        index: [N] by row, the row of the trace; None = they are the same.
+
+    Attributes:
+        width: H.
+        of_nodes: whether each node has one, not each anchor.
+    """
+
+    def __init__(self, trace: Trace, name: str, index: Tensor | None = None) -> None:
+        self.name, self._index = name, index
+        self._source = _Source(trace, name)
+        self.width = trace.header.vectors[name]
+        self.of_nodes = HIDDEN_STATES[name].kind is not Kind.ANCHOR
+
+    def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
+        """Return [R, H] float16 of rows [R], and of nodes [R] unless it is the anchor's."""
+        row = row if self._index is None else self._index[row]
+        values = self._source.values
+        return values[row, node] if self.of_nodes else values[row]
+
+    def subset(self, row: Tensor) -> StoredVectors:
+        """Return those of these rows alone; what was read is shared."""
+        made = StoredVectors.__new__(StoredVectors)
+        made.__dict__.update(self.__dict__)
+        made._index = row if self._index is None else self._index[row]
+        return made
+
+
+class _Source:
+    """The vector in the order of the trace."""
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self._trace, self._name = trace, name
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[rows, N, H] or [rows, H] float16.
+
+        Raises:
+            TraceError: it fits neither into memory nor on the disk for temporary files.
+        """
+        each = self._trace.header.vector_shape(self._name)
+        shape = (self._trace.row_count, *each)
+        block = max(1, _BLOCK_BYTES // (2 * math.prod(each)))
+        if 2 * math.prod(shape) <= MEMORY_BYTES:
+            out = np.empty(shape, dtype=np.float16)
+            start = 0
+            for column in self._trace.blocks(self._name, block):
+                out[start : start + len(column)] = _numbers(column).reshape(-1, *each)
+                start += len(column)
+            return torch.from_numpy(out)
+        with tempfile.TemporaryFile(prefix="specstop-") as file:
+            try:
+                for column in self._trace.blocks(self._name, block):
+                    file.write(_numbers(column).tobytes())
+                file.flush()
+            except OSError as error:
+                raise TraceError(
+                    f"--traces: {self._name} of {self._trace.folder} takes {2 * math.prod(shape) / 1e9:.1f} GB, which "
+                    f"{tempfile.gettempdir()} cannot hold ({error.strerror}); set TMPDIR to a folder on a larger disk"
+                ) from None
+            # Copy-on-write: torch wants memory that could be written.
+            return torch.from_numpy(np.memmap(file, dtype=np.float16, mode="c", shape=shape))
+
+
+def _numbers(column: pa.FixedSizeListArray) -> np.ndarray[Any, Any]:
+    """Return the numbers of a column, one row behind the other."""
+    values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False)
+    return values

@@ -1,0 +1,107 @@
+"""A trace as a smaller tree would have recorded it: which tree a policy should draft is found without collecting again."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ....collect.schema import NO_TOKEN, parents
+from ....decode.topology import Topology
+from ....policies.errors import TraceError
+from ..bounds.static_tree import best_subtrees, node_acceptance
+from .arrays import TraceArrays
+
+RATES = (0.62, 0.15, 0.07, 0.042, 0.028, 0.02)
+"""How often the candidates of each rank are accepted on pairs that are neither very near nor far: a start, no more."""
+
+_MARGIN, _SCORE = "noisy_margin", "noisy_score"
+
+
+def subtree(tree: Topology, nodes: Sequence[int]) -> Topology:
+    """Return the tree of some nodes, closed under parents and numbered from 0 without the root."""
+    row = {0: 0, **{node + 1: at for at, node in enumerate(sorted(nodes), 1)}}
+    return Topology([-1, *(row[tree.parent[node + 1]] for node in sorted(nodes))])
+
+
+def on_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArrays:
+    """Return the trace of a smaller tree.
+
+    Under `match` candidates are the best by score, so a smaller tree has the first ones of each branch. What a node is
+    ahead of is then another one: `noisy_margin` is taken to the best sibling left out, where the larger tree drafted it.
+
+    Args:
+        arrays: of a trace under `match`.
+        nodes: to keep, closed under parents, first siblings first; numbered from 0 without the root.
+
+    Raises:
+        TraceError: the nodes are no such tree.
+    """
+    tree, kept = arrays.tree, sorted(nodes)
+    chosen = {node + 1 for node in kept}
+    for below in tree.children:
+        there = [row in chosen for row in below]
+        if there != sorted(there, reverse=True):
+            raise TraceError("a smaller tree keeps the first candidates of a branch, not later ones alone")
+    if any(tree.parent[row] and tree.parent[row] not in chosen for row in chosen):
+        raise TraceError("a smaller tree is closed under parents")
+    at = torch.tensor(kept)
+    columns = {name: values if values.dim() == 1 else values[:, at] for name, values in arrays.columns.items()}
+    if _MARGIN in columns:
+        columns[_MARGIN] = _margins(arrays, kept, chosen)
+    shape = subtree(tree, kept)
+    path = arrays.path if arrays.path is not None else torch.arange(arrays.depth) < arrays.accepted[:, None]
+    deep = torch.tensor(tree.depth[1:])[at]
+    return dataclasses.replace(
+        arrays,
+        header=dataclasses.replace(arrays.header, topology=parents(shape)),
+        accepted=(path[:, at] * deep).amax(1) if kept else torch.zeros_like(arrays.accepted),
+        tokens=arrays.tokens[:, at],
+        ends=arrays.ends[:, at],
+        columns=columns,
+        path=path[:, at],
+        drawn=None if arrays.drawn is None else arrays.drawn[:, at],
+    )
+
+
+def _margins(arrays: TraceArrays, kept: Sequence[int], chosen: set[int]) -> Tensor:
+    """Return [N, K'] `noisy_margin` in the smaller tree."""
+    margin = arrays.columns[_MARGIN].clone()
+    for below in arrays.tree.children:
+        inside, outside = ([row - 1 for row in below if (row in chosen) is side] for side in (True, False))
+        if inside and outside:
+            score, there = arrays.column(_SCORE), arrays.tokens[:, outside[:1]] != NO_TOKEN
+            nearer = torch.minimum(margin[:, inside], score[:, inside] - score[:, outside[:1]])
+            margin[:, inside] = torch.where(there, nearer, margin[:, inside])
+    return margin[:, list(kept)]
+
+
+def likely_tree(nodes: int, depth: int, rates: Sequence[float] = RATES) -> str:
+    """Return, as `parse_tree` reads it, the tree of the likeliest nodes if every child is accepted as its rank is on average.
+
+    It is what to collect with: wide enough to hold the trees that a policy or a profile may want (`on_subtree`).
+
+    Args:
+        nodes: of it, besides a chain of best children down to `depth`.
+        depth: K.
+        rates: chance of the child of each rank.
+    """
+    front: list[tuple[float, tuple[int, ...]]] = [(-rate, (rank,)) for rank, rate in enumerate(rates)]
+    chosen = {(0,) * d for d in range(1, depth + 1)}
+    while front and len(chosen) < nodes:
+        chance, path = heapq.heappop(front)
+        chosen.add(path)
+        if len(path) < depth:
+            for rank, rate in enumerate(rates):
+                heapq.heappush(front, (chance * rate, (*path, rank)))
+    ordered = sorted(chosen, key=lambda path: (len(path), path))
+    at = {path: node for node, path in enumerate(ordered)}
+    return "parents:" + ",".join(str(at.get(path[:-1], -1)) for path in ordered)
+
+
+def likeliest_nodes(arrays: TraceArrays, count: int, depth: int) -> list[int]:
+    """Return the sub-tree of `count` nodes, none deeper than `depth`, that is accepted most often."""
+    return best_subtrees(arrays.tree, node_acceptance(arrays).tolist(), depth)[count][1]

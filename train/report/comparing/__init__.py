@@ -1,0 +1,1 @@
+"""Two reports side by side."""

@@ -1,0 +1,1 @@
+"""What if: other costs of the draft, other places of use."""

@@ -1,0 +1,1 @@
+"""A report written down: its model, its sections, the page, the files."""

@@ -1,0 +1,402 @@
+"""A report as sections of words and tables, made from its JSON form alone; page, Markdown and CSV are written from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..records import REFUSE, Ratio
+from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table
+
+_REFERENCES = ("plain decoding", "best fixed", "oracle bound")
+
+
+def speed_table(data: Data) -> Table:
+    """Return the table of policies."""
+    rows: list[tuple[Cell, ...]] = []
+    for at, line in enumerate(data["lines"]):
+        path: Path = ("lines", at)
+        counts: list[Cell] = ["", "", ""]
+        if line["kind"] not in ("bound", "achievable"):
+            counts = [Num((*path, name), ".2f") for name in ("block_efficiency", "drafted", "accepted")]
+        gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else Spread((*path, "oracle_share"), 2)
+        told = Mark(line["verdict"]) if line["verdict"] else ""
+        ratios = (Spread((*path, "to_plain")), Spread((*path, "to_best_fixed")))
+        rows.append((line["name"], Num((*path, "tokens_per_s"), ".1f"), told, *ratios, gap, *counts))
+    notes = tuple(line["note"] for line in data["lines"])
+    return Table("Speed of every policy", COLUMNS, tuple(rows), notes=notes)
+
+
+COLUMNS = (
+    "policy",
+    "tokens/s",
+    "verdict",
+    "vs plain",
+    "vs best fixed",
+    "share of the oracle gain",
+    "block eff.",
+    "drafted",
+    "accepted",
+)
+
+
+def _has_bound(data: Data) -> bool:
+    return any(line["kind"] == "bound" for line in data["lines"])
+
+
+def speeds(data: Data) -> Section:
+    """Every policy, and every fixed length."""
+    fixed = tuple((str(k), Num(("fixed", k), ".1f")) for k in range(len(data["fixed"])))
+    return Section(
+        "speed",
+        "Speed",
+        (
+            f"Ratios, paired between policies ({data['facts']['intervals']}). Share of the oracle gain: "
+            "0 is the best fixed length, 1 the oracle bound. Verdict: the interval against the best fixed length "
+            "(on trees, the best static tree as well) lies above 1 (deploy), holds 1 (no gain) or "
+            "lies below it (do not deploy).",
+        ),
+        (speed_table(data), Table("Tokens/s by fixed length", ("length", "tokens/s"), fixed)),
+        open=True,
+    )
+
+
+PARTS_OF = (
+    ("all", "interval"),
+    ("prompts", "prompts alone"),
+    ("profile", "model calls alone"),
+    ("decisions", "decisions alone"),
+)
+
+
+def parts(data: Data) -> Section | None:
+    """What the intervals behind the verdicts are made of."""
+    asked = [(at, line) for at, line in enumerate(data["lines"]) if line.get("parts")]
+    if not asked:
+        return None
+    rows = tuple(
+        (line["name"], *(Spread(("lines", at, "parts", part)) for part, _ in PARTS_OF), Mark(line["verdict"]))
+        for at, line in asked
+    )
+    columns = ("policy", *(label for _, label in PARTS_OF), "verdict")
+    return Section(
+        "parts",
+        "What the intervals are made of",
+        (
+            "Speed against what needs no policy. Other prompts would have given another figure, and so would other timings "
+            "on this machine: of draft steps and verifications, and of the policy's decisions. Each column draws one of them "
+            "anew and leaves the others as they were found; the interval draws all. Nothing is to be deployed where timings "
+            "alone could turn the sign.",
+        ),
+        (Table("Intervals by what is drawn", columns, rows),),
+    )
+
+
+def acceptance(data: Data) -> Section | None:
+    """How long the draft holds."""
+    if not data["bands"]:
+        return None
+    rows = tuple((str(k), Spread(("bands", k - 1))) for k in range(1, len(data["bands"]) + 1))
+    return Section(
+        "acceptance",
+        "Acceptance by depth",
+        (
+            "Share of positions at which the target accepts at least so many drafted tokens; the band is the 95% interval.",
+        ),
+        (Table("P(A >= k)", ("k", "P(A >= k)"), rows),),
+    )
+
+
+def lengths(data: Data) -> Section | None:
+    """Chosen against ideal."""
+    found = data["details"].get("lengths")
+    if not found:
+        return None
+    mine = found[0]
+    depth = range(len(mine["chosen"]))
+    where: Path = ("details", "lengths")
+    rows = tuple(
+        (
+            str(k),
+            Num((*where, 0, "chosen", k), ".0f"),
+            Num((*where, 0, "ideal", k), ".0f"),
+            Num((*where, 1, "chosen", k), ".0f"),
+        )
+        for k in depth
+    )
+    most = max(max(row) for row in mine["table"]) or 1
+    table: list[tuple[Cell, ...]] = []
+    for k in depth:
+        table.append((str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)))
+    shades = tuple((0.0, *(count / most for count in row)) for row in mine["table"])
+    return Section(
+        "lengths",
+        "Chosen against ideal length",
+        (
+            f"Rounds of {mine['name']} by the depth it drafted to, beside what the oracle would have drafted at the "
+            "same positions.",
+        ),
+        (
+            Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),
+            Table("Rounds by chosen (down) and ideal depth (across)", ("", *map(str, depth)), tuple(table), shades),
+        ),
+    )
+
+
+def trust(data: Data) -> Section | None:
+    """Predicted against observed survival."""
+    found = data["details"].get("reliability")
+    if not found:
+        return None
+    tables = []
+    for at, policy in enumerate(found):
+        path: Path = ("details", "reliability", at)
+        rows: list[tuple[Cell, ...]] = []
+        for i, depth in enumerate(policy["depths"]):
+            here: Path = (*path, "depths", i)
+            all_: Path = (*here, "all")
+            rows.append(
+                (
+                    str(depth["depth"]),
+                    Num((*all_, "count"), ",.0f"),
+                    Num((*all_, "predicted")),
+                    (Num((*all_, "observed")), " [", Num((*all_, "low")), ", ", Num((*all_, "high")), "]"),
+                    Num((*here, "ece")),
+                    Num((*here, "ece_perfect")),
+                )
+            )
+        rows.append(("all", "", "", "", Num((*path, "ece")), Num((*path, "ece_perfect"))))
+        columns = ("depth", "candidates", "predicted", "observed", "calibration error", "if perfect")
+        tables.append(Table(policy["name"], columns, tuple(rows)))
+    late = tuple(
+        f"{policy['name']} first decides at depth {policy['depths'][0]['depth']}: there its survival begins, given what "
+        "lies before it."
+        for policy in found
+        if policy["depths"] and policy["depths"][0]["depth"] > 1
+    )
+    return Section(
+        "reliability",
+        "Can the predictions be believed?",
+        (
+            "Predicted survival, the chance that a token and all before it are accepted, against what was accepted, in the "
+            "rounds that the policy itself comes to. Calibration error: mean distance over ten bins of equal size; if "
+            "perfect: what a perfectly calibrated predictor of the same predictions would show by chance.",
+            *late,
+        ),
+        tuple(tables),
+    )
+
+
+TIME_PARTS = (
+    ("draft_ms", "draft"),
+    ("verify_ms", "verification"),
+    ("decision_ms", "decisions"),
+    ("outside_ms", "framework overhead"),
+    ("prompt_ms", "reading prompts"),
+)
+STOP_PARTS = ("too early", "too late", "decisions", "catching up")
+
+
+def time(data: Data) -> Section | None:
+    """Where time goes."""
+    found = data["details"].get("time")
+    if not found:
+        return None
+    keys = [key for key, _ in TIME_PARTS]
+    rows = tuple(
+        (one["name"], *(Num(("details", "time", at, key), ".3f") for key in (*keys, "total_ms")))
+        for at, one in enumerate(found)
+    )
+    columns = ("policy", *(label for _, label in TIME_PARTS), "all")
+    return Section(
+        "time",
+        "Where time goes",
+        ("Modelled milliseconds for each token of text.",),
+        (Table("ms per token", columns, rows),),
+    )
+
+
+def stops(data: Data) -> Section | None:
+    """What wrong stops cost."""
+    found = data["details"].get("stops")
+    if not found:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for at, one in enumerate(found):
+        path: Path = ("details", "stops", at)
+        forms = (
+            ("rounds", ",.0f"), ("early_rounds", ",.0f"), ("early_ms", ".3f"), ("early_s", ".3f"), ("late_rounds", ",.0f"),
+            ("late_ms", ".3f"), ("late_s", ".3f"), ("decision_s", ".3f"), ("other_s", ".3f"), ("total_s", ".3f"),
+        )  # fmt: skip
+        rows.append((one["name"], *(Num((*path, name), form) for name, form in forms)))
+    columns = (
+        "policy", "rounds", "too early", "ms/round", "s", "too late", "ms/round", "s", "decisions, s", "catching up, s",
+        "all, s",
+    )  # fmt: skip
+    return Section(
+        "stops",
+        "The cost of wrong stops",
+        (
+            "Against the oracle going on from the same anchor. Too early: the round committed less than the ideal one. "
+            "Too late: it drafted or sent more for nothing. Catching up: reading what the draft had not read. The parts add "
+            "up to the time by which a policy is slower than the bound.",
+        ),
+        (Table("Losses against the oracle", columns, tuple(rows)),),
+    )
+
+
+def groups(data: Data) -> Section | None:
+    """By group of prompts."""
+    found = data["details"].get("groups")
+    if not found:
+        return None
+    names = list(found[0]["ratios"])
+    rows: list[tuple[Cell, ...]] = []
+    for at, group in enumerate(found):
+        path: Path = ("details", "groups", at)
+        cells: list[Cell] = []
+        for name in names:
+            ratio = group["ratios"][name]
+            number = Spread((*path, "ratios", name))
+            cells.append((number, f" {REFUSE}") if Ratio(**ratio).is_below else number)
+        counts = (Num((*path, "prompts"), ",.0f"), Num((*path, "tokens"), ",.0f"))
+        rows.append((group["name"] or "(no name)", *counts, group["best_fixed"], *cells))
+    best = next(line["note"] for line in data["lines"] if line["name"] == "best fixed").partition(",")[0]
+    return Section(
+        "groups",
+        "By group",
+        (f"Speed against {best}, the best fixed length of all prompts together.",),
+        (Table("By group of prompts", ("group", "prompts", "tokens", "its best fixed", *names), tuple(rows)),),
+    )
+
+
+def prompts(data: Data) -> Section | None:
+    """By prompt."""
+    found = data["details"].get("prompts")
+    if not found:
+        return None
+    order = sorted(range(len(found)), key=lambda i: found[i]["policy"] / found[i]["fixed"])
+    shown = order if len(order) <= 16 else [*order[:8], *order[-8:]]
+    rows = tuple(
+        (found[i]["prompt"], found[i]["group"], *(Num(("details", "prompts", i, key)) for key in ("fixed", "policy")))
+        for i in shown
+    )
+    subject = data["details"]["subject"]
+    slower = sum(one["policy"] < one["fixed"] for one in found)
+    return Section(
+        "prompts",
+        "Prompt by prompt",
+        (
+            f"Speed-up over plain decoding: {subject} against the best fixed length. Above the line {subject} is faster; on "
+            f"{slower} of {len(found)} prompts it is slower.",
+        ),
+        (Table("The prompts at both ends", ("prompt", "group", "best fixed", subject), rows),),
+    )
+
+
+def sensitivity(data: Data) -> Section | None:
+    """Other latencies."""
+    found = data["details"].get("sensitivity")
+    if not found:
+        return None
+    names = list(found[0]["ratios"])
+    rows = tuple(
+        (
+            one["what"] if one["factor"] == 1.0 else f"{one['what']} x {one['factor']:g}",
+            one["best_fixed"],
+            *(Spread(("details", "sensitivity", at, "ratios", name)) for name in names),
+        )
+        for at, one in enumerate(found)
+    )
+    return Section(
+        "sensitivity",
+        "If the latency were another",
+        (
+            "Speed against the best fixed length, chosen again, if a part of the profile were so many times what it is; "
+            "policies stop where they did.",
+        ),
+        (Table("Against the best fixed length", ("latency", "best fixed", *names), rows),),
+    )
+
+
+def losses(data: Data) -> Section | None:
+    """The text where it went wrong."""
+    found = data["details"].get("losses")
+    if not found:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for at, one in enumerate(found):
+        path: Path = ("details", "losses", at)
+        figures = (Num((*path, "early_ms"), ".1f"), Num((*path, "late_ms"), ".1f"), Num((*path, "to_best_fixed")))
+        rows.append((one["prompt"], one["group"], *figures))
+    return Section(
+        "losses",
+        f"Where {data['details']['subject']} loses most",
+        (
+            "The texts with the largest cost of wrong stops, and the worst rounds of each. ▢ stands for a token that only "
+            "the target proposed, which a trace does not hold.",
+        ),
+        (Table("Largest losses", ("prompt", "group", "too early, ms", "too late, ms", "vs best fixed"), tuple(rows)),),
+    )
+
+
+def sweep(data: Data) -> Section | None:
+    """Where each policy starts to pay."""
+    found = data["details"].get("sweep")
+    if not found:
+        return None
+    where: Path = ("details", "sweep")
+    rows: list[tuple[Cell, ...]] = []
+    for at in range(len(found["ratios"])):
+        point = (Num((*where, "ratios", at), ".3g"), Num((*where, "best_fixed", at), ".0f"))
+        rows.append((*point, *(Spread((*where, "lines", i, "to_best_fixed", at)) for i in range(len(found["lines"])))))
+    words = tuple(
+        f"{line['name']}: {line['verdict']}" + (f" ({line['note']})." if line["note"] else ".")
+        for line in found["lines"]
+    )
+    names = tuple(line["name"] for line in found["lines"])
+    return Section(
+        "sweep",
+        "If the draft were cheaper or dearer",
+        (
+            "Speed against the best fixed length by the cost of a draft step over that of a one-token target step; the "
+            f"profile's own is {found['here']:.3g}.",
+            *words,
+        ),
+        (Table("By cost ratio", ("cost ratio", "best fixed", *names), tuple(rows)),),
+    )
+
+
+def transfer(data: Data) -> Section | None:
+    """Trained on one, used on another."""
+    found = data["details"].get("transfer")
+    if not found:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for at, name in enumerate(found["rows"]):
+        cells: list[Cell] = []
+        for i, cell in enumerate(found["cells"][at]):
+            tail = f" {cell['verdict']}" + (", own" if cell["own"] else "")
+            cells.append((Spread(("details", "transfer", "cells", at, i, "to_best_fixed")), tail))
+        rows.append((name, found["trained_on"][at], *cells))
+    return Section(
+        "transfer",
+        "Trained on one, used on another",
+        ("Speed against the best fixed length of each column.",),
+        (Table("Transfer", ("policy", "trained on", *found["columns"]), tuple(rows)),),
+        open=True,
+    )
+
+
+PARTS: Sequence[Callable[[Data], Section | None]] = (
+    speeds, parts, acceptance, lengths, trust, time, stops, groups, prompts, sensitivity, sweep, transfer, losses,
+)  # fmt: skip
+
+
+def sections(data: Data) -> list[Section]:
+    """Return the sections that a report has, in order.
+
+    Args:
+        data: `Report.to_dict()` as JSON values.
+    """
+    found = (part(data) for part in PARTS)
+    return [section for section in found if section is not None]
