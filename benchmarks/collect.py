@@ -21,7 +21,7 @@ import torch
 from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.collect.dense.collector import Written, dense_rows, text_columns
-from specstop.collect.dense.threads import abreast
+from specstop.collect.dense.threads import map_threads
 from specstop.collect.dense.unroll import Unroller
 from specstop.collect.live import LiveCollector
 from specstop.collect.prompts.read import encode, read_prompts
@@ -89,7 +89,7 @@ def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bars: Bars)
                     anchor = torch.arange(1, last, device=pair.device)
                     noise = None if texts.noise is None else texts.noise[at]
                     written.append(Written(one, text, texts.logits[at, : len(text)], last, anchor, None, noise))
-            chunks = abreast(each, text_columns, written)
+            chunks = map_threads(each, text_columns, written)
             spent.append(time.perf_counter() - begin)
             if each is unroller:
                 anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "labelled"))

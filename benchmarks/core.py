@@ -115,7 +115,7 @@ def check_features(bars: Bars, quick: bool) -> None:
         assert np.isfinite(found[0]).all(), "a feature is not finite"
         differing += sum(not same_bits(found[0], other) for other in found[1:])
         total += count
-    bars.add("rows, summaries and columns", differing, differing == 0, f"{total} rows, {differing} ways to differ")
+    bars.add("rows, summaries and columns", differing, differing == 0, f"{total} rows, {differing} comparisons")
 
 
 def heads() -> dict[str, tuple[tuple[str, ...], dict[str, Array]]]:
@@ -145,7 +145,7 @@ def heads() -> dict[str, tuple[tuple[str, ...], dict[str, Array]]]:
     specdec = {"block.weight": 0.1 * draw(1, HIDDEN, HIDDEN), "block.bias": draw(1, HIDDEN)}
     specdec |= {"order": np.zeros(3, dtype=np.int64), "leave.weight": 0.1 * draw(2, HIDDEN), "leave.bias": draw(2)}
     tokens = {"mean": draw(3), "scale": np.abs(draw(3)) + 0.2, "weight": draw(3, 3), "bias": draw(2, DEPTH)}
-    tokens |= {"table": draw(2, 2, VOCABULARY), "edges": np.sort(draw(1, 5)), "crosses": draw(2, 2, 101)}
+    tokens |= {"table": draw(2, 2, VOCABULARY), "edges": np.sort(draw(1, 5)), "hashed": draw(2, 2, 101)}
     tokens |= {"strides": np.array([[0, 0, 0, 1, 7, 0], [0, 3, 0, 1, 0, 11]])}
     first = {"first": draw(1)}
     return {

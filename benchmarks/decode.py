@@ -5,7 +5,7 @@
 
 The embedded pair always runs; `--pair` adds others. For each pair, greedy and at T = 0.7, alternating per prompt: our best
 fixed length over the library's best assisted setting; the share of a round outside model calls and policy; the floor (the
-same forwards with nothing between them) over the loop; trees; memory over a long run. The two ways
+same forwards with nothing between them) over the loop; trees; memory over a long run. The two methods
 of each kind that are fastest on the first 6 prompts are run on the others as well. The last line is one JSON object.
 """
 
@@ -115,7 +115,7 @@ def measure(
 
 
 def contest(runs: dict[str, Any], prompts: Prompts, progress: Any) -> dict[str, list[Generation]]:
-    """Return the texts of all ways on the first prompts, and on the others of those that may be the best of their kind."""
+    """Return the texts of all methods on the first prompts, and on the others of those that may be the best of their kind."""
     texts = dict(zip(runs, run_alternating(list(runs.values()), prompts[:SCREEN], progress=progress), strict=True))
     stay = {"plain", FLOOR_TREE}
     for kind in KINDS:

@@ -98,7 +98,7 @@ class World:
 
 
 def draw_world(chance: np.random.Generator) -> World:
-    """Return a random world: cheap or dear drafts, alike or very different prompts."""
+    """Return a random world: cheap or expensive drafts, alike or very different prompts."""
     levels = 3
     base = np.sort(chance.uniform(0.1, 0.95, (levels, 3)), 1)
     draft = float(np.exp(chance.uniform(np.log(0.03), np.log(0.4))))

@@ -80,8 +80,8 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
     settings = Settings(temperature, sizes.tokens, DEPTH)
     calibration = offline.calibration()
-    ways = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
-    runs = run_alternating(ways, prompts, calibration=calibration, seed=SEED, progress=progress)
+    methods = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
+    runs = run_alternating(methods, prompts, calibration=calibration, seed=SEED, progress=progress)
     tag = f"T={temperature:g}"
     texts(offline, temperature, sizes, prompts, policies, runs, bars)
     replays = [replay(arrays, policy, offline.profile) for policy in policies]

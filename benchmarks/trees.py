@@ -69,7 +69,7 @@ PLANS = (
 """What the tree policy reads; the one that is fastest on prompts held out is taken."""
 
 REPEATS = 5
-"""Runs that a decision is timed in: on a shared machine one of fourteen came out dearer by a third."""
+"""Runs that a decision is timed in: on a shared machine one of fourteen came out longer by a third."""
 
 LIVE = 200
 """Test prompts that are decoded live; the interval is then some 2% to either side."""

@@ -1,4 +1,4 @@
-"""The ways to collect: what each writes into the header, and how it makes rows of a batch of prompts."""
+"""The collectors: what each writes into the header, and how it makes rows of a batch of prompts."""
 
 from __future__ import annotations
 

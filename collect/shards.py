@@ -22,7 +22,7 @@ Work = tuple[int, str, str, list[int], int]
 
 
 def nothing() -> None:
-    """Do nothing: what most ways to collect have to do before a shard."""
+    """Do nothing: what most collectors have to do before a shard."""
 
 
 @dataclass(frozen=True)

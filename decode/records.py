@@ -1,4 +1,4 @@
-"""What the loop reports: one record per round, their sums, and the plain numbers of a run."""
+"""What the loop reports: one record per round, their sums, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Tally:
         }
 
     def summary(self) -> dict[str, float | int]:
-        """Return the plain numbers of the run, for tables and JSON."""
+        """Return the figures of the run, for tables and JSON."""
         drafted, verified = sum(r.drafted for r in self.rounds), sum(r.verified for r in self.rounds)
         return {
             "texts": self.texts,

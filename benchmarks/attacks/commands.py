@@ -1,6 +1,6 @@
 """Command lines made at random, whose results are to land in, above, below and beside what they read.
 
-Each command gets inputs, spelled in one of several ways, an output somewhere, and options, some of them wrong. Whatever
+Each command gets inputs, spelled differently, an output somewhere, and options, some of them wrong. Whatever
 comes of it, no input and no file of the user's may change by a byte: the exit code is 2, with one line and nothing changed at
 all, or 0, with a whole result at the output, nothing else changed, and nothing replaced but an older result.
 """
@@ -121,7 +121,7 @@ WRONG = (
 
 
 def spelled(path: Path, place: Path, chance: random.Random) -> str:
-    """Return one of the ways to write a path, from the folder `here`."""
+    """Return one of the spellings of a path, from the folder `here`."""
     plain = os.path.relpath(path, place / "here")
     if not os.path.lexists(path.parent):
         return str(path)

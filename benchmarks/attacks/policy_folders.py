@@ -77,7 +77,7 @@ def good_policies() -> list[LearnedPolicy]:
     }  # fmt: skip
     tokens = {
         "mean": draw(3), "scale": scale(3), "weight": draw(3, 3), "bias": draw(2, 4), "table": draw(2, 1, 9),
-        "strides": np.array([[1, 0, 0, 2], [3, 5, 0, 0]]), "edges": np.sort(draw(1, 3)), "crosses": draw(2, 2, 7),
+        "strides": np.array([[1, 0, 0, 2], [3, 5, 0, 0]]), "edges": np.sort(draw(1, 3)), "hashed": draw(2, 2, 7),
     }  # fmt: skip
     tokens = with_ranges(tokens, np.zeros(3), np.array([0.0, 0.8, 3.0]))
     knots = np.stack([np.linspace(-3, 3, 5), np.linspace(0.05, 0.9, 5)]).astype(np.float32)

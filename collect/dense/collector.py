@@ -20,7 +20,7 @@ from ...decode.policy.summaries import summarise
 from ...policies.features import ANCHOR_FEATURES, Columns, Drawn
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.summary import Array
-from .threads import abreast
+from .threads import map_threads
 from .unroll import Anchors, Unroller
 
 
@@ -84,7 +84,7 @@ def dense_rows(
                 assert rows is not None
                 anchor = torch.arange(1, last, device=pair.device)
                 work += [Written(one, text, rows, last, anchor, states, noise, draw) for draw in range(unroller.draws)]
-        chunks += abreast(unroller, text_columns, work)
+        chunks += map_threads(unroller, text_columns, work)
     return chunks
 
 

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
-def abreast(unroller: Unroller, work: Callable[[Unroller, Item], Made], items: Sequence[Item]) -> list[Made]:
+def map_threads(unroller: Unroller, work: Callable[[Unroller, Item], Made], items: Sequence[Item]) -> list[Made]:
     """Return `work(unroller, item)` of every item, in order; as many at once as threads and memory budget allow.
 
     Args:
@@ -24,11 +24,11 @@ def abreast(unroller: Unroller, work: Callable[[Unroller, Item], Made], items: S
         items: of any kind.
     """
     threads = torch.get_num_threads()
-    crew = unroller.crew(threads)
-    if len(crew) == 1:
+    copies = unroller.copies(threads)
+    if len(copies) == 1:
         return [work(unroller, item) for item in items]
     idle: SimpleQueue[Unroller] = SimpleQueue()
-    for one in crew:
+    for one in copies:
         idle.put(one)
 
     def run(item: Item) -> Made:
@@ -39,7 +39,7 @@ def abreast(unroller: Unroller, work: Callable[[Unroller, Item], Made], items: S
             idle.put(one)
 
     try:
-        with ThreadPoolExecutor(len(crew), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(len(copies), initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(run, items))
     finally:
         torch.set_num_threads(threads)  # the number of some libraries is that of the last thread that set one

@@ -84,7 +84,7 @@ class Unroller:
         self.vectors = tuple(vectors)
         self._hidden = hidden_width(pair.draft_model) if DRAFT_HIDDEN in vectors else 0
         self._model = CachedModel(pair.draft_model, 0, pair.vocabulary, bool(self._hidden))
-        self._crew = [self]
+        self._copies = [self]
         self._job = Job(
             pair, self.shape, self.features, temperature, memory_bytes, shaping, self._hidden, verification,
             off_text == "exact", choices,
@@ -115,7 +115,7 @@ class Unroller:
         places.grow(model, target, self._rows)
         return gather(places, anchors.anchor - first, self.tree)
 
-    def crew(self, most: int) -> list[Unroller]:
+    def copies(self, most: int) -> list[Unroller]:
         """Return this unroller and further ones like it, `most` in all, that can unroll texts at the same time.
 
         There is but one where the memory budget has no room for more, and where the draft's code is not known to bear it.
@@ -124,15 +124,15 @@ class Unroller:
             return [self]
         scores = max(self._rows, _SEGMENT) * BYTES_PER_SCORE * self.pair.vocabulary
         each = scores + self._rows * len(self.shape) * token_bytes(self.pair.draft_model)
-        while len(self._crew) < min(most, self.memory_bytes // each):
-            self._crew.append(
+        while len(self._copies) < min(most, self.memory_bytes // each):
+            self._copies.append(
                 Unroller(
                     self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.vectors, self.shaping,
                     self.verification, "exact" if self._job.exact_off_text else "approximate", self.draws,
                     self._job.draws,
                 )
             )  # fmt: skip
-        return self._crew[:most]
+        return self._copies[:most]
 
     def _room(self, tokens: int, nodes: int) -> tuple[CachedModel, CachedModel | None]:
         """Return the draft, and the target if it reads candidates, empty and with room for a text and a forward's rows."""

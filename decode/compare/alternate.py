@@ -1,4 +1,4 @@
-"""Several ways to decode the same prompts, in alternation: what a shared machine does to one, it does to all."""
+"""The same prompts decoded by several methods, in alternation: what a shared machine does to one, it does to all."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def run_alternating(
     batch: int = 1,
     progress: Progress = silent,
 ) -> list[list[Generation]]:
-    """Decode every prompt in every way, the order of the ways turning from prompt to prompt.
+    """Decode every prompt by every method, the order of the methods turning from prompt to prompt.
 
     Args:
-        runs: the ways.
+        runs: the methods.
         prompts: (id, token ids); the first one is decoded once more at the start, to warm up.
         calibration: run in between, so that a profile of these very minutes comes out.
         calibrate_every: prompts between two calibration runs.

@@ -63,7 +63,7 @@ def bench(
     batch: int = 1,
     progress: Progress = shown,
 ) -> list[BenchLine]:
-    """Measure ways to decode side by side; the first line is our plain decoding.
+    """Measure decoding methods side by side; the first line is our plain decoding.
 
     Args:
         pair: on which policies run.

@@ -29,7 +29,7 @@ class AssistedSetting:
         tokens: `num_assistant_tokens`; 0 = `generate` without an assistant.
         schedule: `constant` or `heuristic`.
         threshold: `assistant_confidence_threshold`; 0 switches the rule off.
-        adapts: let the stock loop refit the threshold after each round (it does where scikit-learn is installed).
+        adapts: let the stock loop fit the threshold anew after each round (it does where scikit-learn is installed).
     """
 
     name: str
@@ -139,7 +139,7 @@ class Assisted:
             "assistant_confidence_threshold": setting.threshold,
         }
         before = {name: getattr(config, name, None) for name in wanted}
-        # The stock loop refits the threshold wherever it finds scikit-learn; there is no option against it.
+        # The stock loop fits the threshold anew wherever it finds scikit-learn; there is no option against it.
         library: Any = candidate_generator
         found = library.is_sklearn_available
         try:

@@ -79,7 +79,7 @@ def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> T
 
 
 def mix_one(value: int) -> int:
-    """Return `mix` of one 64-bit pattern, as plain numbers: a tensor operation would cost more than the choice."""
+    """Return `mix` of one 64-bit pattern, as a Python number: a tensor operation would cost more than the choice."""
     value &= _MASK
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK

@@ -1,4 +1,4 @@
-"""Crosses: which tokens, depths and ranges of scalars come together, as places in tables that are looked up by a hash.
+"""HashedFeatures: which tokens, depths and ranges of scalars come together, as places in tables that are looked up by a hash.
 
 What the draft gets right depends on the context, and a few tokens with the margin of the last one say much of it. Language
 models hash their n-grams for the same reason: a table for all combinations would be too large, and most never come up.
@@ -21,8 +21,8 @@ MOST_STRIDE = 1 << 20
 """With ids below 2^24 all sums stay far below 2^63."""
 
 
-class Crosses:
-    """Places of C crosses in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
+class HashedFeatures:
+    """Places of C hashed in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
 
     Args:
         names: F features, in the order of the columns.

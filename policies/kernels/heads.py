@@ -211,7 +211,7 @@ def _place(values: Any, strides: Any, cross: Any, size: Any) -> Any:
 
 @kernel("void(float32[:,::1], int64[::1], int64[:,::1], float32[:,::1], int64[:,::1], int64, int64[:,::1])")
 def cross_places(features: Any, depth: Any, columns: Any, edges: Any, strides: Any, size: int, out: Any) -> None:
-    """Write the places [R, C] of crosses, whose tables lie end to end; see `crosses.Crosses`.
+    """Write the places [R, C] of hashed, whose tables lie end to end; see `feature_hashing.HashedFeatures`.
 
     Args:
         features: [R, F].
@@ -235,7 +235,7 @@ def cross_places(features: Any, depth: Any, columns: Any, edges: Any, strides: A
 )
 def score_tokens(
     features: Any, depth: int, bounds: Any, odds: Any, weights: Any, start: Any, ids: Any, tables: Any, columns: Any,
-    edges: Any, strides: Any, crosses: Any, out: Any,
+    edges: Any, strides: Any, hashed: Any, out: Any,
 ) -> None:  # fmt: skip
     """Write sums of a number for the depth, weighted columns, a number for each token and each cross.
 
@@ -247,11 +247,11 @@ def score_tokens(
         ids: [I] the features that are tokens.
         tables: [I, V, 2] of the tokens; one that lies outside counts as 0.
         columns, edges, strides: see `cross_places`.
-        crosses: [C, B, 2] of the places.
+        hashed: [C, B, 2] of the places.
         out: [R, 2].
     """
     _check(features, bounds)
-    size, begin = crosses.shape[1], start[min(depth, start.shape[0] - 1)]
+    size, begin = hashed.shape[1], start[min(depth, start.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)
     for r in range(features.shape[0]):
         _read(features[r], bounds, odds, x)
@@ -268,7 +268,7 @@ def score_tokens(
         if strides.shape[0] > 0:
             _ranges(x, depth, columns, edges, values)
             for c in range(strides.shape[0]):
-                found = crosses[c, _place(values, strides, c, size)]
+                found = hashed[c, _place(values, strides, c, size)]
                 accept += found[0]
                 next_ += found[1]
         out[r, 0] = accept

@@ -13,7 +13,7 @@ from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import DEPTH
 from reference_features import Rows, compute
 from specstop.collect.dense.collector import Unroller, dense_rows
-from specstop.collect.dense.threads import abreast
+from specstop.collect.dense.threads import map_threads
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
@@ -205,9 +205,9 @@ def test_texts_are_unrolled_side_by_side(compact: Pair, prompts: list[Prompt], p
         torch.set_num_threads(3)
         unroller = Unroller(compact, DEPTH, 0.7)
         together = dense_rows(compact, unroller, work, NEW)
-        assert len(unroller.crew(3)) == 3 and len(unroller.crew(2)) == 2 and torch.get_num_threads() == 3
+        assert len(unroller.copies(3)) == 3 and len(unroller.copies(2)) == 2 and torch.get_num_threads() == 3
         tight = Unroller(compact, DEPTH, 0.7, memory_bytes=1)
-        assert tight.crew(3) == [tight], "a further one does not fit into the budget"
+        assert tight.copies(3) == [tight], "a further one does not fit into the budget"
         torch.set_num_threads(1)
         alone = dense_rows(compact, Unroller(compact, DEPTH, 0.7), work, NEW)
     finally:
@@ -227,9 +227,9 @@ def test_what_goes_wrong_in_one_text_is_raised(compact: Pair) -> None:
     try:
         torch.set_num_threads(2)
         with pytest.raises(ValueError, match="item 1"):
-            abreast(Unroller(compact, DEPTH, 0.0), odd, range(4))
+            map_threads(Unroller(compact, DEPTH, 0.0), odd, range(4))
         assert torch.get_num_threads() == 2
-        assert abreast(Unroller(compact, DEPTH, 0.0), odd, range(0, 8, 2)) == [0, 2, 4, 6]
+        assert map_threads(Unroller(compact, DEPTH, 0.0), odd, range(0, 8, 2)) == [0, 2, 4, 6]
     finally:
         torch.set_num_threads(before)
 

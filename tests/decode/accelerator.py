@@ -1,4 +1,4 @@
-"""A simulated accelerator: tensors that say they lie on a device, compute on the CPU, and count what crosses over.
+"""A simulated accelerator: tensors that say they lie on a device, compute on the CPU, and count what is copied between them.
 
 Code under test takes the branches that it takes on a GPU (`device.type != "cpu"`), an operation that mixes device and host
 raises, and every number that the host waits for is counted: what cannot be seen on the CPU, where all of that is free.

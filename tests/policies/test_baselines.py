@@ -300,7 +300,7 @@ def test_a_wrong_parameter_is_told(spec: str, message: str) -> None:
 
 
 def splitmix(value: int) -> int:
-    """The finaliser in plain numbers."""
+    """The finaliser in scalars."""
     mask = (1 << 64) - 1
     value &= mask
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask

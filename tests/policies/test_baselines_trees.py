@@ -191,15 +191,15 @@ def test_gain_buys_what_is_worth_its_price(case: str, power: float) -> None:
     assert len(widths) > 2
 
 
-def test_doubt_widens_the_tree_where_rows_are_cheap_and_ends_it_where_steps_are_dear() -> None:
+def test_doubt_widens_the_tree_where_rows_are_cheap_and_ends_it_where_steps_are_expensive() -> None:
     def width(policy: StopPolicy, chances: list[float]) -> int:
         step = ask(1, np.log(chances)[None, :, None])
         return int(policy.keep(step, policy.start(1, np.zeros(1, dtype=np.int64)))[0].sum())
 
     sure, doubtful = [0.94, 0.02, 0.02, 0.02], [0.3, 0.25, 0.25, 0.2]
-    cheap, dear = Gain(step=0.2, row=0.05, verify=0.05), Gain(step=0.9, row=0.05, verify=0.05)
+    cheap, costly = Gain(step=0.2, row=0.05, verify=0.05), Gain(step=0.9, row=0.05, verify=0.05)
     assert (width(cheap, sure), width(cheap, doubtful)) == (1, 4)
-    assert (width(dear, sure), width(dear, doubtful)) == (0, 0)
+    assert (width(costly, sure), width(costly, doubtful)) == (0, 0)
 
 
 def test_the_first_of_equals_are_the_best() -> None:

@@ -1,4 +1,4 @@
-"""Folders that a stranger made: refused in one line before anything in them is used; and the hub."""
+"""Untrusted folders: refused in one line before anything in them is used; and the hub."""
 
 from __future__ import annotations
 

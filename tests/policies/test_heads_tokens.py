@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads.build import TokenHead, build_head, with_ranges
-from specstop.policies.heads.feature_hashing import Crosses
+from specstop.policies.heads.feature_hashing import HashedFeatures
 
 Array = np.ndarray[Any, Any]
 NAMES = ("anchor_token", "entropy", "drawn_token", "above_token")
@@ -31,7 +31,7 @@ def tensors() -> dict[str, Array]:
         "table": draw(2, 3, WIDTH),
         "strides": np.array(STRIDES),
         "edges": np.array([[0.25, 0.5]], dtype=np.float32),
-        "crosses": draw(2, len(STRIDES), SIZE),
+        "hashed": draw(2, len(STRIDES), SIZE),
     }
 
 
@@ -57,31 +57,31 @@ def test_scores_are_the_sums_that_they_are_said_to_be(depth: int) -> None:
                 anchor, entropy, drawn, above = row
                 within = (entropy > 0.25) + (entropy > 0.5)
                 sums = (drawn + 5 * above, 3 * anchor + drawn + 2 * depth, 4 * within + drawn)
-                wanted += sum(float(t["crosses"][output, at, int(total) % SIZE]) for at, total in enumerate(sums))
+                wanted += sum(float(t["hashed"][output, at, int(total) % SIZE]) for at, total in enumerate(sums))
             assert scores[output] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_places_are_those_that_the_head_looks_up() -> None:
     """What is fitted by place is scored by place: a table that names each place gives the places back."""
     t, x = tensors(), rows(200)
-    crosses = Crosses(NAMES, t["strides"], t["edges"], SIZE)
+    hashed = HashedFeatures(NAMES, t["strides"], t["edges"], SIZE)
     names = np.arange(3 * SIZE, dtype=np.float32).reshape(3, SIZE)
     silent = {name: np.zeros_like(t[name]) for name in ("weight", "bias", "table")}
     for depth in (1, 5):
-        places = crosses.places(x, np.full(len(x), depth))
+        places = hashed.places(x, np.full(len(x), depth))
         assert ((places >= SIZE * np.arange(3)) & (places < SIZE * np.arange(1, 4))).all()
         for cross in range(3):
             only = np.zeros((2, 3, SIZE), dtype=np.float32)
             only[:, cross] = names[cross]
-            found = TokenHead(NAMES, {**t, **silent, "crosses": only}).scores(x, depth)
+            found = TokenHead(NAMES, {**t, **silent, "hashed": only}).scores(x, depth)
             assert np.array_equal(found, np.stack([places[:, cross]] * 2, 1))
 
 
 def test_each_row_of_the_places_has_a_depth_of_its_own() -> None:
     t, x = tensors(), rows(30)
-    crosses, depth = Crosses(NAMES, t["strides"], t["edges"], SIZE), np.arange(30) % 4
-    alone = [crosses.places(x[i : i + 1], depth[i : i + 1])[0] for i in range(30)]
-    assert np.array_equal(crosses.places(x, depth), alone)
+    hashed, depth = HashedFeatures(NAMES, t["strides"], t["edges"], SIZE), np.arange(30) % 4
+    alone = [hashed.places(x[i : i + 1], depth[i : i + 1])[0] for i in range(30)]
+    assert np.array_equal(hashed.places(x, depth), alone)
 
 
 def test_tokens_have_no_range() -> None:
@@ -99,7 +99,7 @@ def test_tokens_have_no_range() -> None:
 def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
     with pytest.raises(PolicyError, match="tokens head: expected one of the features before_token"):
         build_head("tokens", ("entropy",), {**tensors(), "strides": np.zeros((0, 2), dtype=np.int64)})
-    shapes = {"table": (2, 2, WIDTH), "bias": (3, 4), "weight": (2, 1), "crosses": (2, 2, SIZE)}
+    shapes = {"table": (2, 2, WIDTH), "bias": (3, 4), "weight": (2, 1), "hashed": (2, 2, SIZE)}
     for name, shape in shapes.items():
         with pytest.raises(PolicyError, match=f"expected {name} of shape"):
             build_head("tokens", NAMES, {**tensors(), name: np.zeros(shape, dtype=np.float32)})
@@ -112,10 +112,10 @@ def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
             build_head("tokens", NAMES, {**tensors(), name: wrong})
 
 
-def test_a_head_made_without_crosses_is_one_whose_crosses_say_nothing() -> None:
+def test_a_head_made_without_hashed_features_is_one_whose_tables_are_zero() -> None:
     t, x = tensors(), rows(20)
-    silent = TokenHead(NAMES, {**t, "crosses": np.zeros((2, len(STRIDES), SIZE), dtype=np.float32)})
-    for name in ("strides", "edges", "crosses"):
+    silent = TokenHead(NAMES, {**t, "hashed": np.zeros((2, len(STRIDES), SIZE), dtype=np.float32)})
+    for name in ("strides", "edges", "hashed"):
         del t[name]
     assert np.array_equal(TokenHead(NAMES, t).scores(x, 2), silent.scores(x, 2))
 
@@ -123,9 +123,9 @@ def test_a_head_made_without_crosses_is_one_whose_crosses_say_nothing() -> None:
 def test_an_edge_belongs_to_the_range_below_it() -> None:
     t = tensors()
     edge = t["edges"][0, 1]
-    crosses = Crosses(NAMES, t["strides"], t["edges"], SIZE)
+    hashed = HashedFeatures(NAMES, t["strides"], t["edges"], SIZE)
     around = [edge, np.nextafter(edge, np.float32(2.0)), np.nextafter(edge, np.float32(0.0))]
     x = np.array([[1.0, entropy, 2.0, 3.0] for entropy in around], dtype=np.float32)
-    assert crosses.places(x, np.ones(3, dtype=np.int64))[:, 2].tolist() == [
+    assert hashed.places(x, np.ones(3, dtype=np.int64))[:, 2].tolist() == [
         2 * SIZE + (4 * n + 2) % SIZE for n in (1, 2, 1)
     ]

@@ -40,7 +40,7 @@ def make(out: Path, *files: str, text: str = "old") -> Path:
 
 @pytest.fixture(params=["one step", "two steps"])
 def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which an old folder gives its name up."""
+    """An old folder gives its name up by either of two calls."""
     if request.param == "two steps":
         monkeypatch.setattr(outputs, "_exchange", lambda one, other: False)
 

@@ -1,4 +1,4 @@
-"""Released heads as policy folders: every published layout, and nothing but tensors out of a stranger's file."""
+"""Released heads as policy folders: every published layout, and nothing but tensors out of an untrusted file."""
 
 from __future__ import annotations
 

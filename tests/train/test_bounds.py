@@ -27,7 +27,7 @@ def test_no_replayed_policy_is_faster(traces: dict[float, Trace], profile: Profi
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_the_best_of_all_ways_to_choose_lengths(seed: int) -> None:
+def test_it_is_the_best_of_all_choices_of_lengths(seed: int) -> None:
     """Exhaustive search: at each anchor any k, paying for that or any deeper round."""
     generator = torch.Generator().manual_seed(seed)
     depth = 3

@@ -1,4 +1,4 @@
-"""Continuation values: seconds to go as replay has them, backward regression against brute force, policies that are saved."""
+"""Continuation values: cost-to-go as replay has it, backward regression against brute force, policies that are saved."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from specstop.policies.rules.chains import Continuation, build_rule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.continuation.values import achievable_estimate, backward
-from specstop.train.fit.policy_iteration import Turn, distance, refit
+from specstop.train.fit.policy_iteration import Turn, distance, iterate
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
-from specstop.train.replay.bounds.cost_to_go import ToGo
+from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays
 
@@ -53,8 +53,8 @@ def told(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> Trac
 @pytest.mark.parametrize("length", [0, 1, 3])
 def test_texts_take_the_seconds_that_replay_says(sides: tuple[Trace, Trace], profile: Profile, length: int) -> None:
     arrays = trace_arrays(sides[0])
-    togo = ToGo(arrays, profile)
-    played = togo.play(torch.full_like(togo.bound, length))
+    costs = CostToGo(arrays, profile)
+    played = costs.play(torch.full_like(costs.bound, length))
     replayed = replay(arrays, FixedLength(length), profile)
     assert float((played.seconds - replayed.seconds).abs().max()) < EXACT
     row = arrays.offset[replayed.log[:, 0]] + replayed.log[:, 1] - arrays.first_anchor[replayed.log[:, 0]]
@@ -63,41 +63,48 @@ def test_texts_take_the_seconds_that_replay_says(sides: tuple[Trace, Trace], pro
 
 def test_seconds_to_go_add_up_to_those_of_the_text() -> None:
     arrays = telling_trace()
-    togo = ToGo(arrays, FLAT)
-    lengths = torch.randint(0, 5, togo.bound.shape, generator=torch.Generator().manual_seed(0))
-    value = togo.value(lengths)
-    assert torch.allclose(value[arrays.offset], togo.play(lengths).seconds)
+    costs = CostToGo(arrays, FLAT)
+    lengths = torch.randint(0, 5, costs.bound.shape, generator=torch.Generator().manual_seed(0))
+    value = costs.value(lengths)
+    assert torch.allclose(value[arrays.offset], costs.play(lengths).seconds)
     assert float(value[-1]) == 0.0
-    every = togo.outcomes(value)
-    chosen = every.gather(1, torch.minimum(lengths, togo.bound)[:, None])[:, 0]
+    every = costs.outcomes(value)
+    chosen = every.gather(1, torch.minimum(lengths, costs.bound)[:, None])[:, 0]
     assert torch.allclose(chosen, value[:-1])
 
 
 def test_backward_regression_stops_where_brute_force_does() -> None:
     arrays = telling_trace()
-    togo = ToGo(arrays, FLAT)
-    value = togo.value(torch.full_like(togo.bound, 2))
+    costs = CostToGo(arrays, FLAT)
+    value = costs.value(torch.full_like(costs.bound, 2))
     seen = seen_features(
-        arrays, ("entropy", "anchor_entropy"), torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4)
+        arrays,
+        ("entropy", "anchor_entropy"),
+        torch.arange(len(costs.bound)),
+        torch.zeros(len(costs.bound), 4),
     )
-    stages = backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(togo.bound)), value, Price(), firsts=(0,))
-    outcome = togo.outcomes(value)
+    stages = backward(
+        costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(costs.bound)), value, Price(), firsts=(0,)
+    )
+    outcome = costs.outcomes(value)
     taken = outcome.gather(1, stages.lengths[:, None])[:, 0]
     use = ~arrays.cut
     for right in range(5):
         group = use & (arrays.accepted == right)
         best = float(outcome[group].mean(0).min())  # the best length for all that are told as much
         assert float(taken[group].mean()) < best + 0.15, right
-    assert stages.rate > 1.15 * float(arrays.text_tokens.sum() / togo.fixed()[1].seconds.sum())
+    assert stages.rate > 1.15 * float(arrays.text_tokens.sum() / costs.fixed()[1].seconds.sum())
 
 
 def test_decisions_that_cost_more_are_taken_less_often() -> None:
     arrays = telling_trace()
-    togo = ToGo(arrays, FLAT)
-    seen = seen_features(arrays, ("entropy",), torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
-    value = togo.value(torch.full_like(togo.bound, 2))
+    costs = CostToGo(arrays, FLAT)
+    seen = seen_features(arrays, ("entropy",), torch.arange(len(costs.bound)), torch.zeros(len(costs.bound), 4))
+    value = costs.value(torch.full_like(costs.bound, 2))
     asked = [
-        float(backward(togo, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, Price(price)).asked.mean())
+        float(
+            backward(costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, Price(price)).asked.mean()
+        )
         for price in (0.0, 1.0)
     ]
     assert asked[1] < asked[0]
@@ -107,7 +114,7 @@ def test_noise_is_worth_nothing() -> None:
     arrays = telling_trace()
     noise = torch.rand(arrays.ends.shape, generator=torch.Generator().manual_seed(1))
     arrays = told(arrays, noise, noise[:, 0])
-    fixed = float(arrays.text_tokens.sum() / ToGo(arrays, FLAT).fixed()[1].seconds.sum())
+    fixed = float(arrays.text_tokens.sum() / CostToGo(arrays, FLAT).fixed()[1].seconds.sum())
     assert achievable_estimate(arrays, FLAT, ("entropy", "depth")).rate < 1.03 * fixed
 
 
@@ -134,7 +141,7 @@ def test_a_policy_that_is_told_beats_every_fixed_length_and_replays_as_it_was_pl
     arrays = telling_trace()
     fit, held = arrays.subset(range(16)), arrays.subset(range(16, 24))
     settled = fit_continuation(fit, held, FLAT, ("entropy", "anchor_entropy", "depth"), kind, name="told", rounds=2)
-    best = float(held.text_tokens.sum() / ToGo(held, FLAT).fixed()[1].seconds.sum())
+    best = float(held.text_tokens.sum() / CostToGo(held, FLAT).fixed()[1].seconds.sum())
     assert settled.rates[settled.best] == max(settled.rates) > 1.1 * best
 
 
@@ -143,13 +150,13 @@ def test_rounds_of_a_policy_are_those_of_its_replay() -> None:
     settled = fit_continuation(
         arrays, arrays, FLAT, ("entropy", "anchor_entropy", "depth"), "xgboost", name="told", rounds=1
     )
-    policy, togo = settled.made, ToGo(arrays, FLAT)
-    seen = seen_features(arrays, policy.features, torch.arange(len(togo.bound)), torch.zeros(len(togo.bound), 4))
+    policy, costs = settled.made, CostToGo(arrays, FLAT)
+    seen = seen_features(arrays, policy.features, torch.arange(len(costs.bound)), torch.zeros(len(costs.bound), 4))
     seen = with_memory(seen, remembered(policy.features), policy.first)
     lengths, _ = rounds_of(
-        togo, values(policy.head, seen), policy.first, policy.max_depth, policy.rule.to_dict()["margin"]
+        costs, values(policy.head, seen), policy.first, policy.max_depth, policy.rule.to_dict()["margin"]
     )
-    assert torch.allclose(togo.play(lengths).seconds, replay(arrays, policy, FLAT).seconds)
+    assert torch.allclose(costs.play(lengths).seconds, replay(arrays, policy, FLAT).seconds)
 
 
 def test_training_saves_a_policy_that_loads_as_it_was(
@@ -161,7 +168,7 @@ def test_training_saves_a_policy_that_loads_as_it_was(
     assert loaded.features[-1] == "path_logprob"
     arrays = trace_arrays(sides[1])
     assert replay(arrays, loaded, full_profile).log.equal(replay(arrays, made.policy, full_profile).log)
-    assert made.metrics["refits"] in (1, 2)
+    assert made.metrics["policy_iterations"] in (1, 2)
 
 
 @pytest.mark.parametrize("remembers", [False, True])
@@ -223,7 +230,7 @@ def test_refitting_ends_where_visits_settle_and_keeps_the_best_round() -> None:
         moved = still if number else torch.tensor([0.0, 2.0, 1.0])
         return Turn(f"round {number}", next(rates), moved, state + 1)
 
-    settled = refit(fit, 0, still, rounds=9)
+    settled = iterate(fit, 0, still, rounds=9)
     assert (settled.made, settled.best, settled.rates) == ("round 1", 1, (3.0, 5.0, 4.0))
     assert settled.moved == pytest.approx((1 / 3, 1 / 3, 0.0))
     assert distance(still, 3 * still) == 0.0

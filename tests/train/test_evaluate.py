@@ -121,8 +121,8 @@ def test_acceptance_is_over_uncut_anchors(report: Report, sides: tuple[Trace, Tr
 def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     """The replicates are paired: a fixed length that is best in all of them has no spread against itself."""
     table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
-    dear = dataclasses.replace(full_profile, low=table, high=table)
-    report = evaluate(sides[1], dear, [FixedLength(0)])
+    costly = dataclasses.replace(full_profile, low=table, high=table)
+    report = evaluate(sides[1], costly, [FixedLength(0)])
     for ratio in (report.line("fixed:0").to_plain, report.line("fixed:0").to_best_fixed):
         assert ratio == Ratio(1.0, 1.0, 1.0)
     line, best = report.line("fixed:0"), report.line("best fixed")

@@ -21,7 +21,7 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.bounds.cost_to_go import ToGo
+from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -62,11 +62,11 @@ def test_replayed_rounds_and_rounds_of_scripted_lengths(
     arrays = trace_arrays(traces[0.7])
     turns = int(replay(arrays, POLICY, profile).rounds.max())
     assert played == {"play_round": turns}
-    togo = ToGo(arrays, profile)
+    costs = CostToGo(arrays, profile)
     for length in (0, 3):
         played.clear()
-        visits = togo.play(torch.full_like(togo.bound, length)).visits
-        by_text = torch.zeros(arrays.sequences, dtype=torch.int64).index_add(0, togo.sequence, visits.long())
+        visits = costs.play(torch.full_like(costs.bound, length)).visits
+        by_text = torch.zeros(arrays.sequences, dtype=torch.int64).index_add(0, costs.sequence, visits.long())
         assert played == {"play_round": int(by_text.max())}
 
 

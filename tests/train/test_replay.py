@@ -70,7 +70,7 @@ def test_rounds_are_those_of_the_live_loop(
 
 
 def token_policy(vocabulary: int) -> LearnedPolicy:
-    """A policy that goes by all tokens it may read, and what it crosses them with, through tables of chance."""
+    """A policy that goes by all tokens it may read, and what it hashed them with, through tables of chance."""
     names = ("mean_accepted", "noisy_margin", "noisy_score", *TOKEN_FEATURES)
     chance, size = np.random.default_rng(0), 97
     strides = chance.integers(0, 3, (5, len(names) + 1))
@@ -83,7 +83,7 @@ def token_policy(vocabulary: int) -> LearnedPolicy:
         "table": chance.standard_normal((2, len(TOKEN_FEATURES), vocabulary), dtype=np.float32),
         "strides": strides,
         "edges": np.array([[0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]], dtype=np.float32),
-        "crosses": chance.standard_normal((2, len(strides), size), dtype=np.float32),
+        "hashed": chance.standard_normal((2, len(strides), size), dtype=np.float32),
     }
     return LearnedPolicy(
         "by-tokens", names, TokenHead(names, tensors), Calibrator(), Calibrator(),

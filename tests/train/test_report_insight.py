@@ -86,7 +86,7 @@ def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: P
     assert torch.equal(played.rounds.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
 
 
-def test_a_policy_that_carries_its_state_is_metered_in_its_order(chains: TraceArrays, profile: Profile) -> None:
+def test_a_policy_that_carries_its_state_is_logged_in_its_order(chains: TraceArrays, profile: Profile) -> None:
     class Carrying(Confidence):
         carries = True
 
@@ -209,9 +209,9 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
     assert centre.ratios["mine"].value == pytest.approx(best.result.seconds.sum() / entry.played.result.seconds.sum())
     free = next(row for row in rows if (row.what, row.factor) == ("decisions", 0.0))
     assert free.ratios["mine"].value > centre.ratios["mine"].value
-    dear = next(row for row in rows if (row.what, row.factor) == ("draft", 2.0))
+    costly = next(row for row in rows if (row.what, row.factor) == ("draft", 2.0))
     cheap = next(row for row in rows if (row.what, row.factor) == ("draft", 0.5))
-    assert int(dear.best_fixed[6:]) <= int(centre.best_fixed[6:]) <= int(cheap.best_fixed[6:])
+    assert int(costly.best_fixed[6:]) <= int(centre.best_fixed[6:]) <= int(cheap.best_fixed[6:])
 
 
 def test_one_group_is_no_section(profile: Profile) -> None:
@@ -311,11 +311,11 @@ def test_calibration_error_tells_true_predictions_from_wrong_ones() -> None:
 def test_the_largest_losses_are_the_largest(chains: TraceArrays, profile: Profile, pair_folder: Path) -> None:
     played, plan = play(chains, Confidence(0.4, DEPTH), profile), oracle_plan(chains, profile)
     best = play(chains, FixedLength(2), profile)
-    verdicts = judge(chains, played.rounds, plan, profile)
-    found = largest_losses(chains, played, best, verdicts, str)
+    regret = judge(chains, played.rounds, plan, profile)
+    found = largest_losses(chains, played, best, regret, str)
     totals = [one.early_ms + one.late_ms for one in found]
     assert totals == sorted(totals, reverse=True)
-    wrong = played.rounds.by_sequence(verdicts.choice_s * (verdicts.early | verdicts.late), chains.sequences)
+    wrong = played.rounds.by_sequence(regret.choice_s * (regret.early | regret.late), chains.sequences)
     assert totals[0] == pytest.approx(1e3 * float(wrong.max()))
     for one in found:
         text = chains.prompt_ids.index(one.prompt)

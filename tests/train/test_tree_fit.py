@@ -108,14 +108,14 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
     forest: dict[float, Trace], trained: dict[float, Trained], full_profile: Profile, tmp_path: Path
 ) -> None:
     made = trained[0.7]
-    dear = replace(
+    costly = replace(
         full_profile, low=replace(full_profile.low, verify_s=tuple(30 * s for s in full_profile.low.verify_s))
     )
-    report = evaluate(forest[0.7], dear, [made.policy])
+    report = evaluate(forest[0.7], costly, [made.policy])
     assert "rho as saved" in report.line("tree").note
     assert made.path is not None
     rho = load_policy_folder(made.path).facts.rho
-    settled = settle(made.path, forest[0.7], dear)
+    settled = settle(made.path, forest[0.7], costly)
     assert isinstance(settled, TreeGain) and settled.facts.rho != rho
     assert load_policy_folder(made.path).facts.rho == settled.facts.rho
 

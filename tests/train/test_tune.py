@@ -55,8 +55,8 @@ def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
     return train(sides[0], full_profile).policy
 
 
-def dear(profile: Profile, factor: float) -> Profile:
-    """Return the profile with draft steps `factor` times as dear."""
+def with_draft_times(profile: Profile, factor: float) -> Profile:
+    """Return the profile with draft steps `factor` times as expensive."""
     low, high = (
         dataclasses.replace(t, draft_s=(t.draft_s[0] * factor, t.draft_s[1] * factor))
         for t in (profile.low, profile.high)
@@ -66,7 +66,7 @@ def dear(profile: Profile, factor: float) -> Profile:
 
 @pytest.mark.parametrize("factor", [0.01, 1.0, 3.0])
 def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = dear(profile, factor)
+    costs = with_draft_times(profile, factor)
     rates = [replay(arrays, FixedLength(k), costs).rate for k in range(DEPTH + 1)]
     grid = fixed_grid(arrays, costs)
     assert [r.rate for r in grid] == rates
@@ -74,8 +74,8 @@ def test_the_best_fixed_length_is_the_fastest(arrays: TraceArrays, profile: Prof
     assert best_of(grid) is grid[rates.index(max(rates))]
 
 
-def test_dear_drafts_shorten_the_best_fixed_length(arrays: TraceArrays, profile: Profile) -> None:
-    best = [int(best_of(fixed_grid(arrays, dear(profile, f))).name.split(":")[1]) for f in (0.01, 1.0, 8.0)]
+def test_expensive_drafts_shorten_the_best_fixed_length(arrays: TraceArrays, profile: Profile) -> None:
+    best = [int(best_of(fixed_grid(arrays, with_draft_times(profile, f))).name.split(":")[1]) for f in (0.01, 1.0, 8.0)]
     assert best == sorted(best, reverse=True)
     assert best[0] > best[2]
 
@@ -89,7 +89,7 @@ def test_a_profile_that_ends_above_the_trace_limits_the_grid(arrays: TraceArrays
 
 @pytest.mark.parametrize("factor", [0.2, 1.0])
 def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, profile: Profile, factor: float) -> None:
-    costs = dear(profile, factor)
+    costs = with_draft_times(profile, factor)
     rates = {t: replay(arrays, Confidence(t, DEPTH), costs).rate for t in THRESHOLDS}
     tuned = tune_confidence(arrays, costs)
     assert rates[tuned.threshold] == max(rates.values()) > min(rates.values())
@@ -101,7 +101,7 @@ def test_the_tuned_confidence_is_the_fastest_threshold(arrays: TraceArrays, prof
 def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
 ) -> None:
-    costs = dear(full_profile, factor)
+    costs = with_draft_times(full_profile, factor)
     acceptance = learned.facts.acceptance
     solved, rate = solve_rate(learned, arrays, costs, acceptance)
     assert rate == replay(arrays, solved, costs).rate
@@ -127,7 +127,7 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
     solved, rate = solve_rate(learned, arrays, free, learned.facts.acceptance)
     assert rate == pytest.approx(replay(arrays, FixedLength(DEPTH), free).rate)
-    costly = dear(full_profile, 1000.0)
+    costly = with_draft_times(full_profile, 1000.0)
     solved, rate = solve_rate(learned, arrays, costly, learned.facts.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
@@ -190,7 +190,7 @@ def test_the_typical_context_is_the_middle_of_the_texts(arrays: TraceArrays) -> 
     assert sum(m <= typical_context(arrays) for m in middles) >= len(middles) / 2
 
 
-def test_a_dear_decision_comes_later(sides: tuple[Trace, Trace], profile: Profile) -> None:
+def test_an_expensive_decision_comes_later(sides: tuple[Trace, Trace], profile: Profile) -> None:
     """Where deciding costs as much as drafting, the rule drafts first and asks then; where it is free, it asks at once."""
     arrays = trace_arrays(sides[0])
     policy = train(sides[0], profile.with_decisions({"logistic": 0.0}), head="logistic").policy

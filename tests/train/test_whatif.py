@@ -89,7 +89,7 @@ def test_each_point_is_a_replay_under_its_costs(sides: tuple[Trace, Trace], full
         assert line.to_best_fixed[at].value == pytest.approx(replay(arrays, rule, costs).rate / max(grid), rel=EXACT)
         assert line.to_plain[at].value == pytest.approx(replay(arrays, rule, costs).rate / grid[0], rel=EXACT)
         assert found.line("fixed:2").to_best_fixed[at].value == pytest.approx(grid[2] / max(grid), rel=EXACT)
-    assert found.best_fixed[0] > found.best_fixed[-1] == 0, "a draft twice as dear as the target is not used"
+    assert found.best_fixed[0] > found.best_fixed[-1] == 0, "a draft twice as expensive as the target is not used"
     assert found.line("fixed:2").pays_from is None
     assert all(r.high <= 1.0 for r in found.line("fixed:2").to_best_fixed)
 

@@ -28,7 +28,7 @@ ASSUMPTIONS = (
     "Weights are read once a step for the whole batch, each request's cache once for itself: what a profile shows to grow "
     "with the context is multiplied by the batch, the rest is a function of the rows of the forward pass alone.",
     "The seconds of a forward pass of R rows lie on the line through the profile's measured ones; beyond the most rows "
-    "measured they go on as they rise over all of them. A device whose limit lies beyond has dearer large batches than this.",
+    "measured they go on as they rise over all of them. Beyond a device's limit large batches cost more than this.",
     "A draft pass grows with its rows as it was measured for trees, else in proportion to the target's.",
     "What runs outside the models is paid once a step for the whole batch; reading prompts, once by each request.",
     "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "

@@ -1,4 +1,4 @@
-"""Fit, replay, refit: heads are fitted on the rounds that the policy with these heads plays, until those settle.
+"""Policy iteration: heads are fitted on the rounds that the policy with these heads plays, until those settle.
 
 Policies skip easy runs, so the anchors they visit are harder than the average one, and HISTORY features tell of the policy's
 own play (METHODS D5). Each fit changes both. The loop goes round until the visits stay where they are, or the held-out rate
@@ -31,7 +31,7 @@ class Turn(Generic[S, P]):
     Attributes:
         made: what was fitted.
         rate: tokens per second on held-out prompts.
-        visits: [N] how often it comes by each anchor of the training traces.
+        visits: [N] how often it visits each anchor of the training traces.
         state: what the next fit starts from.
     """
 
@@ -58,7 +58,7 @@ class Settled(Generic[P]):
     moved: tuple[float, ...]
 
 
-def refit(fit: Callable[[S, int], Turn[S, P]], start: S, visits: Tensor, rounds: int = MOST_ROUNDS) -> Settled[P]:
+def iterate(fit: Callable[[S, int], Turn[S, P]], start: S, visits: Tensor, rounds: int = MOST_ROUNDS) -> Settled[P]:
     """Fit until the visits settle.
 
     Args:

@@ -261,7 +261,7 @@ def _train_continuation(
     policy = settled.made
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
-        "refits": len(settled.rates),
+        "policy_iterations": len(settled.rates),
         "best_refit": settled.best,
         "visits_moved": settled.moved[-1],
     } | _held_out_speed(policy, held_side, profile)

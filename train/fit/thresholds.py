@@ -3,7 +3,7 @@
 The derived rule (METHODS D3) works its thresholds out from costs, a rate and mean acceptance. That leaves out where the next
 round begins (D4), what decisions still to come cost, and how well far acceptance really goes with S_j next_j. Here the same
 scores are cut where drafting on began to pay on the training traces: for depth j = K-1, ..., 0, with the decisions below it
-settled, the threshold under which the seconds to go come out least. One number a depth is all that is fitted.
+settled, the threshold under which the cost-to-go comes out least. One number a depth is all that is fitted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...policies.latency.tables import Price
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.rules.chains import Derived
 from ..heads.calibration.scores import survivals
-from ..replay.bounds.cost_to_go import Played, ToGo
+from ..replay.bounds.cost_to_go import CostToGo, Played
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from .continuation.values import LATEST, UNVISITED
@@ -44,14 +44,14 @@ def settle_thresholds(
         policy: head and calibration; of hidden states it may read none.
         arrays: dense training traces of chains, never the evaluated ones.
         profile: what rounds and this policy's decisions cost.
-        rounds: of policy iteration: settled on the seconds to go under the last thresholds; the fastest counts.
+        rounds: of policy iteration: settled on the cost-to-go in seconds under the last thresholds; the fastest counts.
         firsts: first decisions that are tried.
     """
-    togo = ToGo(arrays, profile)
+    costs = CostToGo(arrays, profile)
     price = profile.decision(policy.cost_name)
-    length, played = togo.fixed()
-    value = togo.value(torch.full_like(togo.bound, length))
-    deepest = min(policy.max_depth, togo.depth)
+    length, played = costs.fixed()
+    value = costs.value(torch.full_like(costs.bound, length))
+    deepest = min(policy.max_depth, costs.depth)
     best: tuple[float, LearnedPolicy] | None = None
     for _ in range(rounds):
         seen = seen_features(arrays, policy.features, torch.arange(len(played.visits)), played.history)
@@ -59,15 +59,15 @@ def settle_thresholds(
         turn: tuple[float, LearnedPolicy, Tensor, Tensor, Played] | None = None
         for first in (f for f in firsts if f < deepest):
             score = scores(policy, seen.numpy(), first)
-            rule, lengths, asked = _backward(togo, score, first, value, played.visits, price)
-            now = togo.play(lengths, price.of(asked.numpy()))
+            rule, lengths, asked = _backward(costs, score, first, value, played.visits, price)
+            now = costs.play(lengths, price.of(asked.numpy()))
             total = float(now.seconds.sum())
             if turn is None or total < turn[0]:
                 turn = total, policy.with_rule(rule), lengths, asked, now
         assert turn is not None
         if best is None or turn[0] < best[0]:
             best = turn[0], turn[1]
-        value, played = togo.value(turn[2], price.of(turn[3].numpy())), turn[4]
+        value, played = costs.value(turn[2], price.of(turn[3].numpy())), turn[4]
     assert best is not None
     return best[1], replay(arrays, best[1], profile).rate
 
@@ -88,19 +88,19 @@ def scores(policy: LearnedPolicy, seen: Array, first: int) -> Tensor:
 
 
 def _backward(
-    togo: ToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: Price
+    costs: CostToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: Price
 ) -> tuple[Derived, Tensor, Tensor]:
     """Return the rule, and the [N] lengths and decisions of its rounds."""
     deepest = score.shape[1]
-    stop = togo.outcomes(value)
-    bound = togo.bound.clamp(max=deepest)
+    stop = costs.outcomes(value)
+    bound = costs.bound.clamp(max=deepest)
     weight = visits.double().clamp_min(UNVISITED)
     length, asked = bound.clone(), torch.zeros(len(bound), dtype=torch.float64)
     taus = [NEVER] * deepest
     for j in range(deepest - 1, first - 1, -1):
         open_ = bound > j
         later = stop.gather(1, length[:, None])[:, 0] + price.each * asked
-        use = open_ & ~togo.arrays.cut
+        use = open_ & ~costs.arrays.cut
         taus[j] = cut_where_it_pays(score[use, j], (weight * (stop[:, j] - later))[use])
         on = score[:, j] > taus[j]
         length = torch.where(open_ & ~on, j, length)

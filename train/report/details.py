@@ -10,7 +10,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress
 from ..replay.bounds.oracle import Ideal
-from ..replay.bounds.regret import Verdicts, judge
+from ..replay.bounds.regret import Regret, judge
 from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
 from .comparing.read import per_prompt_figures
@@ -56,7 +56,7 @@ class Material:
         """The best fixed length, then the entries."""
         return [Entry("best fixed", "fixed", "", self.best), *self.entries]
 
-    def judged(self, played: Played) -> Verdicts:
+    def judged(self, played: Played) -> Regret:
         """Return what each round of a replay lost."""
         return judge(self.arrays, played.rounds, self.ideal, self.profile)
 

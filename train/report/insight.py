@@ -1,6 +1,6 @@
 """Why a policy is as fast as it is: lengths chosen, wrong stops, where time goes, groups, prompts, other latencies.
 
-Everything is computed from rounds that were replayed once (`metered.play`), vectorised over rounds.
+Everything is computed from rounds that were replayed once (`log.play`), vectorised over rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...policies.latency.profile import Profile
-from ..replay.bounds.regret import Verdicts
+from ..replay.bounds.regret import Regret
 from ..replay.log import Played, scaled
 from ..replay.seconds import prompt_seconds
 from ..replay.traces.arrays import TraceArrays
@@ -141,21 +141,21 @@ def acceptance_bands(arrays: TraceArrays, boot: Resamples) -> tuple[Ratio, ...]:
     return tuple(boot.interval(shares[:, k]) for k in range(arrays.depth))
 
 
-def lengths(name: str, played: Played, verdicts: Verdicts, depth: int) -> Lengths:
+def lengths(name: str, played: Played, regret: Regret, depth: int) -> Lengths:
     """Count rounds by chosen and by ideal depth."""
-    cell = played.rounds.steps * (depth + 1) + verdicts.ideal
+    cell = played.rounds.steps * (depth + 1) + regret.ideal
     table = torch.bincount(cell, minlength=(depth + 1) ** 2).view(depth + 1, depth + 1)
     rows = tuple(tuple(row) for row in table.tolist())
     return Lengths(name, tuple(table.sum(1).tolist()), tuple(table.sum(0).tolist()), rows)
 
 
-def stop_cost(name: str, verdicts: Verdicts, tokens: int) -> StopCost:
+def stop_cost(name: str, regret: Regret, tokens: int) -> StopCost:
     """Add up what the rounds of a policy lost."""
-    early, late = verdicts.early, verdicts.late
+    early, late = regret.early, regret.late
     rounds = max(len(early), 1)
-    early_s, late_s = float(verdicts.choice_s[early].sum()), float(verdicts.choice_s[late].sum())
-    decision_s = float(verdicts.decision_s.sum())
-    other_s = float(verdicts.choice_s[~early & ~late].sum() + verdicts.backlog_s.sum())
+    early_s, late_s = float(regret.choice_s[early].sum()), float(regret.choice_s[late].sum())
+    decision_s = float(regret.decision_s.sum())
+    other_s = float(regret.choice_s[~early & ~late].sum() + regret.backlog_s.sum())
     parts = (early_s, late_s, decision_s, other_s)
     per_token = tuple(1e3 * part / max(tokens, 1) for part in parts)
     return StopCost(

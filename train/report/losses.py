@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...collect.schema import Header
 from ...policies.learned.policy import LearnedPolicy
-from ..replay.bounds.regret import Verdicts
+from ..replay.bounds.regret import Regret
 from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
 from .reliability import survival
@@ -95,7 +95,7 @@ def decoder(header: Header) -> Callable[[int], str]:
 
 
 def largest_losses(
-    arrays: TraceArrays, played: Played, best: Played, verdicts: Verdicts, decode: Callable[[int], str]
+    arrays: TraceArrays, played: Played, best: Played, regret: Regret, decode: Callable[[int], str]
 ) -> tuple[LossPrompt, ...]:
     """Return the texts that lose most by wrong stops, each with its worst rounds.
 
@@ -103,20 +103,18 @@ def largest_losses(
         arrays: the trace.
         played: the policy.
         best: the best fixed length.
-        verdicts: of the policy's rounds.
+        regret: of the policy's rounds.
         decode: token id -> text.
     """
     rounds, streams = played.rounds, arrays.sequences
-    wrong = torch.where(verdicts.early | verdicts.late, verdicts.choice_s, 0.0)
-    early, late = (
-        1e3 * rounds.by_sequence(verdicts.choice_s * kind, streams) for kind in (verdicts.early, verdicts.late)
-    )
+    wrong = torch.where(regret.early | regret.late, regret.choice_s, 0.0)
+    early, late = (1e3 * rounds.by_sequence(regret.choice_s * kind, streams) for kind in (regret.early, regret.late))
     ratio = best.result.seconds / played.result.seconds
     out = []
     for text in torch.argsort(early + late, descending=True)[:PROMPTS].tolist():
         mine = torch.nonzero(rounds.sequence == text)[:, 0]
         worst = mine[torch.argsort(wrong[mine], descending=True)]
-        lines = [_round(arrays, played, verdicts, at, decode) for at in _shown(worst[wrong[worst] > 0], verdicts)]
+        lines = [_round(arrays, played, regret, at, decode) for at in _shown(worst[wrong[worst] > 0], regret)]
         if lines:
             out.append(
                 LossPrompt(
@@ -132,16 +130,16 @@ def largest_losses(
     return tuple(out)
 
 
-def _shown(worst: Tensor, verdicts: Verdicts) -> list[int]:
+def _shown(worst: Tensor, regret: Regret) -> list[int]:
     """Return the worst rounds, the last of them of the other kind of mistake than the first, if there is one."""
     if not len(worst):
         return []
-    other = worst[verdicts.early[worst] != verdicts.early[worst[0]]].tolist()
+    other = worst[regret.early[worst] != regret.early[worst[0]]].tolist()
     first = [at for at in worst.tolist() if at not in other[:1]][: ROUNDS - len(other[:1])]
     return [*first, *other[:1]]
 
 
-def _round(arrays: TraceArrays, played: Played, verdicts: Verdicts, at: int, decode: Callable[[int], str]) -> LossRound:
+def _round(arrays: TraceArrays, played: Played, regret: Regret, at: int, decode: Callable[[int], str]) -> LossRound:
     rounds = played.rounds
     text, anchor, chosen = (int(values[at]) for values in (rounds.sequence, rounds.anchor, rounds.steps))
     begin = int(arrays.first_anchor[text])
@@ -162,11 +160,11 @@ def _round(arrays: TraceArrays, played: Played, verdicts: Verdicts, at: int, dec
     context = [_committed(arrays, row - anchor + position, decode) for position in before]
     return LossRound(
         anchor,
-        "too early" if bool(verdicts.early[at]) else "too late",
+        "too early" if bool(regret.early[at]) else "too late",
         chosen,
-        int(verdicts.ideal[at]),
+        int(regret.ideal[at]),
         int(rounds.accepted[at]),
-        1e3 * float(verdicts.choice_s[at]),
+        1e3 * float(regret.choice_s[at]),
         tuple(context),
         tuple(pieces),
     )

@@ -342,7 +342,7 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
     assert profile.tree_outside_s == pytest.approx((ROUND + STEP + branching, STEP, 0.0), abs=EXACT)
 
 
-def test_minutes_in_which_the_machine_was_slow_make_trees_no_dearer(
+def test_minutes_in_which_the_machine_was_slow_make_trees_no_more_expensive(
     pair: Pair, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play, read, slow = TreeRun.play, CachedModel.read, [False]

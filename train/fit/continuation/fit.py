@@ -19,10 +19,10 @@ from ....policies.progress import Progress, silent
 from ....policies.rules.chains import Continuation
 from ...heads.crossfit import prompt_folds
 from ...heads.kinds.continuation import VALUE_FITTERS, ValueRows
-from ...replay.bounds.cost_to_go import Played, ToGo
+from ...replay.bounds.cost_to_go import CostToGo, Played
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, seen_features
-from ..policy_iteration import MOST_ROUNDS, Settled, Turn, refit
+from ..policy_iteration import MOST_ROUNDS, Settled, Turn, iterate
 from .values import FOLDS, LATEST, UNVISITED, backward, value_rows
 
 MARGINS = (-0.05, 0.0, 0.05)
@@ -80,37 +80,37 @@ def fit_continuation(
     """
     if kind not in VALUE_FITTERS:
         raise InputError(f"--head: rule continuation has heads {', '.join(VALUE_FITTERS)}, not {kind}")
-    togo, folds = ToGo(arrays, profile), prompt_folds(arrays, FOLDS, seed)
+    costs, folds = CostToGo(arrays, profile), prompt_folds(arrays, FOLDS, seed)
     price = profile.decision(name.partition(":")[0])
-    every = torch.arange(len(togo.bound))
-    inner = folds.of[togo.sequence]
+    every = torch.arange(len(costs.bound))
+    inner = folds.of[costs.sequence]
 
     columns = head_names(names, Continuation(remembers=remembers))
     places = remembered(names) if remembers else []
 
     def fit(state: _State, number: int) -> Turn[_State, ContinuationPolicy]:
-        progress("fit, replay, refit", number, rounds)
+        progress("fit, replay, fit again", number, rounds)
         value, played = state
         seen = seen_features(arrays, names, every, played.history)
         weight = played.visits.float().clamp_min(UNVISITED)
-        stages = backward(togo, with_memory(seen, places, 0), folds, weight, value, price, seed)
+        stages = backward(costs, with_memory(seen, places, 0), folds, weight, value, price, seed)
         seen = with_memory(seen, places, stages.first)
-        rows = value_rows(stages, togo, seen, played.visits)
-        head = _fitted(kind, rows, inner[rows_of(togo, stages.first)], columns, seed)
+        rows = value_rows(stages, costs, seen, played.visits)
+        head = _fitted(kind, rows, inner[rows_of(costs, stages.first)], columns, seed)
         firsts = (stages.first,) if places else range(LATEST + 1)
-        chosen = choose(togo, values(head, seen), price, margins, firsts)
+        chosen = choose(costs, values(head, seen), price, margins, firsts)
         rule = Continuation(chosen.margin, chosen.first, remembers)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
         decided_s = price.of(chosen.asked.numpy())
-        after = togo.play(chosen.lengths, decided_s)
+        after = costs.play(chosen.lengths, decided_s)
         onward = going(chosen.lengths, decided_s)
         return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
 
-    going = togo.value if starts else togo.level
-    length, start = togo.fixed()
-    value = going(torch.full_like(togo.bound, length))
-    settled = refit(fit, (value, start), start.visits, rounds)
-    progress("fit, replay, refit", rounds, rounds)
+    going = costs.value if starts else costs.level
+    length, start = costs.fixed()
+    value = going(torch.full_like(costs.bound, length))
+    settled = iterate(fit, (value, start), start.visits, rounds)
+    progress("fit, replay, fit again", rounds, rounds)
     return settled
 
 
@@ -123,10 +123,10 @@ def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
     return torch.cat([seen, before], -1)
 
 
-def rows_of(togo: ToGo, first: int) -> Tensor:
+def rows_of(costs: CostToGo, first: int) -> Tensor:
     """Return [M], the anchors of `values.value_rows` in their order."""
-    depth = torch.arange(togo.depth)[None]
-    return ((togo.bound[:, None] > depth) & (depth >= first) & ~togo.arrays.cut[:, None]).nonzero()[:, 0]
+    depth = torch.arange(costs.depth)[None]
+    return ((costs.bound[:, None] > depth) & (depth >= first) & ~costs.arrays.cut[:, None]).nonzero()[:, 0]
 
 
 def _fitted(kind: str, rows: ValueRows, fold: Tensor, names: Sequence[str], seed: int) -> Head:
@@ -139,27 +139,27 @@ def values(head: Head, seen: Tensor) -> Tensor:
     return torch.from_numpy(np.stack(found, 1))
 
 
-def choose(togo: ToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
+def choose(costs: CostToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
     """Return the settings of the rule that decode the traces fastest.
 
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
     """
-    depths = sorted({*range(4, togo.depth, 2), togo.depth})
+    depths = sorted({*range(4, costs.depth, 2), costs.depth})
     best: tuple[float, Chosen] | None = None
     for first, deepest, margin in itertools.product(firsts, depths, margins):
         if first >= deepest:
             continue
-        lengths, asked = rounds_of(togo, value, first, deepest, margin)
-        seconds = float(togo.play(lengths, price.of(asked.numpy())).seconds.sum())
+        lengths, asked = rounds_of(costs, value, first, deepest, margin)
+        seconds = float(costs.play(lengths, price.of(asked.numpy())).seconds.sum())
         if best is None or seconds < best[0]:
             best = seconds, Chosen(first, deepest, margin, lengths, asked)
     assert best is not None
     return best[1]
 
 
-def rounds_of(togo: ToGo, value: Tensor, first: int, deepest: int, margin: float) -> tuple[Tensor, Tensor]:
+def rounds_of(costs: CostToGo, value: Tensor, first: int, deepest: int, margin: float) -> tuple[Tensor, Tensor]:
     """Return [N] lengths and [N] decisions of rounds that draft on while `value` is above `margin`."""
-    bound = togo.bound.clamp(max=deepest)
+    bound = costs.bound.clamp(max=deepest)
     going = torch.ones_like(bound, dtype=torch.bool)
     length, asked = torch.zeros_like(bound), torch.zeros_like(bound)
     for j in range(deepest):

@@ -1,11 +1,11 @@
 """Fitted continuation value: when to stop drafting, by backward regression on traces of full depth (METHODS D3, D4).
 
 From one anchor everything is known in hindsight: the draft to depth K, what of it the target accepts, and what each length
-would have cost to the end of the text (`togo`). So for depth j = K-1, ..., 0: the gain of drafting on is what stopping here
-takes, less what going on and then deciding as well as one can takes, decisions paid for; regress it on what a policy sees at
-depth j, and draft on where the regression says above 0 (Longstaff and Schwartz 2001, for American options). Predictions that
-decide are always of trees that have not seen the prompt. Then the whole is done again with the seconds to go that this very
-policy leaves behind.
+would have cost to the end of the text (`CostToGo`). So for depth j = K-1, ..., 0: the gain of drafting on is what stopping
+here takes, less what going on and then deciding as well as one can takes, decisions paid for; regress it on what a policy
+sees at depth j, and draft on where the regression says above 0 (Longstaff and Schwartz 2001, for American options).
+Predictions that decide are always of trees that have not seen the prompt. Then the whole is done again with the cost-to-go
+under this very policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
 from ...heads.crossfit import Folds, prompt_folds
 from ...heads.kinds.continuation import ValueRows, boost
-from ...replay.bounds.cost_to_go import ToGo
+from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.traces.arrays import TraceArrays, seen_features
 
 STAGE_TREES = 60
@@ -57,30 +57,30 @@ class Stages:
 
 
 def backward(
-    togo: ToGo, seen: Tensor, folds: Folds, weight: Tensor, value: Tensor, price: Price, seed: int = 0,
+    costs: CostToGo, seen: Tensor, folds: Folds, weight: Tensor, value: Tensor, price: Price, seed: int = 0,
     firsts: Sequence[int] = tuple(range(LATEST + 1)),
 ) -> Stages:  # fmt: skip
     """Regress the gain of drafting on, from the deepest decision to the first.
 
     Args:
-        togo: of the trace.
+        costs: of the trace.
         seen: [N, K + 1, F] what is seen from each anchor at each depth.
         folds: of the prompts.
         weight: [N] of the anchors.
-        value: [N + 1] seconds to go after the round (`ToGo.value`).
+        value: [N + 1] cost-to-go in seconds after the round (`CostToGo.value`).
         price: of decisions.
         seed: of the trees.
         firsts: first decisions to choose from.
     """
-    arrays, deepest = togo.arrays, togo.depth
-    stop = togo.outcomes(value)
+    arrays, deepest = costs.arrays, costs.depth
+    stop = costs.outcomes(value)
     rho = float(arrays.text_tokens.sum() / (value[arrays.offset].sum() + 1e-12))
-    fold, cut = folds.of[togo.sequence], arrays.cut
+    fold, cut = folds.of[costs.sequence], arrays.cut
     gain, predicted = (torch.zeros(len(cut), deepest) for _ in range(2))
-    length, asked = togo.bound.clone(), torch.zeros(len(cut))
+    length, asked = costs.bound.clone(), torch.zeros(len(cut))
     best: tuple[float, int, Tensor, Tensor, Tensor] | None = None
     for j in range(deepest - 1, -1, -1):
-        open_ = togo.bound > j
+        open_ = costs.bound > j
         later = (
             stop.gather(1, length[:, None])[:, 0] + price.each * asked
         )  # what opens a round's decisions is spent by now
@@ -94,7 +94,7 @@ def backward(
         length = torch.where(open_ & ~on, j, length)
         asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)
         if j in firsts:
-            seconds = togo.play(length, price.of(asked.numpy())).seconds
+            seconds = costs.play(length, price.of(asked.numpy())).seconds
             if best is None or float(seconds.sum()) < best[0]:
                 best = float(seconds.sum()), j, length, asked, seconds
     assert best is not None
@@ -110,17 +110,17 @@ def scored(model: object, x: Tensor) -> Tensor:
     return torch.from_numpy(model.predict(xgb.DMatrix(x.numpy()))) - 0.5
 
 
-def value_rows(stages: Stages, togo: ToGo, seen: Tensor, visits: Tensor) -> ValueRows:
+def value_rows(stages: Stages, costs: CostToGo, seen: Tensor, visits: Tensor) -> ValueRows:
     """Return the rows that a deployed head is fitted on: all depths that can be asked at, by how often they are.
 
     Args:
         stages: labels, and how far each round goes.
-        togo: of the trace.
+        costs: of the trace.
         seen: [N, K + 1, F].
-        visits: [N] bool, whether the policy comes by.
+        visits: [N] bool, whether the policy visits.
     """
-    depth = torch.arange(togo.depth)[None]
-    open_ = (togo.bound[:, None] > depth) & (depth >= stages.first) & ~togo.arrays.cut[:, None]
+    depth = torch.arange(costs.depth)[None]
+    open_ = (costs.bound[:, None] > depth) & (depth >= stages.first) & ~costs.arrays.cut[:, None]
     reached = stages.lengths[:, None] >= depth
     weight = visits[:, None].float().clamp_min(UNVISITED) * torch.where(reached, 1.0, UNVISITED)
     at, j = open_.nonzero(as_tuple=True)
@@ -163,11 +163,11 @@ def achievable_estimate(
         rounds: of policy iteration; the fastest counts.
         seed: of folds and trees.
     """
-    togo = ToGo(arrays, profile)
+    costs = CostToGo(arrays, profile)
     names = tuple(features) if features is not None else recorded_scalars(arrays)
     folds = prompt_folds(arrays, FOLDS, seed)
-    length, played = togo.fixed()
-    lengths = torch.full_like(togo.bound, length)
+    length, played = costs.fixed()
+    lengths = torch.full_like(costs.bound, length)
     best: Stages | None = None
     for _ in range(rounds):
         seen = seen_features(arrays, names, torch.arange(len(lengths)), played.history)
@@ -176,8 +176,8 @@ def achievable_estimate(
         if extra is not None:
             seen = torch.cat([seen, extra], -1)
         weight = played.visits.float().clamp_min(UNVISITED)
-        stages = backward(togo, seen, folds, weight, togo.value(lengths), Price(), seed)
-        lengths, played = stages.lengths, togo.play(stages.lengths)
+        stages = backward(costs, seen, folds, weight, costs.value(lengths), Price(), seed)
+        lengths, played = stages.lengths, costs.play(stages.lengths)
         if best is None or stages.rate > best.rate:
             best = stages
     assert best is not None

@@ -27,7 +27,8 @@ _EDGE = 1e-3
 def fit_calibrator(logits: Array, labels: Array, sequence: Array | None = None) -> Calibrator:
     """Choose and fit a calibrator.
 
-    Each kind is fitted on one half and scored by log loss on the other, both ways; the best is fitted again on all.
+    Each kind is fitted on one half and scored by log loss on the other, then with the halves exchanged; the best is fitted
+    again on all.
 
     Args:
         logits: [M] of held-out rows.

@@ -41,7 +41,7 @@ class StopClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Args:
         kind: of head, see `fitting.FITTERS`.
-        features: names of the columns; None = those of a data frame where all are features, else plain numbers. Only a
+        features: names of the columns; None = those of a data frame where all are features, else an array of numbers. Only a
             classifier with names can become a policy.
         params: hyper-parameters of the head.
         epochs: of networks, at most.

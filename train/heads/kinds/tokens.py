@@ -1,4 +1,4 @@
-"""The token head, fitted: sparse logistic regressions on scalars, depth, the tokens that are there, and crosses of them."""
+"""The token head, fitted: sparse logistic regressions on scalars, depth, the tokens that are there, and hashed of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from ....policies.errors import InputError
 from ....policies.features import TOKEN_FEATURES, Kind, feature
 from ....policies.heads.build import TokenHead
-from ....policies.heads.feature_hashing import DEPTH, Crosses
+from ....policies.heads.feature_hashing import DEPTH, HashedFeatures
 from ..basis import basis_columns, fit_basis
 from ..calibration.logits import Array, log_loss
 from ..exported import exported
@@ -23,7 +23,7 @@ from ..soft_classes import constant, two_classes
 PENALTIES = (0.05, 0.15, 0.5)
 """Inverse penalties C that are tried; the one with the least held-out loss is kept, output by output."""
 
-CROSSES = (
+COMBINATIONS = (
     ("above_token", "drawn_token"),
     ("anchor_token", "drawn_token", DEPTH),
     ("before_token", "anchor_token", "drawn_token"),
@@ -48,7 +48,7 @@ class Design:
     Args:
         names: features of the rows.
         rows: to fit on; they say how scalars are standardised and which tokens there are.
-        buckets: places of each cross; 0 = no crosses.
+        buckets: places of each cross; 0 = no hashed.
     """
 
     def __init__(self, names: Sequence[str], rows: FitRows, buckets: int = BUCKETS) -> None:
@@ -61,9 +61,9 @@ class Design:
         self.depths = int(rows.depth.max()) + 1
         self.vocabulary = int(rows.features[:, self.ids].max()) + 1
         self.buckets = buckets
-        crosses = [cross for cross in CROSSES if set(cross) - {DEPTH} <= set(names)] if buckets else []
-        self.strides = np.zeros((len(crosses), len(names) + 1), dtype=np.int64)
-        for at, cross in enumerate(crosses):
+        hashed = [cross for cross in COMBINATIONS if set(cross) - {DEPTH} <= set(names)] if buckets else []
+        self.strides = np.zeros((len(hashed), len(names) + 1), dtype=np.int64)
+        for at, cross in enumerate(hashed):
             for name in cross:
                 place = len(names) if name == DEPTH else self.names.index(name)
                 self.strides[at, place] = _STRIDES.get(name, _RANGE_STRIDE)
@@ -72,7 +72,7 @@ class Design:
         shares = np.linspace(0.0, 1.0, RANGES + 1)[1:-1]
         edges = np.quantile(drawn, shares, axis=0).T if len(drawn) else np.zeros((len(ranged), 0))
         self.edges = np.ascontiguousarray(edges, dtype=np.float32)
-        self.places = Crosses(names, self.strides, self.edges, buckets)
+        self.places = HashedFeatures(names, self.strides, self.edges, buckets)
 
     def matrix(self, rows: FitRows) -> sparse.csr_matrix:
         """Return [M, F' + depths + I V + C B] float64."""
@@ -88,14 +88,14 @@ class Design:
         return sparse.hstack(blocks, format="csr")
 
     def parts(self, weight: Array) -> list[Array]:
-        """Return (scalars [F'], depths [K + 1], tokens [I V], crosses [C B]) of a weight for each column."""
+        """Return (scalars [F'], depths [K + 1], tokens [I V], hashed [C B]) of a weight for each column."""
         return np.split(weight, np.cumsum([self.basis.width, self.depths, len(self.ids) * self.vocabulary]))
 
 
 def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     """Fit the token head; see `Fitter`.
 
-    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` of each cross, 0 = no crosses.
+    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` of each cross, 0 = no hashed.
     """
     design = Design(task.names, task.rows, int(task.options.params.get("buckets", BUCKETS)))
     given = task.options.params.get("C")
@@ -105,7 +105,7 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     for label, use, held_use in _parts(task.rows, task.held_out):
         found.append(_regress((x[use], label[0][use]), (held[held_use], label[1][held_use]), penalties))
     (accept, above), (next_, later), (opening, first) = found
-    scalars, depths, tables, crosses = zip(*(design.parts(weight) for weight in (accept, next_, opening)), strict=True)
+    scalars, depths, tables, hashed = zip(*(design.parts(weight) for weight in (accept, next_, opening)), strict=True)
     table = np.stack(tables[:2]).reshape(2, len(design.ids), design.vocabulary)
     for at, place in enumerate(design.ids):
         if _of_anchor(task.names[place]):
@@ -117,7 +117,7 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
         "bias": np.stack([depths[0] + above, np.append(depths[2][:1] + first, depths[1][1:] + later)]),
         "table": table,
         "edges": design.edges,
-        "crosses": np.stack(crosses[:2]).reshape(2, len(design.strides), max(design.buckets, 1)),
+        "hashed": np.stack(hashed[:2]).reshape(2, len(design.strides), max(design.buckets, 1)),
     }
     whole = {name: values.astype(np.float32) for name, values in fitted.items()}
     return TokenHead(task.names, exported({**whole, "strides": design.strides}, task.names, task.rows)), {}
@@ -145,7 +145,7 @@ def _regress(
     weight = np.zeros(x.shape[1])
     if constant(y):
         return weight, float(logit((float(y.sum()) + 1.0) / (len(y) + 2.0)))
-    # A column that no row uses keeps a weight of 0, and most places of the crosses are such.
+    # A column that no row uses keeps a weight of 0, and most places of the hashed are such.
     used = np.flatnonzero(x.getnnz(axis=0))
     x, unseen = x[:, used], held[0][:, used]
     model = LogisticRegression(solver="newton-cg", max_iter=_ROUNDS, tol=_TOLERANCE, warm_start=True)

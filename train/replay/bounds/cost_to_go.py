@@ -72,7 +72,7 @@ class ScriptedLengths(StopPolicy):
         return np.minimum(state + (outcome.accepted + 1) * outcome.active, len(self._lengths) - 1)
 
 
-class ToGo:
+class CostToGo:
     """The anchors of a dense trace of chains, and what rounds from them cost.
 
     Args:
@@ -109,7 +109,7 @@ class ToGo:
 
     @cached_property
     def full_s(self) -> float:
-        """Seconds by which a round is dearer behind one that was accepted whole: its draft has one more token to read."""
+        """Seconds by which a round costs more after one that was accepted whole: its draft has one more token to read."""
         low, high = self.profile.low.draft_s, self.profile.high.draft_s
         return max(0.5 * (low[1] - low[0] + high[1] - high[0]), 0.0)
 
@@ -123,7 +123,7 @@ class ToGo:
         return seconds.view(lengths.shape), row.view(lengths.shape)
 
     def value(self, lengths: Tensor, decided_s: Array | float = 0.0) -> Tensor:
-        """Return [N + 1] seconds to go from each anchor, the last entry 0, if rounds are of these lengths.
+        """Return [N + 1] cost-to-go in seconds from each anchor, the last entry 0, if rounds are of these lengths.
 
         Args:
             lengths: [N], cut to `bound`.
@@ -145,7 +145,7 @@ class ToGo:
         return torch.cat([each * self.left.double(), torch.zeros(1, dtype=torch.float64)])
 
     def outcomes(self, value: Tensor) -> Tensor:
-        """Return [N, K + 1] seconds to go if this round is of k tokens and the ones behind it are worth `value`."""
+        """Return [N, K + 1] cost-to-go in seconds if this round is of k tokens and the ones behind it are worth `value`."""
         every = torch.arange(self.depth + 1).expand(len(self.left), -1)
         seconds, row = self.rounds(every)
         return seconds + value[row]

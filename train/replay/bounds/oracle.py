@@ -24,7 +24,7 @@ class Ideal:
         value: [S, L] float64 seconds from the anchor first + t to the end of the text, t = 0, 1, ...; 0 beyond it.
         steps: [S, L] how deep it drafts there, the shallowest of equally good plans.
         seconds: [S] of whole texts, prompts included: the oracle bound.
-        profile: that its rounds are priced with: the given one, no first step dearer than one that reads two tokens.
+        profile: that its rounds are priced with: the given one, no first step more expensive than one that reads two tokens.
     """
 
     value: Tensor
@@ -107,7 +107,7 @@ def optimal_acceptance(p: Tensor, q: Tensor, candidates: int) -> Tensor:
 
 
 def _cheapest_steps(profile: Profile) -> Profile:
-    """Return the profile with no first step dearer than one that reads two tokens: noise can turn them round."""
+    """Return the profile with no first step more expensive than one that reads two tokens: noise can turn them round."""
     low, high = (
         dataclasses.replace(
             table, draft_s=(min(table.draft_s), table.draft_s[1]), tree_draft_s=_least_first(table.tree_draft_s)

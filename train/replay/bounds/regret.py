@@ -14,7 +14,7 @@ from .oracle import SAME_S, Ideal
 
 
 @dataclass(frozen=True)
-class Verdicts:
+class Regret:
     """What each round lost against the oracle going on from the same anchor; all [R].
 
     Attributes:
@@ -52,7 +52,7 @@ def planned_rounds(arrays: TraceArrays, ideal: Ideal) -> Rounds:
     return Rounds(sequence, anchor, context, steps, steps, accepted, one, 0 * one, steps, fed, "")
 
 
-def judge(arrays: TraceArrays, rounds: Rounds, ideal: Ideal, profile: Profile) -> Verdicts:
+def judge(arrays: TraceArrays, rounds: Rounds, ideal: Ideal, profile: Profile) -> Regret:
     """Compare rounds with the oracle's.
 
     A round that took c seconds from t to t' loses c + V(t') - V(t). Summed over a text the V's cancel, so that the losses
@@ -69,4 +69,4 @@ def judge(arrays: TraceArrays, rounds: Rounds, ideal: Ideal, profile: Profile) -
     decided = rounds.decision_seconds(profile)
     early = committed < reach
     late = ~early & (choice > SAME_S) & ((rounds.steps > best) | (rounds.verified > best))
-    return Verdicts(best, early, late, choice, decided, rounds.seconds(profile) - decided - bare)
+    return Regret(best, early, late, choice, decided, rounds.seconds(profile) - decided - bare)

@@ -1,4 +1,4 @@
-"""A trace as tensors, in the order that replay and fitting walk it."""
+"""A trace as tensors, in the order in which replay and fitting read it."""
 
 from __future__ import annotations
 

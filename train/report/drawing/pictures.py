@@ -110,7 +110,7 @@ def lengths(data: Data) -> list[Picture]:
     return [Picture(chart.svg(), title, ((series(0), "chosen"), (series(2), "ideal")))]
 
 
-def trust(data: Data) -> list[Picture]:
+def reliability(data: Data) -> list[Picture]:
     """Predicted against observed survival by depth, and over bins, of the policy that the report is about."""
     found = data["details"]["reliability"]
     subject = data["details"]["subject"]
@@ -201,7 +201,7 @@ def sensitivity(data: Data) -> list[Picture]:
         lines[what] = [(one["factor"], one["ratios"][subject]) for one in rows]
     limits = room(_ends([r for rows in lines.values() for _, r in rows]), 1.0)
     factors = [factor for factor, _ in lines["draft"]]
-    title = f"{subject} against the best fixed length if calls were dearer or cheaper"
+    title = f"{subject} against the best fixed length if calls were more expensive or cheaper"
     shown = [(f, f"x{f:g}") for f in factors]
     chart = Chart(title, (factors[0] / 1.05, factors[-1] * 1.05), limits, "cost, profile = 1", "times best fixed",
                   x_ticks=shown, log_x=True)  # fmt: skip
@@ -237,7 +237,7 @@ DRAWN: Mapping[str, Callable[[Data], list[Picture]]] = {
     "speed": speed,
     "acceptance": acceptance,
     "lengths": lengths,
-    "reliability": trust,
+    "reliability": reliability,
     "time": time,
     "stops": stops,
     "groups": groups,

@@ -14,7 +14,7 @@ from ....policies.files.atomic import write_atomic, write_json
 from ....policies.learned.policy import LearnedPolicy
 from ..records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Ratio
 
-VERDICTS = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)
+ADVICE = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SweepLine:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Policies under draft steps from cheap to dear.
+    """Policies under draft steps from cheap to expensive.
 
     Attributes:
         ratios: cost of a draft step over that of a one-token target step, rising.
@@ -85,13 +85,13 @@ class Sweep:
             [f"{ratio:.3g}", str(length), *(line.to_best_fixed[at].text() for line in self.lines)]
             for at, (ratio, length) in enumerate(zip(self.ratios, self.best_fixed, strict=True))
         ]
-        verdicts = "".join(
+        advice = "".join(
             f"- {line.name}: {line.verdict}{f' ({line.note})' if line.note else ''}\n" for line in self.lines
         )
         return (
             "# Where each policy pays\n\nRatio to the best fixed length (chosen again in each row) as a draft step grows "
-            f"dearer; everything else as in the profile, whose own ratio is {self.here:.3g}.\n\n"
-            f"{markdown_table(head, rows)}\n\n{verdicts}\n{_prompts(self.facts)}\n"
+            f"more expensive; everything else as in the profile, whose own ratio is {self.here:.3g}.\n\n"
+            f"{markdown_table(head, rows)}\n\n{advice}\n{_prompts(self.facts)}\n"
         )
 
 
@@ -101,7 +101,7 @@ class Cell:
 
     Attributes:
         to_best_fixed: against the best fixed length of this trace.
-        verdict: one of `VERDICTS`.
+        verdict: one of `ADVICE`.
         own: trained for this temperature, verification and pair.
     """
 

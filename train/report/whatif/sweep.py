@@ -1,4 +1,4 @@
-"""What if the draft were cheaper or dearer: `sweep` says from which cost on each policy pays."""
+"""What if the draft were cheaper or more expensive: `sweep` says from which cost on each policy pays."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sweep(
     progress: Progress = shown,
     draws: Draws | None = None,
 ) -> Sweep:
-    """Replay policies as the draft step grows dearer beside the target's, and say from where each of them pays.
+    """Replay policies as the draft step grows more expensive beside the target's, and say from where each of them pays.
 
     At each point the draft's costs are scaled, the best fixed length is chosen again (in each replicate too), and derived
     rules are solved again where there are training traces.

@@ -142,7 +142,7 @@ def lengths(data: Data) -> Section | None:
     )
 
 
-def trust(data: Data) -> Section | None:
+def reliability(data: Data) -> Section | None:
     """Predicted against observed survival."""
     found = data["details"].get("reliability")
     if not found:
@@ -356,7 +356,7 @@ def sweep(data: Data) -> Section | None:
     names = tuple(line["name"] for line in found["lines"])
     return Section(
         "sweep",
-        "If the draft were cheaper or dearer",
+        "If the draft were cheaper or more expensive",
         (
             "Speed against the best fixed length by the cost of a draft step over that of a one-token target step; the "
             f"profile's own is {found['here']:.3g}.",
@@ -388,7 +388,7 @@ def transfer(data: Data) -> Section | None:
 
 
 PARTS: Sequence[Callable[[Data], Section | None]] = (
-    speeds, parts, acceptance, lengths, trust, time, stops, groups, prompts, sensitivity, sweep, transfer, losses,
+    speeds, parts, acceptance, lengths, reliability, time, stops, groups, prompts, sensitivity, sweep, transfer, losses,
 )  # fmt: skip
 
 
