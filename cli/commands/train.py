@@ -92,7 +92,9 @@ def train(
     precision: Annotated[
         str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")
     ] = "32-true",
-    checkpoints: Annotated[Path | None, typer.Option(help="Work folder for a network's checkpoints and logs.")] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Work folder: a network's checkpoints and logs, trials.")
+    ] = None,
     resume: Resume = False,
     logger: Annotated[
         str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
@@ -159,7 +161,8 @@ def _tuned(
     traces: Sequence[Any], costs: Any, asked: tuple[int, str, str, list[str], int], common: dict[str, Any],
     progress: Progress,
 ) -> Trained:  # fmt: skip
-    from ...train.fit.tuning.search import RULE_CHOICES, SearchOptions, spec_of, train_best
+    from ...train.fit.tuning.search import RULE_CHOICES, SearchOptions, train_best
+    from ...train.fit.tuning.trials import spec_of
 
     trials, heads, rules, specs, folds = asked
     options = SearchOptions(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,20 +13,28 @@ from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Plan
-from specstop.train.fit.tuning.search import (
-    SearchOptions,
-    Trial,
-    group_folds,
-    head_trials,
-    search,
-    spec_of,
-    spec_trials,
-    train_best,
-)
+from specstop.train.fit.tuning.search import SearchOptions, group_folds, search, train_best
+from specstop.train.fit.tuning.study import JOURNAL, STARTUP, Study
+from specstop.train.fit.tuning.trials import HeadSpace, SpecSpace, Trial, spec_of
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 SMALL = SearchOptions(2, ("logistic",), ("survival", "step"), ("confidence?threshold=0.2|0.6",), folds=2)
+
+
+def drawn(
+    space: HeadSpace | SpecSpace, seed: int = 0, count: int | None = None, folder: Path | None = None
+) -> list[Trial]:
+    """Return the trials of a search whose rates are 100, 99, 98, ..., resumed where the folder has some."""
+    study = Study("search", space, seed, folder, resume=True)
+
+    def measure(job: Trial, behind: Callable[[float], bool]) -> Trial:
+        rate = 100.0 - study.ended
+        return dataclasses.replace(job, rate=rate, folds=1 if behind(rate) else 2)
+
+    study.run(measure, space.count if count is None else count)
+    study.draw()
+    return study.trials()
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +73,29 @@ def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, 
 
 
 def test_the_same_seed_draws_the_same_trials() -> None:
-    rules = ("survival", "step")
-    drawn = [
-        [(t.name, t.rule, t.params) for t in head_trials(("logistic", "xgboost"), rules, 12, s)] for s in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert [d[:2] for d in drawn[0][:4]] == [(h, r) for r in rules for h in ("logistic", "xgboost")]
-    assert all(d[2] == {} for d in drawn[0][:4]) and all(d[2] for d in drawn[0][4:])
-    assert {len(d[2]) for d in drawn[0][4:] if d[0] == "xgboost"} == {5}
+    space = HeadSpace(("logistic", "xgboost"), ("survival", "step"), 12)
+    one, same, other = (drawn(space, seed) for seed in (1, 1, 2))
+    assert one == same != other
+    assert [(t.rule, t.name, t.params) for t in one[:4]] == [(r, h, {}) for r in space.rules for h in space.heads]
+    assert {len(t.params) for t in one[4:] if t.name == "xgboost"} <= {0, 5} and any(t.params for t in one[4:])
+
+
+def test_a_head_that_is_behind_after_the_first_fold_is_given_up() -> None:
+    trials = drawn(HeadSpace(("logistic",), ("survival",), 7))
+    assert [t.folds for t in trials] == [2] * STARTUP + [1] * (7 - STARTUP), "each is slower than all before it"
+
+
+def test_a_search_goes_on_from_its_file(tmp_path: Path) -> None:
+    space = HeadSpace(("logistic", "xgboost"), ("survival",), 5)
+    begun = drawn(space, count=3, folder=tmp_path)
+    whole = drawn(space, folder=tmp_path)
+    assert whole[:3] == begun and [t.rate for t in whole] == [100.0, 99.0, 98.0, 97.0, 96.0]
+    assert len({str(t.params) for t in whole if t.params}) == sum(bool(t.params) for t in whole), "none drawn twice"
+    assert all((tmp_path / f"tune_{name}.svg").stat().st_size > 1000 for name in ("history", "importances"))
+    assert Study("search", space, 0, tmp_path, resume=False).ended == 0, "without --resume it begins anew"
+    (tmp_path / JOURNAL).write_text("not a journal\n{")
+    with pytest.raises(InputError, match="not the file of a search"):
+        Study("search", space, 0, tmp_path, resume=True)
 
 
 def test_the_best_head_is_trained_and_saved_with_the_table(
@@ -94,12 +119,12 @@ def test_the_best_head_is_trained_and_saved_with_the_table(
     ],
 )
 def test_ranges_of_a_spec(spec: str, expected: list[str]) -> None:
-    trials = spec_trials(spec, 4, 0)
+    trials = drawn(SpecSpace.parse(spec, 4))
     assert sorted(spec_of(trial) for trial in trials) == sorted(expected)
 
 
 def test_a_budget_holds_for_ranges_too() -> None:
-    trials = spec_trials("online?threshold=0.1..0.9&rate=0.1|0.2|0.3", 5, 0)
+    trials = drawn(SpecSpace.parse("online?threshold=0.1..0.9&rate=0.1|0.2|0.3", 5))
     assert len({spec_of(trial) for trial in trials}) == 5
     assert spec_of(Trial("a?b=1", "", {"c": 2})) == "a?b=1&c=2"
 

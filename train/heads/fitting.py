@@ -21,12 +21,12 @@ class FitOptions:
     Attributes:
         accelerator, devices, precision: of Lightning's Trainer, for networks.
         epochs, batch_size, learning_rate: of networks; epochs are the most, training stops early. None = the head's own.
-        checkpoints: a work folder that networks keep `last.ckpt` and their logs in; None keeps nothing.
+        checkpoints: a work folder that networks keep `last.ckpt` and their logs in, a search its trials; None keeps nothing.
         resume: go on from the checkpoints there.
         logger: csv, tensorboard, wandb, or any logger of Lightning by its class; None = csv where there is a work folder.
         device: of XGBoost, cpu or cuda.
         out_of_core: whether XGBoost reads its rows in pieces from disk; None = from `kinds.boosted.OUT_OF_CORE` rows on.
-        params: hyper-parameters of the head by name, such as `max_depth` of xgboost (`fit.tuning.search.SPACES`).
+        params: hyper-parameters of the head by name, such as `max_depth` of xgboost (`fit.tuning.trials.SPACES`).
     """
 
     accelerator: str = "cpu"
