@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..policies import kernels
 from ..policies.errors import InputError
+from ..policies.limits import check_limits
 from ..policies.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -79,6 +80,19 @@ def fitting(
 
     written = apply_chat_template(prompts, pair.tokenizer) if chat else prompts
     return fit(written, pair.tokenizer, reading_room(pair, new_tokens), long)
+
+
+def batch_sizes(text: str | None) -> tuple[int, ...]:
+    """Return the batch sizes in a list such as `1,2,4,8`, each once, rising; none of None."""
+    if text is None:
+        return ()
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words):
+        raise InputError(f"--batch: expected batch sizes such as 1,2,4,8, not {text[:40]!r}")
+    sizes = tuple(sorted({int(word) for word in words}))
+    for size in sizes:
+        check_limits(batch=size)
+    return sizes
 
 
 def percent(part: float, whole: float) -> str:

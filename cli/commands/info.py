@@ -15,6 +15,7 @@ from ..options.shared import Json
 
 if TYPE_CHECKING:
     from ...collect.store.folder import Trace
+    from ...policies.latency.batch import BatchCosts
 
 _NAMED = 6
 
@@ -211,6 +212,7 @@ def _profile(path: Path) -> dict[str, Any]:
                 ("verification of 0, 1, ... tokens, ms", " ".join(f"{v * 1e3:.2f}" for v in table.verify_s)),
             )
         },
+        **(_batch_facts(profile.batch) if profile.batch else {}),
         "framework overhead, ms a round": profile.round_s * 1e3,
         "framework overhead, ms a drafted token": profile.step_s * 1e3,
         **{f"decision of {name}, us": profile.decision(name).each * 1e6 for name in profile.decision_s},
@@ -221,3 +223,15 @@ def _profile(path: Path) -> dict[str, Any]:
         },
         **dict(profile.facts),
     }
+
+
+def _batch_facts(costs: BatchCosts) -> dict[str, str]:
+    """Return what a step of plain decoding, a draft step and a full verification of each batch size cost."""
+    context = 0.5 * (costs.low.context + costs.high.context)
+    facts = {}
+    for size in costs.sizes:
+        tokens = costs.low.verify_s[size][-1][0]
+        parts = (costs.plain_s(size, context), costs.draft_s(size, context), costs.verify_s(size, tokens, context))
+        plain, draft, full = (f"{float(part) * 1e3:.2f}" for part in parts)
+        facts[f"batch of {size}, ms"] = f"plain {plain}, draft step {draft}, verification of {tokens} tokens {full}"
+    return facts

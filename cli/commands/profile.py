@@ -9,7 +9,7 @@ import typer
 
 from ...policies.errors import InputError
 from ...policies.files.deferral import uninterrupted
-from ..common import find_prompts, find_target, fitting, flat, open_pair
+from ..common import batch_sizes, find_prompts, find_target, fitting, flat, open_pair
 from ..console.output import next_step, print_json, progress_bars, table
 from ..console.streams import say
 from ..options.config import given_config, save_config
@@ -62,6 +62,9 @@ def profile(
     tree: Annotated[
         str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
     ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Measure rounds of so many texts side by side as well: 1,2,4,8.")
+    ] = None,
     budget: Annotated[float, typer.Option(help="Seconds at most; a quiet machine needs a fraction of them.")] = 90.0,
     repeats: Annotated[
         int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
@@ -100,6 +103,7 @@ def profile(
         return
     if out is None:
         raise InputError("--out: expected a JSON file for the profile to go to")
+    sizes = batch_sizes(batch)
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
@@ -119,6 +123,7 @@ def profile(
             facts=facts(pair),
             progress=progress,
             shaping=shaping,
+            batch=sizes,
         )
     with uninterrupted:
         measured.save(out)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...policies.baselines.fixed import FixedLength
@@ -27,6 +28,7 @@ from ..models.pair import Pair
 from ..records import Generation
 from ..settings import Settings
 from ..verify.sampling import UNCHANGED, Shaping
+from .batches import BatchRun
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .script import Scripted
@@ -56,6 +58,7 @@ def measure_profile(
     tree: str | None = None,
     clock: Clock = time.perf_counter,
     shaping: Shaping = UNCHANGED,
+    batch: Sequence[int] = (),
 ) -> Profile:
     """Measure what draft steps, verifications and everything around them cost.
 
@@ -73,6 +76,7 @@ def measure_profile(
         tree: a topology whose rounds are timed too.
         clock: what the budget is counted by.
         shaping: what else changes the distribution that is sampled from; processing logits takes time, too.
+        batch: how many texts are decoded side by side, of each size whose rounds are timed too.
 
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
@@ -83,7 +87,14 @@ def measure_profile(
 
     def calibration(tokens: int) -> CalibrationRun:
         return CalibrationRun(
-            pair, prompts, depth=depth, temperature=temperature, new_tokens=tokens, tree=tree, shaping=shaping
+            pair,
+            prompts,
+            depth=depth,
+            temperature=temperature,
+            new_tokens=tokens,
+            tree=tree,
+            shaping=shaping,
+            batch=batch,
         )
 
     if effort.repetitions is None:
@@ -113,7 +124,7 @@ class CalibrationRun:
     is best timed in the same minutes as the profile that it is made from.
 
     Args:
-        pair, prompts, depth, temperature, new_tokens, tree, shaping: as of `measure_profile`.
+        pair, prompts, depth, temperature, new_tokens, tree, shaping, batch: as of `measure_profile`.
     """
 
     def __init__(
@@ -126,6 +137,7 @@ class CalibrationRun:
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
         shaping: Shaping = UNCHANGED,
+        batch: Sequence[int] = (),
     ) -> None:
         self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True, shaping=shaping)
         self._prompts = prompts
@@ -138,12 +150,15 @@ class CalibrationRun:
         self._tree = None
         if tree:
             self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens, shaping=shaping)
+        check_limits(batch=max(batch, default=1))
+        self._batches = [BatchRun(pair, streams, self.settings) for streams in sorted(set(batch))]
         self._played: list[Seconds] = []
-        self._contexts: tuple[list[int], list[int]] = [], []
+        self._contexts: tuple[list[float], list[float]] = [], []
 
     def cases(self) -> dict[str, Case]:
-        """Return what is to be timed in turns: chains, plain decoding among them, and trees."""
-        return {"chains": self._chains, **({"trees": self._trees} if self._tree else {})}
+        """Return what is to be timed in turns: chains, plain decoding among them, trees, and batches."""
+        batches = {f"batch {run.streams}": partial(self._batch, run) for run in self._batches}
+        return {"chains": self._chains, **({"trees": self._trees} if self._tree else {}), **batches}
 
     def play(self, number: int) -> None:
         """Time all cases once, for `profile`; number 0 only warms up."""
@@ -181,6 +196,14 @@ class CalibrationRun:
     def _trees(self, number: int) -> Seconds:
         assert self._tree is not None
         return self._tree.play(number, self._texts(number))
+
+    def _batch(self, run: BatchRun, number: int) -> Seconds:
+        """Decode as many texts side by side as a batch has, at each context, scripted and plain."""
+        every = [self._texts(number * run.streams + at) for at in range(run.streams)]
+        timed, contexts = run.play(number, list(zip(*every, strict=True)))
+        for side, known in enumerate(contexts if number else ()):
+            self._contexts[side].extend(known)
+        return timed
 
     def _texts(self, number: int) -> list[list[int]]:
         """Return the short and the long prompt of a repetition."""

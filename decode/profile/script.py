@@ -34,7 +34,7 @@ class Scripted(StopPolicy):
 
     def _length(self, key: int, number: int) -> int:
         deck, place = divmod(number // TWICE, self.max_depth + 1)
-        return _shuffled(self.max_depth + 1, key, deck)[place]
+        return shuffled(self.max_depth + 1, key, deck)[place]
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the deck."""
@@ -49,5 +49,6 @@ class Scripted(StopPolicy):
 
 
 @lru_cache(maxsize=256)
-def _shuffled(cards: int, key: int, deck: int) -> list[int]:
+def shuffled(cards: int, key: int, deck: int) -> list[int]:
+    """Return the cards of a deck in their order: another one for each key and each deck."""
     return random.Random(f"{key} {deck}").sample(range(cards), cards)

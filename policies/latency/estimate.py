@@ -9,23 +9,31 @@ What is timed (`Key.what`), at each of the two contexts, with what it is counted
     outside (drafted)               all of a round but models and policy
     prefill (prompt tokens)         reading a prompt
     tree ...                        the same of rounds that may branch, by rows: see `trees`
+    batch plain (streams)           a verification of plain decoding, of several texts side by side
+    batch verify (streams, tokens)  one in a round that may have drafted, the streams' anchors included
+    batch first draft (streams, backlog)  the first draft step, by the streams that draft and the tokens read in all
+    batch drafts (streams, steps)   the other ones, together
+    batch outside (streams, drafted)  all of a round but models and policy
     decisions (times asked)         of a policy, all of one round
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InputError
+from .batch import BatchCosts, BatchTable
 from .measurements import Measurements, Seconds, Timings
 from .robust_fits import Points, line, pooled, rising, typical
 
 SHORT, LONG = CONTEXTS = ("short", "long")
 VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft", "later drafts", "outside", "prefill"
 TREE_PATH, TREE_DRAFTS, TREE_VERIFY, TREE_OUTSIDE = "tree path", "tree drafts", "tree verify", "tree outside"
+BATCH_PLAIN, BATCH_VERIFY, BATCH_FIRST = "batch plain", "batch verify", "batch first draft"
+BATCH_DRAFTS, BATCH_OUTSIDE = "batch drafts", "batch outside"
 DECISIONS = "decisions"
 
 LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
@@ -39,6 +47,11 @@ LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
     TREE_VERIFY: (1,),
     TREE_OUTSIDE: (0, 0),
     DECISIONS: (1,),
+    BATCH_PLAIN: (1,),
+    BATCH_VERIFY: (1, 1),
+    BATCH_FIRST: (1, 1),
+    BATCH_DRAFTS: (1, 1),
+    BATCH_OUTSIDE: (1, 0),
 }
 """What each part is counted by, and from where on; the rows of `TREE_DRAFTS` are as many as there were steps."""
 
@@ -81,7 +94,9 @@ def check(measurements: Measurements) -> Measurements:
             raise ValueError(f"measurements: {what!r} of {list(counts)} is nothing that costs are estimated from")
         if what != DECISIONS and of not in CONTEXTS:
             raise ValueError(f"measurements: {what!r} at the context {of!r}, which is neither short nor long")
-        if what in (VERIFY, PLAIN, TREE_VERIFY) and not all(map(all, series)):
+        if what == BATCH_VERIFY and counts[1] < counts[0]:
+            raise ValueError(f"measurements: {what!r} of {counts[0]} streams and only {counts[1]} tokens")
+        if what in (VERIFY, PLAIN, TREE_VERIFY, BATCH_PLAIN, BATCH_VERIFY) and not all(map(all, series)):
             raise ValueError(f"measurements: a verification of {list(counts)} in no time")
     return measurements
 
@@ -215,3 +230,63 @@ def _pace(paths: Groups, side: Side) -> float:
             drafts = side.second_draft_s + (steps - 1) * side.later_draft_s if steps else 0.0
             shares.append(seconds / (drafts + side.verify_s[verified]))
     return typical(np.concatenate(shares)) or 1.0 if shares else 1.0
+
+
+def batch_costs(timings: Timings, contexts: tuple[float, float]) -> BatchCosts | None:
+    """Return the costs of batches that timings tell, at contexts of so many tokens; None where none was timed."""
+    every = pooled([_batch_verify(timings, side) for side in CONTEXTS])
+    if not every or not any(timings.named(what) for what in (BATCH_FIRST, BATCH_DRAFTS)):
+        return None
+    low, high = (_batch_side(timings, side, every, context) for side, context in zip(CONTEXTS, contexts, strict=True))
+    outside = pooled([timings.groups(BATCH_OUTSIDE, side) for side in CONTEXTS])
+    if not outside:
+        return BatchCosts(low, high)
+    per_round, per_stream, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
+    return BatchCosts(low, high, (per_round, per_stream, per_token))
+
+
+def _batch_side(timings: Timings, side: str, every: Groups, context: float) -> BatchTable:
+    """Return the costs of batches at one context; what was never seen there is taken from both together."""
+    here = _batch_verify(timings, side)
+    verify: dict[int, list[tuple[int, float]]] = {}
+    for (streams, tokens), seconds in every.items():
+        verify.setdefault(streams, []).append((tokens, typical(here.get((streams, tokens), seconds))))
+    later = _by_streams(_of(timings, BATCH_DRAFTS, side), lambda streams, steps: steps)
+    first = _by_streams(
+        _of(timings, BATCH_FIRST, side), lambda streams, backlog: 1, lambda streams, read: read - streams
+    )
+    steps, starts = later[0] or first[0], first[0] or later[0]
+    return BatchTable(context, starts, first[1], steps, {n: tuple(points) for n, points in verify.items()})
+
+
+def _batch_verify(timings: Timings, side: str) -> dict[tuple[int, ...], Seconds]:
+    """Return the timings of verifications by (streams, tokens); where nobody drafts it is plain decoding, timed alone."""
+    plain = {(streams, streams): seconds for (streams,), seconds in timings.groups(BATCH_PLAIN, side).items()}
+    return {**timings.groups(BATCH_VERIFY, side), **plain}
+
+
+def _of(timings: Timings, what: str, side: str) -> Groups:
+    """Return the timings of a part of a round at one context, or at both where there are none of it."""
+    return timings.groups(what, side) or pooled([timings.groups(what, some) for some in CONTEXTS])
+
+
+def _by_streams(
+    groups: Groups, times: Callable[[int, int], int], extra: Callable[[int, int], int] | None = None
+) -> tuple[Points, float]:
+    """Return points (streams, seconds of a draft step) and the seconds of each token read beyond one a stream.
+
+    Args:
+        groups: timings by (streams, count).
+        times: of (streams, count), how many steps were timed together.
+        extra: of (streams, count), how many tokens were read beyond one of each stream; None = none.
+    """
+    known = sorted({streams for streams, _ in groups})
+    more = extra or (lambda streams, count: 0)
+    columns = [
+        ([*(times(*counts) * (counts[0] == n) for n in known), max(more(*counts), 0)], seconds)
+        for counts, seconds in groups.items()
+    ]
+    if not columns:
+        return (), 0.0
+    *steps, token = line(columns) if extra else [*line([(row[:-1], seconds) for row, seconds in columns]), 0.0]
+    return tuple(zip(known, steps, strict=True)), token

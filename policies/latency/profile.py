@@ -19,20 +19,19 @@ from ..errors import InputError
 from ..files.atomic import read_json, write_atomic
 from ..files.entries import Entries
 from ..storage.safe_loading import check_values
-from .estimate import DECISIONS, VERIFY, Estimate, check, decisions, estimate
-from .measurements import Measurements
+from .batch import BatchCosts
+from .estimate import DECISIONS, VERIFY, batch_costs, check, decisions, estimate
+from .measurements import Measurements, Timings
 from .noise import Noise, judge
-from .tables import MOST_S, ChainCosts, CostTable, Price, read_price, read_table
+from .tables import CLEARLY, MOST_S, ChainCosts, CostTable, Price, at_context, least_later, read_price, read_table
 
 Array = np.ndarray[Any, Any]
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
 """Stands near the beginning of every profile."""
-CLEARLY = 0.05
-"""Share by which a verification of more tokens must be cheaper to be taken."""
 
-COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s")
+COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s", "batch")
 """What a profile has beside decisions."""
 
 SAME = 1e-6
@@ -57,6 +56,7 @@ class Profile:
             estimated from those that are kept under its name, all other costs from the rest.
         source: the file it was read from; None = none.
         shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
+        batch: what texts that are decoded side by side cost; None = not measured.
     """
 
     low: CostTable
@@ -71,6 +71,7 @@ class Profile:
     measurements: Measurements = field(default_factory=Measurements)
     source: Path | None = field(default=None, repr=False, compare=False)
     shaping: Mapping[str, Any] = field(default_factory=dict)
+    batch: BatchCosts | None = None
 
     @staticmethod
     def measured(
@@ -92,7 +93,8 @@ class Profile:
         Raises:
             InputError: no round was timed.
         """
-        told = estimate(measurements.pooled(), depth)
+        timings = measurements.pooled()
+        told = estimate(timings, depth)
         return Profile(
             CostTable(contexts[0], **told.low._asdict()),
             CostTable(contexts[1], **told.high._asdict()),
@@ -104,6 +106,7 @@ class Profile:
             facts or {},
             told.tree_outside_s,
             measurements,
+            batch=batch_costs(timings, contexts),
         )
 
     @property
@@ -144,12 +147,13 @@ class Profile:
         """Whether the costs of chains and trees are those that the measurements tell, and not edited or scaled since."""
         if not any(key.what == VERIFY for key in self.measurements.series):
             return False
-        told = self._with_costs(estimate(self.measurements.pooled(), self.max_depth))
+        told = self._with_costs(self.measurements.pooled())
         mine, theirs = (_numbers([getattr(p, name) for name in COSTS]) for p in (self, told))
         return len(mine) == len(theirs) and bool(np.allclose(mine, theirs, rtol=SAME, atol=0.0))
 
-    def _with_costs(self, told: Estimate) -> Profile:
-        """Return this profile with other costs of chains and trees, at the same contexts."""
+    def _with_costs(self, timings: Timings) -> Profile:
+        """Return this profile with the costs of chains, trees and batches that timings tell, at the same contexts."""
+        told = estimate(timings, self.max_depth)
         low, high = (
             CostTable(table.context, **side._asdict())
             for table, side in zip((self.low, self.high), (told.low, told.high), strict=True)
@@ -162,6 +166,7 @@ class Profile:
             round_s=told.round_s,
             prefill_s=told.prefill_s,
             tree_outside_s=told.tree_outside_s,
+            batch=batch_costs(timings, (low.context, high.context)),
         )
 
     def resampled(self, rng: np.random.Generator) -> Profile:
@@ -174,7 +179,7 @@ class Profile:
             return self
         drawn = self.measurements.resampled(rng, self.noise.lasting if self.noise else 1)
         prices = {name: Price(*price) for name, price in decisions(drawn).items()}
-        made = self._with_costs(estimate(drawn, self.max_depth)) if self._is_measured else self
+        made = self._with_costs(drawn) if self._is_measured else self
         return dataclasses.replace(made, decision_s={**self.decision_s, **prices}, measurements=Measurements())
 
     def same_costs(self, record: Mapping[str, Any]) -> bool:
@@ -188,12 +193,9 @@ class Profile:
         Where verification is flat, the cheapest of several sizes is the one whose measurement was luckiest; filling up to it
         gains nothing, and its seconds are too few.
         """
-        cost = [a + b for a, b in zip(self.low.verify_s, self.high.verify_s, strict=True)]
-        least, out = len(cost) - 1, []
-        for n in reversed(range(len(cost))):
-            least = n if cost[n] <= cost[least] else least
-            out.append(least if cost[least] < (1.0 - CLEARLY) * cost[n] else n)
-        return tuple(reversed(out))
+        cost = np.array(self.low.verify_s) + np.array(self.high.verify_s)
+        least = least_later(cost)
+        return tuple(np.where(cost[least] < (1.0 - CLEARLY) * cost, least, np.arange(len(cost))).tolist())
 
     def round_seconds(
         self,
@@ -226,11 +228,7 @@ class Profile:
 
     def _at(self, context: Array, calls: Array) -> Array:
         """Return [S] seconds of model calls at `context`, given those at the two contexts measured [2, S]."""
-        low, high = calls
-        span = self.high.context - self.low.context
-        weight = (context - self.low.context) / span if span else 0.0
-        out: Array = np.maximum(low + (high - low) * weight, 0.25 * np.minimum(low, high))
-        return out
+        return at_context(calls[0], calls[1], (self.low.context, self.high.context), context)
 
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""
@@ -330,6 +328,7 @@ class Profile:
                 None if outside is None else (outside[0], outside[1], outside[2]),
                 check(Measurements.from_list(raw.get("measurements", []))),
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
+                batch=BatchCosts.read(entries.part("batch")) if entries.has("batch") else None,
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None
@@ -339,6 +338,8 @@ def _numbers(values: Any) -> list[float]:
     """Return the numbers in nested values, in order; None is one of its own."""
     if dataclasses.is_dataclass(values):
         values = dataclasses.astuple(values)  # type: ignore[arg-type]
+    if isinstance(values, Mapping):
+        values = [values[key] for key in sorted(values)]
     if isinstance(values, list | tuple):
         return [number for value in values for number in _numbers(value)]
     return [-1.0 if values is None else float(values)]

@@ -79,12 +79,17 @@ def rising(sides: Sequence[Groups]) -> list[Points]:
 
 
 def between(points: Sequence[tuple[int, float]], at: Sequence[int]) -> tuple[float, ...]:
+    """Return what lies on the line through the points; see `along`."""
+    return tuple(along(points, at).tolist())
+
+
+def along(points: Sequence[tuple[int, float]], at: ArrayLike) -> NDArray[np.float64]:
     """Return what lies on the line through the points; beyond them it goes on as it rises over all, and never falls."""
     x, y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     rise = max((y[-1] - y[0]) / (x[-1] - x[0]), 0.0) if len(x) > 1 else 0.0
     places = np.asarray(at, dtype=np.float64)
-    inside = np.interp(places, x, y) + rise * np.maximum(places - x[-1], 0.0)
-    return tuple(inside.tolist())
+    out: NDArray[np.float64] = np.interp(places, x, y) + rise * np.maximum(places - x[-1], 0.0)
+    return out
 
 
 @functools.lru_cache(1024)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..files.entries import Entries, check_number
 from .robust_fits import between
@@ -16,6 +17,8 @@ Array = np.ndarray[Any, Any]
 MOST_DEPTH, MOST_CONTEXT = 1024, 1e9
 LEAST_CALL_S, MOST_S = 1e-9, 1e6
 """Limits of what is read from a file: a model call takes time, and nothing takes eleven days."""
+CLEARLY = 0.05
+"""Share by which a verification of more tokens must be cheaper to be taken."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,22 @@ class ChainCosts:
         self.second = both(lambda table: table.later_s if table.second_draft_s is None else table.second_draft_s)
         self.later = both(lambda table: table.later_s)
         self.verify = np.array([low.verify_s, high.verify_s])
+
+
+def at_context(low: Array, high: Array, contexts: tuple[float, float], context: ArrayLike) -> Array:
+    """Return seconds at `context`, given those at the two contexts measured; beyond them never less than a quarter."""
+    span = contexts[1] - contexts[0]
+    weight = (np.asarray(context, dtype=np.float64) - contexts[0]) / span if span else 0.0
+    out: Array = np.maximum(low + (high - low) * weight, 0.25 * np.minimum(low, high))
+    return out
+
+
+def least_later(cost: Array) -> Array:
+    """Return [N] int64, which of the costs [N] from each place on is the least: the first of equal ones."""
+    places = np.arange(len(cost))
+    least = np.where(cost == np.minimum.accumulate(cost[::-1])[::-1], places, len(cost))
+    out: Array = np.minimum.accumulate(least[::-1])[::-1]
+    return out
 
 
 def read_table(raw: Entries) -> CostTable:

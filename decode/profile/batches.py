@@ -1,0 +1,125 @@
+"""What rounds of a batch cost: texts decoded side by side through the loop itself, driven by a script.
+
+A draft step costs by the streams that draft, a verification by the streams and the tokens of all of them. In each scripted
+round some of the streams draft, all of these equally deep, so that each step of it is one of so many streams; which ones it
+is goes around.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...policies.baselines.fixed import FixedLength
+from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ...policies.latency.estimate import (
+    BATCH_DRAFTS,
+    BATCH_FIRST,
+    BATCH_OUTSIDE,
+    BATCH_PLAIN,
+    BATCH_VERIFY,
+    CONTEXTS,
+)
+from ...policies.latency.measurements import Key
+from ..loop import Request, Speculator
+from ..models.pair import Pair
+from ..records import Generation, Round
+from ..settings import Settings
+from .script import TWICE, shuffled
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
+"""Depths that rounds of a batch are drafted to, as far as the profile goes, and its last one."""
+
+
+class BatchScript(StopPolicy):
+    """Has some streams draft, all equally deep, from a shuffled deck; each card twice in a row, whatever the texts are.
+
+    The state is, by stream, the key of the text and the number of its round: the same for all streams that began together.
+    """
+
+    first = 0
+
+    def __init__(self, streams: int, depth: int) -> None:
+        self.max_depth, self._streams = depth, streams
+        self.name = f"batch-script:{streams}"
+        some = sorted({*(2**k for k in range((streams - 1).bit_length())), streams})
+        lengths = range(1, depth + 1) if streams == 1 else sorted({*(n for n in LENGTHS if n < depth), depth})
+        self.deck = [(0, 0), *((r, length) for r in some for length in lengths)]
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams in their first round."""
+        return keys, np.zeros(streams, dtype=np.int64)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep up to the length on the card, in the streams whose turn it is."""
+        keys, numbers = state
+        lengths = np.zeros(len(keys), dtype=np.int64)
+        for stream, (key, number) in enumerate(zip(keys.tolist(), numbers.tolist(), strict=True)):
+            deck, place = divmod(number // TWICE, len(self.deck))
+            some, length = self.deck[shuffled(len(self.deck), key, deck)[place]]
+            lengths[stream] = length * ((stream - number) % self._streams < some)
+        return step.alive & (step.depth < lengths)[:, None], state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Turn to the next card."""
+        keys, numbers = state
+        return keys, numbers + outcome.active
+
+
+class BatchRun:
+    """Texts that are decoded side by side to time the parts of their rounds, scripted and plain.
+
+    Args:
+        pair: on its device.
+        streams: side by side.
+        settings: as of the texts decoded alone.
+    """
+
+    def __init__(self, pair: Pair, streams: int, settings: Settings) -> None:
+        self.streams = streams
+        self._script = Speculator(pair, BatchScript(streams, settings.max_depth), settings, batch=streams)
+        self._plain = Speculator(pair, FixedLength(0), settings, batch=streams)
+
+    def play(
+        self, number: int, texts: Sequence[Sequence[list[int]]]
+    ) -> tuple[dict[Key, list[float]], list[list[float]]]:
+        """Decode all texts of each context and return the timings, and the mean context of each round by side.
+
+        Args:
+            number: of the repetition.
+            texts: by context, as many prompts as streams.
+        """
+        timed: dict[Key, list[float]] = defaultdict(list)
+        contexts: list[list[float]] = []
+        for side, prompts in zip(CONTEXTS, texts, strict=True):
+            requests = [Request(prompt, number) for prompt in prompts]
+            rounds = _whole(self._script.run(requests))
+            for played in rounds:
+                _add_round(timed, side, played)
+            for played in _whole(self._plain.run(requests)):
+                timed[Key(BATCH_PLAIN, side, (self.streams,))].append(sum(r.verify_s for r in played))
+            contexts.append([sum(r.context for r in played) / len(played) for played in rounds])
+        return timed, contexts
+
+
+def _whole(texts: Sequence[Generation]) -> list[list[Round]]:
+    """Return the rounds of texts that began together, as long as none of them has ended."""
+    rounds = [list(played) for played in zip(*(text.rounds for text in texts), strict=False)]
+    return [played for played in rounds if not any(r.cut for r in played)]
+
+
+def _add_round(timed: dict[Key, list[float]], side: str, played: Sequence[Round]) -> None:
+    """Add the timings of one round; each stream's record bears its share of them."""
+    streams, sent = len(played), len(played) + sum(r.verified for r in played)
+    timed[Key(BATCH_VERIFY, side, (streams, sent))].append(sum(r.verify_s for r in played))
+    timed[Key(BATCH_OUTSIDE, side, (streams, sent - streams))].append(sum(r.outside_s for r in played))
+    drafting = [r for r in played if r.drafted]
+    if drafting:
+        # A draft that begins a text reads it in a call of its own: with others beside it several calls are timed as one.
+        if len(drafting) == 1 or not any(r.backlog == r.context for r in drafting):
+            read = sum(max(r.backlog, 1) for r in drafting)
+            timed[Key(BATCH_FIRST, side, (len(drafting), read))].append(sum(r.first_draft_s for r in played))
+        if (steps := drafting[0].drafted - 1) and all(r.drafted == drafting[0].drafted for r in drafting):
+            timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in played))

@@ -1,0 +1,216 @@
+"""What rounds of a batch cost: draft steps by the streams that draft, verifications by (streams, tokens in all)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..entries import Entries
+from .robust_fits import Points, along
+from .tables import CLEARLY, LEAST_CALL_S, MOST_CONTEXT, MOST_S, at_context, least_later
+
+Array = np.ndarray[Any, Any]
+
+MOST_STREAMS, MOST_POINTS = 4096, 4096
+"""Limits of what is read from a file."""
+
+
+@dataclass(frozen=True)
+class BatchTable:
+    """Seconds of the model calls of batches at one context length.
+
+    Between points costs are linear, beyond the last they go on as they rise over all: a step, as of padding to captured
+    sizes, is two points next to each other.
+
+    Attributes:
+        context: tokens in each stream's cache when measured.
+        first_draft_s: points (streams, seconds) of the first draft step of a round, which reads one token of each stream.
+        backlog_token_s: each further token that the first step reads.
+        draft_s: points (streams, seconds) of a draft step after the first.
+        verify_s: by streams, points (tokens in all, anchors included; seconds) of a verification as measured; the first is
+            that of plain decoding.
+    """
+
+    context: float
+    first_draft_s: Points
+    backlog_token_s: float
+    draft_s: Points
+    verify_s: Mapping[int, Points]
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """What draft steps and verifications of a batch cost, at two context lengths; between them costs are linear.
+
+    Seconds that the methods return include those outside the models. Their arguments are numbers or arrays, which are
+    broadcast; the streams are those that take part: a stream that has stopped drafting is verified, not drafted.
+
+    Attributes:
+        low, high: the tables at a short and a long context, of the same sizes.
+        outside_s: outside the models: per round, per stream of it, per drafted token.
+    """
+
+    low: BatchTable
+    high: BatchTable
+    outside_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes whose verification was measured, rising."""
+        return tuple(sorted(self.low.verify_s))
+
+    def first_draft_s(
+        self, streams: ArrayLike, context: ArrayLike, backlog: ArrayLike | None = None, begun: ArrayLike = 0
+    ) -> Array:
+        """Return the seconds of a round's first draft step.
+
+        Args:
+            streams: that draft.
+            context: tokens committed, the mean over streams.
+            backlog: tokens that these streams' drafts have not read, in all; None = one of each.
+            begun: streams among them whose drafts have read nothing yet: each reads its text in a call of its own.
+        """
+        count, alone = np.asarray(streams, dtype=np.float64), np.asarray(begun, dtype=np.float64)
+        extra = 0.0 if backlog is None else np.maximum(np.asarray(backlog) - count, 0.0)
+        low, high = (
+            np.where(count > alone, along(table.first_draft_s, count - alone), 0.0)
+            + along(table.first_draft_s, 1) * alone
+            + extra * table.backlog_token_s
+            for table in (self.low, self.high)
+        )
+        return self._step(count, low, high, context)
+
+    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a draft step after the first, by the streams that draft; 0 of none."""
+        count = np.asarray(streams, dtype=np.float64)
+        return self._step(count, along(self.low.draft_s, count), along(self.high.draft_s, count), context)
+
+    def _step(self, count: Array, low: Array, high: Array, context: ArrayLike) -> Array:
+        seconds = at_context(low, high, self._contexts, context) + self.outside_s[2] * count
+        out: Array = np.where(count > 0, seconds, 0.0)
+        return out
+
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a verification, and of the round outside drafting.
+
+        Args:
+            streams: that are verified together.
+            tokens: sent in all, the anchor of each stream included.
+            context: tokens committed, the mean over streams.
+        """
+        count, sent = np.broadcast_arrays(*(np.asarray(n, dtype=np.float64) for n in (streams, tokens)))
+        shape, count, sent = count.shape, count.ravel(), sent.ravel()
+        size = np.array(self.sizes, dtype=np.float64)
+        at = np.minimum(np.searchsorted(size, count), len(size) - 1)  # the size measured at or above
+        before = np.maximum(at - 1, 0)
+        span = np.where(at > before, size[at] - size[before], 1.0)
+        share = np.where(at > before, np.clip((count - size[before]) / span, 0.0, 1.0), 1.0)
+        calls = np.zeros((2, len(count)))
+        for k, n in enumerate(self.sizes):
+            weight = np.where(at == k, share, np.where(before == k, 1.0 - share, 0.0))
+            if len(mine := np.flatnonzero(weight)):
+                calls[:, mine] += weight[mine] * self._curves[n].seconds(sent[mine])
+        outside = self.outside_s[0] + self.outside_s[1] * count.reshape(shape)
+        calls = calls.reshape(2, *shape)
+        out: Array = at_context(calls[0], calls[1], self._contexts, context) + outside
+        return out
+
+    def plain_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a step of plain decoding."""
+        return self.verify_s(streams, streams, context)
+
+    def filled(self, streams: int, tokens: int) -> int:
+        """Return how many tokens a verification is best filled up to: a larger one may be clearly cheaper."""
+        at = min(int(np.searchsorted(self.sizes, streams)), len(self.sizes) - 1)
+        return int(self._curves[self.sizes[at]].filled(np.array(float(tokens))))
+
+    def round_s(
+        self,
+        context: ArrayLike,
+        streams: ArrayLike,
+        tokens: ArrayLike,
+        fed: Array,
+        backlog: ArrayLike,
+        begun: ArrayLike = 0,
+    ) -> Array:
+        """Return [n] float64 seconds of n rounds of a batch, decisions left out.
+
+        Args:
+            context: [n] tokens committed before the round, the mean over streams.
+            streams: [n] that have a round.
+            tokens: [n] sent to the target in all, anchors included.
+            fed: [n, K] how many streams draft at each depth.
+            backlog, begun: [n] of the streams that draft; see `first_draft_s`.
+        """
+        first = self.first_draft_s(fed[:, 0], context, backlog, begun)
+        later = self.draft_s(fed[:, 1:], np.asarray(context, dtype=np.float64)[:, None]).sum(1)
+        out: Array = first + later + self.verify_s(streams, tokens, context)
+        return out
+
+    @property
+    def _contexts(self) -> tuple[float, float]:
+        return self.low.context, self.high.context
+
+    @cached_property
+    def _curves(self) -> dict[int, _Curve]:
+        return {n: _Curve(self.low.verify_s[n], self.high.verify_s[n]) for n in self.sizes}
+
+    @staticmethod
+    def read(raw: Entries) -> BatchCosts:
+        """Return the costs of their JSON form; a mangled entry is a `KeyError` or `ValueError`."""
+        low, high = (_read_table(raw.part(side)) for side in ("low", "high"))
+        if [(n, _at(p)) for n, p in low.verify_s.items()] != [(n, _at(p)) for n, p in high.verify_s.items()]:
+            raise ValueError(f"{raw.named('high')}.verify_s: both contexts need the same sizes")
+        if high.context != low.context and high.context < low.context + 1.0:
+            raise ValueError(f"{raw.part('high').named('context')}: expected that of low, or at least one token more")
+        per_round, per_stream, per_token = raw.numbers("outside_s", (3, 3), most=MOST_S)
+        return BatchCosts(low, high, (per_round, per_stream, per_token))
+
+
+class _Curve:
+    """Verifications of one batch size by tokens, at the two contexts."""
+
+    def __init__(self, low: Points, high: Points) -> None:
+        self._points = low, high
+        self._at = np.array(_at(low), dtype=np.float64)
+        self._cost = np.array([a + b for (_, a), (_, b) in zip(low, high, strict=True)])
+        self._least = least_later(self._cost)
+
+    def seconds(self, tokens: Array) -> Array:
+        """Return [2, n] seconds at the two contexts."""
+        sent = self.filled(tokens)
+        return np.stack([along(points, sent) for points in self._points])
+
+    def filled(self, tokens: Array) -> Array:
+        """Return the sizes that verifications of so many tokens are best filled up to."""
+        to = self._least[np.minimum(np.searchsorted(self._at, tokens), len(self._at) - 1)]
+        own = np.interp(tokens, self._at, self._cost)
+        pays = (self._at[to] > tokens) & (self._cost[to] < (1.0 - CLEARLY) * own)
+        out: Array = np.where(pays, self._at[to], tokens)
+        return out
+
+
+def _at(points: Points) -> list[int]:
+    return [n for n, _ in points]
+
+
+def _read_table(raw: Entries) -> BatchTable:
+    verify, sizes = raw.part("verify_s"), {}
+    for key in verify.values:
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and 1 <= int(key[:9]) <= MOST_STREAMS):
+            raise ValueError(f"{verify.place}: expected batch sizes between 1 and {MOST_STREAMS}, not {key[:40]!r}")
+        sizes[int(key[:9])] = verify.points(key, (1, MOST_POINTS), int(key[:9]), LEAST_CALL_S, MOST_S)
+    if not sizes:
+        raise ValueError(f"{verify.place}: expected at least one batch size")
+    return BatchTable(
+        raw.number("context", most=MOST_CONTEXT),
+        raw.points("first_draft_s", (1, MOST_STREAMS), 1, 0.0, MOST_S),
+        raw.number("backlog_token_s", most=MOST_S),
+        raw.points("draft_s", (1, MOST_STREAMS), 1, 0.0, MOST_S),
+        dict(sorted(sizes.items())),
+    )
