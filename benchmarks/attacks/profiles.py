@@ -30,6 +30,7 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
+from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
 from specstop.train.report.evaluate import evaluate
@@ -62,18 +63,25 @@ def chain_profile() -> Profile:
 
 
 def good_profiles(pair: Pair) -> list[str]:
-    """Return the text of the profile of a chain, of a tree, and of one that was measured and keeps its timings."""
+    """Return the text of the profile of a chain, of a tree, of batches, and of two that were measured."""
     chain = chain_profile()
     points = ((1, 1e-3), (4, 1.4e-3), (9, 2e-3)), ((0, 4e-3), (1, 4.1e-3), (8, 6e-3), (14, 6.2e-3))
     wide = [CostTable(*(getattr(t, n) for n in ("context", "draft_s", "draft_token_s", "verify_s")), 1e-3, *points, 2e-3)
             for t in (chain.low, chain.high)]  # fmt: skip
     tree = dataclasses.replace(chain, low=wide[0], high=wide[1], temperature=0.7, tree_outside_s=(1e-4, 2e-5, 1e-6))
-    options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "effort": Effort(repetitions=3), "tree": "2,1"}
-    measured = measure_profile(pair, prompt_ids(), policies=[Confidence(0.6, DEPTH)], **options)
+    sides = [
+        BatchTable(at, ((1, 1e-3), (4, 2e-3)), 1e-5, ((1, 1e-3), (2, 1.1e-3), (4, 1.5e-3)),
+                   {1: ((1, 4e-3), (5, 5e-3)), 4: ((4, 5e-3), (16, 5e-3), (17, 7e-3), (20, 7e-3))})
+        for at in (8.0, 40.0)
+    ]  # fmt: skip
+    batch = dataclasses.replace(chain, batch=BatchCosts(sides[0], sides[1], (1e-4, 1e-5, 1e-6)))
+    options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "effort": Effort(repetitions=3)}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.json"
-        measured.save(path)
-        return [json.dumps(chain.to_dict()), json.dumps(tree.to_dict()), path.read_text()]
+        path, texts = Path(folder) / "profile.json", []
+        for more in ({"tree": "2,1"}, {"batch": (1, 2)}):
+            measure_profile(pair, prompt_ids(), policies=[Confidence(0.6, DEPTH)], **options, **more).save(path)
+            texts.append(path.read_text())
+        return [*(json.dumps(one.to_dict()) for one in (chain, tree, batch)), *texts]
 
 
 # Damages: each changes the text of a profile, with a random generator.
@@ -131,7 +139,17 @@ def add(text: str, chance: random.Random) -> str:
     """Add an entry, under a known name or a new one."""
     raw = json.loads(text)
     holder = chance.choice([raw, raw["low"], raw["high"], raw["decision_s"], raw["facts"]])
-    names = ["x", "\ud83d", "verify_s", "tree_verify_s", "tree_draft_s", "tree_outside_s", "second_draft_s", "kind"]
+    names = [
+        "x",
+        "\ud83d",
+        "verify_s",
+        "tree_verify_s",
+        "tree_draft_s",
+        "tree_outside_s",
+        "second_draft_s",
+        "kind",
+        "batch",
+    ]
     holder[chance.choice(names)] = chance.choice(ODD_VALUES)
     return json.dumps(raw)
 
@@ -201,6 +219,11 @@ def price_rounds(profile: Profile) -> None:
             fed = np.stack([k > 0, 2 * k, 0 * k], 1)
             seconds.append(profile.round_seconds(0 * k + context, k, k[::-1], 1 + 9 * k, k, price, fed))
     seconds.append(np.array([*profile.low.tree_draft(20), *profile.high.tree_verify(20)]))
+    if profile.batch is not None:
+        streams, fed = np.arange(1, 40), np.arange(1, 40)[:, None] // np.array([1, 2, 5])
+        for context in (1.0, 20.0, 4096.0):
+            contexts = context + 0.0 * streams
+            seconds.append(profile.batch.round_s(contexts, streams, 3 * streams, fed, 9 * streams, streams // 2))
     for values in seconds:
         assert (np.isfinite(values) & (values >= 0)).all(), f"seconds of {values.tolist()}"
 

@@ -261,8 +261,9 @@ def _batch_side(timings: Timings, side: str, every: Groups, context: float) -> B
 
 def _batch_verify(timings: Timings, side: str) -> dict[tuple[int, ...], Seconds]:
     """Return the timings of verifications by (streams, tokens); where nobody drafts it is plain decoding, timed alone."""
-    plain = {(streams, streams): seconds for (streams,), seconds in timings.groups(BATCH_PLAIN, side).items()}
-    return {**timings.groups(BATCH_VERIFY, side), **plain}
+    out = timings.groups(BATCH_VERIFY, side)
+    out.update({(streams, streams): seconds for (streams,), seconds in timings.groups(BATCH_PLAIN, side).items()})
+    return out
 
 
 def _of(timings: Timings, what: str, side: str) -> Groups:

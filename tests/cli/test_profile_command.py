@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from commands import cli
 from specstop.decode.profile.measuring import BUDGET_S, Effort
+from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from timed import timed_profile
 
@@ -60,3 +62,20 @@ def test_a_profile_that_kept_no_timings_says_so(profile: Profile, tmp_path: Path
     profile.save(tmp_path / "old.json")
     verdict = json.loads(cli("info", tmp_path / "old.json", "--json").out)["verdict"]
     assert verdict.startswith("nothing says how noisy the machine was")
+
+
+def test_batches_are_measured_on_request_and_described(
+    asked: dict[str, Any], command: list[object], profile: Profile, tmp_path: Path
+) -> None:
+    table = BatchTable(10.0, ((1, 1e-3),), 0.0, ((1, 1e-3), (4, 2e-3)), {4: ((4, 3e-3), (8, 5e-3))})
+    asked["found"] = dataclasses.replace(profile, batch=BatchCosts(table, table))
+    answer = cli(*command, "--batch", "4,1, 2", "--json")
+    assert answer.code == 0 and asked["batch"] == (1, 2, 4)
+    said = json.loads(answer.out)["batch of 4, ms"]
+    assert said == "plain 3.00, draft step 2.00, verification of 8 tokens 5.00"
+    for wrong, message in (
+        ("4;2", "expected batch sizes such as 1,2,4,8, not '4;2'"),
+        ("0", "expected 1 or more, not 0"),
+    ):
+        answer = cli(*command, "--overwrite", "--batch", wrong)
+        assert (answer.code, message in answer.err) == (2, True), answer.err

@@ -1,0 +1,106 @@
+"""What rounds of a batch cost: between points, beyond them, at steps, and read from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from specstop.policies.errors import InputError
+from specstop.policies.latency.batch import BatchCosts, BatchTable
+from specstop.policies.latency.profile import Profile
+
+EXACT = 1e-12
+
+LOW = BatchTable(
+    10.0,
+    ((1, 1.0), (4, 4.0)),
+    0.5,
+    ((1, 2.0), (2, 2.0), (3, 3.0)),
+    {2: ((2, 10.0), (6, 14.0)), 4: ((4, 12.0), (8, 20.0))},
+)
+HIGH = dataclasses.replace(LOW, context=30.0, verify_s={2: ((2, 20.0), (6, 24.0)), 4: ((4, 22.0), (8, 30.0))})
+COSTS = BatchCosts(LOW, HIGH, (0.1, 0.01, 0.001))
+
+
+def said(value: Any) -> Any:
+    return pytest.approx(value, rel=EXACT)
+
+
+def test_verifications_between_sizes_tokens_and_contexts() -> None:
+    outside = 0.1 + 0.01 * 2
+    assert COSTS.verify_s(2, [2, 3, 6], 10.0) == said(np.array([10.0, 11.0, 14.0]) + outside)
+    assert COSTS.verify_s(2, 8, 10.0) == said(16.0 + outside), "beyond the last point as it rises over all"
+    assert COSTS.verify_s(2, 4, [10.0, 20.0, 30.0]) == said(np.array([12.0, 17.0, 22.0]) + outside)
+    assert COSTS.verify_s(3, 6, 10.0) == said((14.0 + 16.0) / 2 + 0.13), "half of each size measured"
+    assert COSTS.verify_s([1, 9], [1, 8], 10.0) == said([10.0 + 0.11, 20.0 + 0.19]), "as of the nearest size"
+    assert COSTS.plain_s([2, 4], 10.0) == said([10.12, 12.14])
+
+
+def test_draft_steps_by_the_streams_that_draft() -> None:
+    assert COSTS.draft_s([0, 1, 2, 3, 4], 10.0) == said([0.0, 2.001, 2.002, 3.003, 3.504])
+    assert COSTS.first_draft_s(4, 10.0) == said(4.004)
+    assert COSTS.first_draft_s(4, 10.0, 9) == said(4.004 + 5 * 0.5), "tokens beyond one of each stream"
+    assert COSTS.first_draft_s(0, 10.0, 0) == 0.0
+    alone = COSTS.first_draft_s(3, 10.0, 3, begun=2)
+    assert alone == said(1.0 + 2 * 1.0 + 0.003), "drafts that begin a text read it in calls of their own"
+    assert COSTS.first_draft_s(2, 10.0, 2, begun=2) == said(2.002)
+
+
+def test_a_round_is_the_sum_of_its_steps() -> None:
+    seconds = COSTS.round_s([10.0, 10.0], [2, 4], [6, 4], np.array([[2, 1, 1], [0, 0, 0]]), [3, 0], [0, 0])
+    first = 2.0 + 0.5 + 0.002
+    assert seconds == said([first + 2 * 2.001 + 14.12, 12.14])
+
+
+def test_a_step_stays_a_step_and_a_clearly_cheaper_size_is_filled_up_to() -> None:
+    captured = {8: ((8, 5.0), (64, 5.0), (65, 9.0), (128, 9.0))}
+    table = BatchTable(10.0, ((1, 1.0),), 0.0, ((1, 1.0),), captured)
+    flat = BatchCosts(table, table)
+    assert flat.verify_s(8, [8, 63, 64, 65, 100, 128], 10.0).tolist() == [5.0, 5.0, 5.0, 9.0, 9.0, 9.0]
+    dip = dataclasses.replace(table, verify_s={8: ((8, 5.0), (9, 7.0), (12, 6.0), (13, 6.9), (14, 6.8))})
+    costs = BatchCosts(dip, dip)
+    assert [costs.filled(8, n) for n in (8, 9, 10, 11, 12, 13, 99)] == [8, 12, 12, 12, 12, 13, 99]
+    assert costs.verify_s(8, [8, 9, 12, 13], 10.0).tolist() == [5.0, 6.0, 6.0, 6.9]
+
+
+def test_what_is_kept_in_a_file_comes_back(profile: Profile, tmp_path: Path) -> None:
+    known = dataclasses.replace(profile, batch=COSTS)
+    known.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == dataclasses.replace(known, source=None)
+    assert known.same_costs(known.to_dict()) and not known.same_costs(profile.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda raw: raw.pop("low"), "'low'"),
+        (lambda raw: raw["low"].update(draft_s=[]), "batch.low.draft_s: expected a list of 1 to 4096"),
+        (lambda raw: raw["high"]["verify_s"].pop("4"), "batch.high.verify_s: both contexts need the same sizes"),
+        (
+            lambda raw: raw["low"]["verify_s"].update({"0": [[1, 1.0]]}),
+            "batch.low.verify_s: expected batch sizes between",
+        ),
+        (
+            lambda raw: raw["low"]["verify_s"].update({"two": [[2, 1.0]]}),
+            "batch.low.verify_s: expected batch sizes between",
+        ),
+        (lambda raw: raw["low"].update(verify_s={}), "batch.low.verify_s: expected at least one batch size"),
+        (
+            lambda raw: raw["low"]["verify_s"].update({"2": [[1, 1.0]]}),
+            r"batch.low.verify_s.2\[0\]: expected a whole number",
+        ),
+        (lambda raw: raw["low"]["verify_s"].update({"2": [[2, 0.0]]}), r"batch.low.verify_s.2\[0\]: expected a number"),
+        (lambda raw: raw["high"].update(context=10.5), "batch.high.context: expected that of low"),
+        (lambda raw: raw.update(outside_s=[0.1]), "batch.outside_s: expected a list of 3"),
+    ],
+)
+def test_what_is_mangled_is_named(profile: Profile, damage: Callable[[Any], object], message: str) -> None:
+    raw = json.loads(json.dumps(dataclasses.replace(profile, batch=COSTS).to_dict()))
+    damage(raw["batch"])
+    with pytest.raises(InputError, match=message):
+        Profile.from_dict(raw, "here")
