@@ -35,6 +35,7 @@ class PolicyRunner:
     Args:
         policy: asked.
         profile: prices rounds; None = they take no time.
+        together: the streams are verified together, and each takes as long as all do where the profile has batches.
 
     Attributes:
         policy: the one in charge.
@@ -43,8 +44,8 @@ class PolicyRunner:
         history: of the streams.
     """
 
-    def __init__(self, policy: StopPolicy, profile: Profile | None = None) -> None:
-        self.profile = profile
+    def __init__(self, policy: StopPolicy, profile: Profile | None = None, together: bool = False) -> None:
+        self.profile, self._together = profile, together
         self.state: State = None
         self.history = History.start(0)
         self._take_charge(policy)
@@ -92,6 +93,11 @@ class PolicyRunner:
         if self.profile is None:
             return np.zeros(len(made.active))
         found, price = made.found, self.profile.decision(self.policy.cost_name)
+        if self._together and self.profile.batch is not None:
+            columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
+            *counts, asked = (column[made.active] for column in columns)
+            shared = self.profile.batch.shared_s(*counts) + price.of(asked.max(initial=0))
+            return np.full(len(made.active), shared)
         return self.profile.round_seconds(
             made.context, found.drafted, found.verified, made.backlog, found.decisions, price, found.fed_by_step
         )
@@ -128,7 +134,7 @@ class GuardedRunner(PolicyRunner):
         mode: str = "off",
         streams: int = 1,
     ) -> None:
-        super().__init__(policy, profile)
+        super().__init__(policy, profile, together=streams > 1 and chain)
         self._streams = streams
         self._given, self._chain, self._fallback, self._mode = policy, chain, fallback, mode
         self._watch = make_watch(policy, mode, chain)

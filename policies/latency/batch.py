@@ -152,6 +152,19 @@ class BatchCosts:
         out: Array = first + later + self.verify_s(streams, tokens, context)
         return out
 
+    def shared_s(self, context: Array, drafted: Array, verified: Array, backlog: Array) -> float:
+        """Return the seconds of one round that streams have together, decisions left out.
+
+        Args:
+            context, drafted, verified, backlog: [S] of each stream, as of `Profile.round_seconds`.
+        """
+        drafting = drafted > 0
+        deepest = int(drafted.max(initial=1))
+        fed = (drafted[:, None] > np.arange(deepest)).sum(0)
+        read, begun = np.maximum(backlog, 1)[drafting].sum(), (backlog == context)[drafting].sum()
+        sent = len(drafted) + int(verified.sum())
+        return float(self.round_s([float(context.mean())], [len(drafted)], [sent], fed[None], [read], [begun])[0])
+
     @property
     def _contexts(self) -> tuple[float, float]:
         return self.low.context, self.high.context

@@ -1,0 +1,42 @@
+"""When requests arrive: all at once, at random at a rate, or as they were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...policies.errors import InputError
+
+Array = np.ndarray[Any, Any]
+
+
+def at_once(count: int) -> Array:
+    """Return [count] float64 zeros: a batch that is full until the last requests."""
+    return np.zeros(count)
+
+
+def poisson(count: int, rate: float, seed: int = 0) -> Array:
+    """Return [count] float64 seconds, rising: `rate` requests a second on average, each at a time of its own.
+
+    Raises:
+        InputError: the rate is no number above 0.
+    """
+    if not (np.isfinite(rate) and rate > 0):
+        raise InputError(f"arrivals: expected a rate above 0 requests a second, not {rate:g}")
+    out: Array = np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum()
+    return out
+
+
+def recorded(times: Sequence[float]) -> Array:
+    """Return [count] float64 seconds since the first of these times, which must not fall.
+
+    Raises:
+        InputError: they fall, are none, or not finite.
+    """
+    out = np.asarray(times, dtype=np.float64)
+    if out.ndim != 1 or not len(out) or not np.isfinite(out).all() or (np.diff(out) < 0).any():
+        raise InputError("arrivals: expected a list of times in seconds that do not fall")
+    since: Array = out - out[0]
+    return since

@@ -1,0 +1,82 @@
+"""What no policy of a batch can beat: a bound that knows every stream's accepted lengths.
+
+Streams of a batch share the cost of their rounds, so that the best plan of all of them is no shortest path of each. But for
+any price a token, l, and any round of s streams that sends n tokens,
+
+    verify(s, n) >= s a + l n,   a = the least of (verify(s', n') - l n') / s' over all s' <= S and n'
+
+and a draft step of m streams costs at least m times the least share of any such step. Whoever knows all accepted lengths
+therefore needs at least what every text needs alone at these prices, which is the shortest path of `oracle`. Every price
+gives a bound; the one returned is the highest of some. No policy is below it, and none need reach it: it shares each step
+as well as steps can be shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ....policies.latency.batch import BatchCosts
+from ....policies.latency.profile import Profile
+from ....policies.latency.tables import CostTable
+from ..traces.arrays import TraceArrays
+from .oracle import oracle_seconds
+
+Array = np.ndarray[Any, Any]
+
+
+def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:
+    """Return [S] float64, seconds of each text: their sum is the least in which `batch` streams could decode all of them.
+
+    Args:
+        arrays: a dense trace of chains.
+        profile: with batches, unless `batch` is 1.
+        batch: streams side by side.
+    """
+    if batch == 1 or profile.batch is None:
+        return oracle_seconds(arrays, profile)
+    last = float((arrays.prompt_tokens + arrays.text_tokens).max())
+    contexts = min(profile.batch.low.context, 1.0), max(profile.batch.high.context, last)
+    depth = min(arrays.depth, profile.max_depth)
+    prices = _prices(profile.batch, batch, 0.5 * sum(contexts), depth)
+    shares = [_shares(profile, batch, price, contexts, depth) for price in prices]
+    # At a high price rounds would cost nothing but their tokens: no time is below 0.
+    found = [oracle_seconds(arrays, one) for one in shares if min(one.low.verify_s[0], one.high.verify_s[0]) > 0]
+    return max(found, key=lambda seconds: float(seconds.sum()))
+
+
+def _prices(costs: BatchCosts, batch: int, context: float, depth: int) -> list[float]:
+    """Return prices a token to try: nothing, and the slopes from plain decoding to every larger verification."""
+    tokens = _sent(costs, batch, depth)
+    tokens = tokens[tokens > batch]
+    rises = (costs.verify_s(batch, tokens, context) - costs.plain_s(batch, context)) / (tokens - batch)
+    return sorted({0.0, *np.maximum(rises, 0.0).tolist()})
+
+
+def _sent(costs: BatchCosts, batch: int, depth: int) -> Array:
+    """Return [n], the tokens at which a verification can be cheapest at any price: where its costs have a corner."""
+    corners = {n for points in costs.low.verify_s.values() for n, _ in points}
+    most = batch * (depth + 1)
+    return np.array(sorted({n for n in corners if n <= most} | set(range(1, batch + 1)) | {most}))
+
+
+def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, float], depth: int) -> Profile:
+    """Return what each stream pays at least of a round: as of streams alone, at a price a token."""
+    costs = profile.batch
+    assert costs is not None
+    streams = np.arange(1, batch + 1)
+    tokens = _sent(costs, batch, depth)
+    pairs = tokens[None] >= streams[:, None]
+
+    def table(context: float) -> CostTable:
+        verify = costs.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
+        share = float(np.where(pairs, verify / streams[:, None], np.inf).min())
+        first = float((costs.first_draft_s(streams, context) / streams).min())
+        later = float((costs.draft_s(streams, context) / streams).min())
+        sent = tuple(share + price * (n + 1) for n in range(depth + 1))
+        return CostTable(context, (first, first), 0.0, sent, later)
+
+    low, high = (table(context) for context in contexts)
+    return Profile(low, high, 0.0, 0.0, profile.prefill_s)
