@@ -36,7 +36,8 @@ class DraftStep:
         parent: [S, B] int64, the branch's parent among the branches of depth j - 1.
         features: [S, B, F] float32 in the policy's order; at j = 0 only ANCHOR and HISTORY columns, the rest 0.
         hidden: declared hidden states by name, each [S, B, H] float32.
-        batch: [S] int64, which streams share a verification; streams that are verified alone all differ.
+        batch: [S] int64, which streams share a verification; streams that are verified alone all differ, and -1 are those that
+            have no round.
     """
 
     depth: int
@@ -50,12 +51,29 @@ class DraftStep:
 @dataclass(frozen=True)
 class DraftTree:
     """The nodes that a round may draft, by depth: `tokens` (-1 = none or hidden), `parent` (-1 = root) and `depth`, int64,
-    and which are `drawn` and not trimmed, bool; all [S, N]."""
+    and which are `drawn` and not trimmed, bool; all [S, N].
+
+    Where the tokens must not matter they are hidden, and `select` is asked level by level: right after a level was drawn, before
+    `keep` is shown it, and the answer counts for that level alone.
+    """
 
     tokens: Array
     parent: Array
     depth: Array
     drawn: Array
+
+    @property
+    def by_level(self) -> bool:
+        """Whether it is asked about the deepest level that was drawn, and all drawn nodes above are sent."""
+        return bool(self.drawn.any()) and not bool((self.tokens[self.drawn] >= 0).any())
+
+    @property
+    def offered(self) -> Array:
+        """[S, N] bool, the nodes that the answer decides about."""
+        if not self.by_level:
+            return self.drawn
+        deepest = self.depth[self.drawn].max()
+        return self.drawn & (self.depth == deepest)
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,8 @@ class StopPolicy:
         trims: a branch that is not kept loses the token just drawn (else that token is still verified).
         carries: state passes from sequence to sequence.
         reads_clock: `observe` gets measured time, so runs are not reproducible.
-        joint: weighs the streams of a batch against each other.
+        joint: weighs the streams of a batch against each other: `keep` and `select` are asked for all of them together, and
+            what is decided for one may depend on what is known of the others (`DraftStep.batch`).
         first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
         max_depth: no deeper draft is made; at that depth the policy is not asked any more.
         source: the folder that the policy was loaded from; None = none.

@@ -142,6 +142,25 @@ class PolicyTests:
             assert np.array_equal(one[others], two[others]), "the rows that stay decide otherwise"
             assert np.array_equal(new, two[refilled]), "the rows that were put there do not decide as fresh ones"
 
+    def test_the_rows_of_a_batch_do_not_matter(self) -> None:
+        """Streams that share a verification decide alike in any order of the rows, others have no part in it.
+
+        Of policies that weigh streams against each other: batches side by side decide as each would alone, and a stream without
+        a round changes nothing.
+        """
+        policy = self.make()
+        if not policy.joint:
+            return
+        batch, other = np.zeros(STREAMS, dtype=np.int64), range(STREAMS, STREAMS + 3)
+        alone = play_batch(policy, range(STREAMS), batch, self.branches)
+        order = np.array([3, 0, 4, 2, 1])
+        turned = play_batch(policy, order.tolist(), batch, self.branches)
+        assert same([a[order] for a in alone], turned), "in another order of the rows the streams decide otherwise"
+        beside = play_batch(policy, [*range(STREAMS), *other], np.repeat([7, 2], [STREAMS, 3]), self.branches)
+        assert same(alone, [a[:STREAMS] for a in beside]), "another batch beside it changes what a batch decides"
+        idle = play_batch(policy, [*other, *range(STREAMS)], np.repeat([-1, 0], [3, STREAMS]), self.branches)
+        assert same(alone, [a[3:] for a in idle]), "streams without a round change what a batch decides"
+
     def test_what_is_dead_is_ignored(self) -> None:
         """The features of branches that are not alive do not matter, and none of them is kept."""
         policy = self.make()
@@ -197,8 +216,11 @@ def depths(policy: StopPolicy) -> range:
     return range(policy.first, min(policy.max_depth, DEEPEST))
 
 
-def make_step(policy: StopPolicy, depth: int, streams: Sequence[int], round: int, branches: int) -> DraftStep:
-    """Return a question about these streams: features drawn within their ranges, whoever else is asked."""
+def make_step(
+    policy: StopPolicy, depth: int, streams: Sequence[int], round: int, branches: int, batch: Array | None = None
+) -> DraftStep:
+    """Return a question about these streams, each a batch of its own unless `batch` [S] says otherwise: features drawn within
+    their ranges, whoever else is asked."""
     width = branches if depth else 1
     rows, parents = [], []
     for stream in streams:
@@ -211,7 +233,10 @@ def make_step(policy: StopPolicy, depth: int, streams: Sequence[int], round: int
     hidden = {name: np.stack([_states(policy, name, depth, s, round, width) for s in streams])
               for name in policy.hidden}  # fmt: skip
     alive = np.ones((len(streams), width), dtype=np.bool_)
-    return DraftStep(depth, alive, np.stack(parents), np.stack(rows), hidden, np.arange(len(streams)))
+    if batch is None:
+        batch = np.arange(len(streams))
+    alive[batch < 0] = False
+    return DraftStep(depth, alive, np.stack(parents), np.stack(rows), hidden, batch)
 
 
 def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, width: int) -> Array:
@@ -280,6 +305,21 @@ def play_round(
         answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches), state)
         answers.append(answer)
     return answers, policy.observe(make_outcome(streams, round), state)
+
+
+def play_batch(policy: StopPolicy, streams: Sequence[int], batch: Array, branches: int) -> Decisions:
+    """Return all answers of a few rounds of streams that share verifications as `batch` [S] says."""
+    state, answers = policy.start(len(streams), keys(streams)), []
+    for round in range(ROUNDS):
+        for depth in depths(policy):
+            answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
+            answers.append(answer)
+        mask = checked_select(policy, make_tree(len(streams), branches), state)
+        answers += [] if mask is None else [mask]
+        heard = make_outcome(streams, round)
+        heard = dataclasses.replace(heard, active=batch >= 0)
+        state = policy.observe(heard, state)
+    return answers
 
 
 def same(one: Any, other: Any) -> bool:

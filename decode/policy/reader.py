@@ -103,7 +103,7 @@ class Reader:
         self._follows_path = self._columns.plan.path
         self._looks = bool(self.layout.node or policy.hidden)
         self._widths = dict(widths or {})
-        self._batch = np.zeros(streams, dtype=np.int64)
+        self._batch = np.full(streams, -1, dtype=np.int64)
 
     def wants(self, depth: int, deepest: int) -> bool:
         """Whether the tokens of a depth matter: the policy is asked there and looks at them, or follows paths through it."""
@@ -129,6 +129,8 @@ class Reader:
             streams: A, whose they are; None = all of them.
         """
         layout, at = self.layout, slice(None) if streams is None else list(streams)
+        self._batch = np.full(self._streams, -1, dtype=np.int64)
+        self._batch[at] = 0
         features = np.zeros((self._streams, len(layout.names)), dtype=np.float32)
         if layout.anchor:
             drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(tokens)])

@@ -24,6 +24,7 @@ from ...policies.contract import (
 from ...policies.errors import SpecstopWarning
 from ...policies.features.history import HISTORY_FEATURES, History
 from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.plugin_code import reason
 from ..drafted import Finished
 from .drift_monitor import best_fixed, describe, make_watch
@@ -175,7 +176,8 @@ class GuardedRunner(PolicyRunner):
             self._fail(error)
             return step.alive & (step.depth < self._fallback)
         if self._watch is not None:
-            self._watch.decided(step.depth, self.state[:, 0], step.alive[:, 0])  # of a learned policy: S_j
+            assert isinstance(self.policy, LearnedPolicy)
+            self._watch.decided(step.depth, self.policy.latest(self.state)[:, 0], step.alive[:, 0])
         return kept
 
     def select(self, tree: DraftTree) -> Array | None:

@@ -152,5 +152,11 @@ class LearnedPolicy(StopPolicy):
         return self.rule.keep(depth, found, step.alive), found[0]
 
 
+    def latest(self, state: State) -> Array:
+        """Return [S, B], S_j of the depth that was asked about last."""
+        found: Array = state
+        return found
+
+
 _NONE = np.zeros((1, 0))
 """No survival of a depth before."""

@@ -144,6 +144,27 @@ class Continuation(Rule):
         return {"kind": self.kind, "margin": self.margin, "first": self.first, "remembers": self.remembers}
 
 
+class BatchRule(Rule):
+    """Draft and send the tokens of the whole batch that are worth their time; see `joint.survival`, which decides.
+
+    Args:
+        send: `best` = of what was drafted only what is worth its verification; `all` = whatever was drafted, which needs no
+            leave of the verification: how far streams draft is decided by the same weighing.
+    """
+
+    kind = "batch"
+    first = 0
+
+    def __init__(self, send: str = "best") -> None:
+        if send not in ("best", "all"):
+            raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
+        self.send = send
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        return {"kind": self.kind, "send": self.send}
+
+
 def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
     """Return tau_0 .. tau_{K-1} of the derived rule.
 
@@ -172,8 +193,10 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
             return Derived([float(t) for t in raw["thresholds"]], raw["first"])
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
+        if raw["kind"] == "batch":
+            return BatchRule(raw["send"])
         if raw["kind"] == "gain":
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
-    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation or gain")
+    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation, batch or gain")

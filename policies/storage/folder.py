@@ -24,6 +24,7 @@ from ..features import feature
 from ..files.atomic import write_atomic, write_json
 from ..files.outputs import RUN_FILE, staged_folder
 from ..heads.build import build_head
+from ..joint.survival import BatchPolicy, BatchStop
 from ..learned.calibration import Calibrator
 from ..learned.conditions import sampling_text
 from ..learned.continuation import ContinuationPolicy, head_names
@@ -31,7 +32,12 @@ from ..learned.policy import Facts, LearnedPolicy
 from ..learned.survival import SurvivalMaps
 from ..learned.tree_calibration import PathCalibrator
 from ..learned.trees import TreeGain
+<<<<<<< HEAD
 from ..rules.chains import Continuation, build_rule
+=======
+from ..outputs import RUN_FILE, staged_folder
+from ..rules.chains import BatchRule, Continuation, build_rule
+>>>>>>> 9141591 (Joint policies: TETRIS, adaptive verification, SmartSpec, a table by batch size, and the rule batch)
 from ..rules.trees import TreeRule
 from .safe_loading import (
     MOST_DATA,
@@ -276,7 +282,10 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolic
         if not (isinstance(accept, PathCalibrator) and isinstance(next_, PathCalibrator)):
             raise PolicyError("calibration: the rule gain needs calibrations of paths")
         return TreeGain(raw["name"], features, head, accept, next_, rule, depth, facts)
-    return LearnedPolicy(raw["name"], features, head, accept, next_, rule, depth, facts, survival)
+    kind: type[LearnedPolicy] = LearnedPolicy
+    if isinstance(rule, BatchRule):
+        kind = BatchPolicy if rule.send == "best" else BatchStop
+    return kind(raw["name"], features, head, accept, next_, rule, depth, facts, survival)
 
 
 def _calibrator(kind: str, temperature: float, knots: Array) -> Calibrator:

@@ -1,4 +1,7 @@
-"""Policies by name: `fixed:4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins."""
+"""Policies by name: `fixed:4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins.
+
+A folder may be put under the rule for batches: `folder?rule=batch`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,12 @@ from ..baselines.scores import EntropyBound, MaxProb, Product
 from ..baselines.trees import C2T, DDD, Eagle, OptTree
 from ..checking import check_policy
 from ..contract import StopPolicy
-from ..errors import PolicyError, SpecstopWarning, close_match
+from ..errors import InputError, PolicyError, SpecstopWarning, close_match
+from ..joint.budgets import AdaptiveVerification, Tetris
+from ..joint.lengths import LoadLength, SmartSpec
+from ..joint.survival import for_batches
+from ..latency.profile import Profile
+from ..learned.policy import LearnedPolicy
 from ..plugin_code import loading, reason
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
 
@@ -65,6 +73,12 @@ BUILTINS = {
     "opt": Builtin(OptTree, "delta", "opt:0.5 goes deeper while that much is expected of it (OPT-Tree)"),
     "c2t": Builtin(C2T, "bias", "c2t:2 prunes nodes by path probability, entropy and depth"),
     "gain": Builtin(Gain, "step", "gain:0.1 expands and verifies nodes worth their price in tokens"),
+    "tetris": Builtin(Tetris, "each", "tetris:3 sends the likeliest tokens of a batch, 3 a stream on average"),
+    "adaptive-verification": Builtin(
+        AdaptiveVerification, "length", "adaptive-verification:4 sends as many tokens of a batch as pay (vLLM)"
+    ),
+    "smartspec": Builtin(SmartSpec, "start", "smartspec:0.7 drafts the length of the most goodput of a batch"),
+    "load": Builtin(LoadLength, "table", "load?table=1:4,8:2,32:0 drafts a length by the size of the batch"),
 }
 """The policies that come with specstop."""
 
@@ -154,10 +168,11 @@ def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
 
 
 def _of_spec(text: str, plain: bool) -> StopPolicy:
-    path = Path(text).expanduser()
-    if (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith("."))):
-        return load_policy_folder(path)
+    if _is_folder(text):
+        return load_policy_folder(Path(text).expanduser())
     name, _, query = text.partition("?")
+    if query and _is_folder(name):
+        return _under_options(load_policy_folder(Path(name).expanduser()), _arguments(query, text), text)
     name, colon, value = name.partition(":")
     points, refused = ([], {}) if plain else _installed()
     if name in refused:
@@ -181,6 +196,22 @@ def _of_spec(text: str, plain: bool) -> StopPolicy:
         if isinstance(number, str):
             raise PolicyError(f"--policy: {text!r}: expected a number after the colon, not {value!r}")
     return _build(BUILTINS[name].build if name in BUILTINS else _load(installed[name]), arguments, text)
+
+
+def _is_folder(text: str) -> bool:
+    path = Path(text).expanduser()
+    return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
+
+
+def _under_options(policy: LearnedPolicy, arguments: dict[str, Any], text: str) -> StopPolicy:
+    """Return a policy of a folder under the rule `batch`, the only one that needs no training of its own."""
+    rule, profile, send = (str(arguments.pop(name, "")) for name in ("rule", "profile", "send"))
+    if arguments or rule != "batch":
+        raise PolicyError(f"--policy: {text!r}: expected rule=batch after the folder, and perhaps profile=FILE or send=all")
+    try:
+        return for_batches(policy, send, Profile.load(profile) if profile else None)
+    except InputError as error:
+        raise PolicyError(f"--policy: {text!r}: {str(error).removeprefix('--profile: ')}") from None
 
 
 def _usage(point: EntryPoint) -> str:

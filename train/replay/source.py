@@ -132,7 +132,8 @@ class TraceSource:
         parent = np.zeros(alive.shape, dtype=np.int64)
         parent += self.topology.above_in_level[depth]
         hidden = {name: self._states(name, first, alive) for name in self._hidden}
-        return DraftStep(depth, alive.copy(), parent, features, hidden, np.arange(len(alive)))
+        batch = np.where(self.active, np.arange(len(alive)), -1)
+        return DraftStep(depth, alive.copy(), parent, features, hidden, batch)
 
     def _states(self, name: str, first: int, alive: Array) -> Array:
         """Return [R, B, H] float32, a hidden state of the branches that are alive, which begin at node `first`."""

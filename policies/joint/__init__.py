@@ -1,0 +1,1 @@
+"""Policies that weigh the streams of a batch against each other."""

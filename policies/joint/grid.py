@@ -1,0 +1,170 @@
+"""What a policy of batches asks of costs: seconds by streams and tokens in all, as tables that compiled code looks up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..baselines.scores import check_number
+from ..errors import InputError, PolicyError
+from ..latency.profile import Profile
+from ..latency.robust_fits import between
+
+Array = np.ndarray[Any, Any]
+
+LEAST_STREAMS = 16
+"""Tables are made for so many streams at once, and for twice as many whenever they are too few."""
+
+
+class Costs(Protocol):
+    """Seconds of the steps of a batch, by arrays of counts at a context length."""
+
+    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of the first draft step of a round, by the streams that draft."""
+
+    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of each draft step after it."""
+
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a verification of so many tokens in all, the anchors of the streams included."""
+
+
+@dataclass(frozen=True)
+class LinearCosts:
+    """Costs in the place of measured ones, in units of a target call of one token.
+
+    Attributes:
+        draft: of a draft step.
+        token: of each token beyond the first, in a draft step as share of it, in a verification as it is.
+    """
+
+    draft: float = 0.1
+    token: float = 0.01
+
+    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """See `Costs`."""
+        return self.draft_s(streams, context)
+
+    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """See `Costs`."""
+        count = np.asarray(streams, dtype=np.float64)
+        return np.where(count > 0, self.draft * (1.0 + self.token * (count - 1.0)), 0.0)
+
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+        """See `Costs`."""
+        return 1.0 + self.token * (np.asarray(tokens, dtype=np.float64) - 1.0)
+
+
+@dataclass(frozen=True)
+class SingleStreamCosts:
+    """The costs of batches as the tables of one stream tell them, for a profile whose batches were not measured.
+
+    A token costs the same whosever it is: so many tokens in all are verified as so many of one stream are, and a draft step of
+    so many streams is one of a tree that reads so many rows.
+
+    Args:
+        profile: of one stream.
+    """
+
+    profile: Profile
+
+    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """See `Costs`."""
+        (first,) = self.profile.between(float(np.mean(context)), lambda table: (table.draft_s[0] - table.later_s,))
+        count = np.asarray(streams)
+        return np.where(count > 0, self.draft_s(streams, context) + first, 0.0)
+
+    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """See `Costs`."""
+        count = np.asarray(streams)
+        most = int(count.max(initial=0))
+        table = np.array(self.profile.between(float(np.mean(context)), lambda side: side.tree_draft(most)))
+        out: Array = table[count] + self.profile.step_s * count
+        return out
+
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+        """See `Costs`."""
+        sent = np.asarray(tokens)
+        chain = self.profile.between(float(np.mean(context)), lambda side: side.verify_s)
+        table = np.array(between(tuple(enumerate(chain, 1)), range(int(sent.max(initial=1)) + 1)))
+        least = np.minimum.accumulate(table[::-1])[::-1]  # filling up to a cheaper size pays
+        out: Array = least[sent] + self.profile.round_s
+        return out
+
+
+def batch_costs(profile: Profile) -> Costs:
+    """Return what the batches of a profile cost: as measured, else as the tables of one stream tell (`SingleStreamCosts`)."""
+    measured: Costs | None = getattr(profile, "batch", None)
+    return SingleStreamCosts(profile) if measured is None else measured
+
+
+def priced(who: str, profile: str, draft: float, token: float) -> Grids:
+    """Return the tables that a policy of these options decides by.
+
+    Args:
+        who: the policy, for messages.
+        profile: path of a latency profile; empty = linear costs.
+        draft, token: see `LinearCosts`.
+
+    Raises:
+        PolicyError: there is no such profile.
+    """
+    if not profile:
+        return Grids(LinearCosts(check_number(who, "draft", draft, 0.0), check_number(who, "token", token, 0.0)), 0.0)
+    try:
+        return grids_of(Profile.load(str(profile)))
+    except InputError as error:
+        raise PolicyError(f"{who}: {str(error).removeprefix('--profile: ')}") from None
+
+
+def grids_of(profile: Profile) -> Grids:
+    """Return the tables of a profile, at the context length between the two that were measured."""
+    return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Costs as tables; all float64, row n of n streams.
+
+    Attributes:
+        first, draft: [R] seconds of a draft step, of the first one of a round and of others.
+        verify: [R, T] seconds of a verification by tokens in all; as of n tokens where they are fewer.
+    """
+
+    first: Array
+    draft: Array
+    verify: Array
+
+
+@dataclass
+class Grids:
+    """The tables of some costs, made when they are first wanted.
+
+    Attributes:
+        costs: what they are made of.
+        context: length that they are of.
+    """
+
+    costs: Costs
+    context: float
+    _made: dict[int, Grid] = field(default_factory=dict)
+
+    def of(self, streams: int, nodes: int) -> Grid:
+        """Return tables for up to so many streams, each with up to so many drafted tokens."""
+        most = LEAST_STREAMS
+        while most < streams:
+            most *= 2
+        known = self._made.get(most)
+        if known is None or known.verify.shape[1] < most * (nodes + 1) + 1:
+            known = self._made[most] = self._make(most, nodes)
+        return known
+
+    def _make(self, most: int, nodes: int) -> Grid:
+        count, tokens = np.arange(most + 1), np.arange(most * (nodes + 1) + 1)
+        rows, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], tokens)
+        verify = self.costs.verify_s(rows, np.maximum(sent, rows), self.context)
+        first, draft = (of(count, self.context) for of in (self.costs.first_draft_s, self.costs.draft_s))
+        return Grid(*(np.ascontiguousarray(table, dtype=np.float64) for table in (first, draft, verify)))

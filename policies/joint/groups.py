@@ -1,0 +1,64 @@
+"""Which streams share a verification, and in which order they are looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..contract import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of S streams.
+
+    Attributes:
+        members: [M] int64, streams with a round, batch after batch, in each by their keys: whatever rows they stand in.
+        starts: [G + 1] int64, where each batch begins.
+    """
+
+    members: Array
+    starts: Array
+
+    @property
+    def sizes(self) -> Array:
+        """[G] int64, streams of each."""
+        return np.diff(self.starts)
+
+    @property
+    def largest(self) -> int:
+        """The most streams of a batch."""
+        return int(self.sizes.max(initial=0))
+
+    def spread(self, values: Array, streams: int) -> Array:
+        """Return [S, ...] what each batch has, to its streams; zeros to those without a round.
+
+        Args:
+            values: [G, ...].
+            streams: S.
+        """
+        out = np.zeros((streams, *values.shape[1:]), dtype=values.dtype)
+        out[self.members] = values.repeat(self.sizes, axis=0)
+        return out
+
+    def sums(self, values: Array) -> Array:
+        """Return [G, ...] the sums over each batch of values [S, ...], in the order of its members."""
+        if not len(self.members):
+            return np.zeros((0, *values.shape[1:]), dtype=values.dtype)
+        out: Array = np.add.reduceat(values[self.members], self.starts[:-1], axis=0)
+        return out
+
+
+def batches_of(batch: Array, keys: Array) -> Batches:
+    """Return the batches.
+
+    Args:
+        batch: [S] int64, see `DraftStep`; -1 = no round.
+        keys: [S] int64 by which the streams of a batch are put in order; of equal ones the first row comes first.
+    """
+    order = np.lexsort((keys, batch))
+    order = order[np.count_nonzero(batch < 0) :]  # they come first
+    of = batch[order]
+    bounds = np.flatnonzero(of[1:] != of[:-1]) + 1
+    return Batches(order, np.concatenate([[0], bounds, [len(order)]]) if len(order) else np.zeros(1, dtype=np.int64))

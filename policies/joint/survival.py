@@ -1,0 +1,206 @@
+"""A learned policy for batches: what every stream's next token is expected to bring, weighed against the time of all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State
+from ..errors import InputError, PolicyError
+from ..heads.build import Head
+from ..kernels import on_first_use
+from ..latency.profile import Profile
+from ..learned.calibration import Calibrator
+from ..learned.policy import Facts, LearnedPolicy
+from ..learned.survival import SurvivalMaps
+from ..rules.chains import BatchRule, Rule
+from .grid import Grid, Grids, grids_of
+from .groups import batches_of
+
+kernels = on_first_use("batches")
+
+NOT_DRAFTED = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """Of `BatchStop`.
+
+    Attributes:
+        key, batch: [S] int64.
+        latest: [S, B] float64, S_j of the last depth.
+        expected: [S, B] float64, the survival that the token after each branch is expected to have; below 0 where none is
+            drafted.
+        known: [S, M] float64, survival of the tokens of all depths so far; below 0 where none was drafted.
+    """
+
+    key: Array
+    batch: Array
+    latest: Array
+    expected: Array
+    known: Array
+
+
+class BatchStop(LearnedPolicy):
+    """Drafts on, for those streams of a batch for which it pays, as long as it pays for the batch; all that is drafted is sent.
+
+    A second is worth rho(n) tokens, n being the streams that share a verification: the rate of the best fixed length in a
+    batch of n, 0 among them, at the mean acceptance of the training traces. At depth j the token after a branch is expected
+    to survive with e = S_j next_j, the t-th one with e a_{j+2} ... a_{j+t}. The g branches of the largest e are drafted t
+    tokens further, g and t those of the most tokens less rho(n) times the seconds of t draft steps of g rows and of the
+    verification; none where stopping is worth as much. So a draft step is bought by all the streams that it is good for
+    together, and plain decoding, which is a choice at depth 0, is left only for what is expected to beat it.
+
+    Costs are those of `facts.profile`, acceptance is `facts.acceptance`. In a tree each branch counts as one that draws one
+    token: it is made for chains. Arguments as of `LearnedPolicy`.
+
+    Raises:
+        PolicyError: the facts have no profile, or no acceptance as deep as the policy goes.
+    """
+
+    joint: ClassVar[bool] = True
+    _trims_tokens: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        head: Head,
+        accept: Calibrator,
+        next_: Calibrator,
+        rule: Rule,
+        max_depth: int,
+        facts: Facts | None = None,
+        survival: SurvivalMaps | None = None,
+    ) -> None:
+        super().__init__(name, features, head, accept, next_, rule, max_depth, facts, survival)
+        told = self.facts
+        if len(told.acceptance) < max_depth:
+            raise PolicyError(
+                f"{name}: rule batch: expected the mean acceptance at {max_depth} depths, got {len(told.acceptance)}; "
+                "train the policy again"
+            )
+        try:
+            profile = Profile.from_dict(told.profile, "the profile that the policy was trained with")
+        except InputError as error:
+            raise PolicyError(f"{name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
+        self._grids: Grids = grids_of(profile)
+        self._acceptance: Array = np.array(told.acceptance[:max_depth], dtype=np.float64)
+        self._rates: dict[int, Array] = {}
+
+    def with_rule(self, rule: Rule) -> LearnedPolicy:
+        """Return this policy under another rule."""
+        return for_batches(self, rule.send) if isinstance(rule, BatchRule) else super().with_rule(rule)
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams without a round."""
+        none = np.zeros((streams, 0))
+        return BatchState(keys.copy(), np.full(streams, -1, dtype=np.int64), none, none, none)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that the batch should draft on."""
+        depth, alive = step.depth, step.alive
+        found = self.survive(step, state.latest if depth > 1 else None)
+        survival, known = found[0], np.zeros((len(alive), 0))
+        if depth:  # what is not alive ended its text or met a limit: drafted, though nothing was read of it
+            expected = np.take_along_axis(state.expected, step.parent, 1)
+            if depth > 1:
+                survival = np.minimum(survival, np.take_along_axis(state.latest, step.parent, 1))
+            known = np.concatenate([state.known, np.where(alive, survival, expected)], 1)
+        gains, kept = survival * found[2], np.zeros_like(alive)
+        batches, ahead = batches_of(step.batch, state.key), self._ahead(depth)
+        branches = alive.shape[1]
+        grid = self._grids.of(batches.largest * branches, known.shape[1] + branches * len(ahead))
+        first = grid.draft if depth else grid.first
+        kernels().draft_on(
+            batches.members, batches.starts, alive, known, gains, self._trims_tokens, first, grid.draft, grid.verify,
+            self._rate(grid), ahead, kept,
+        )  # fmt: skip
+        expected = np.where(kept, gains, NOT_DRAFTED)
+        return kept, BatchState(state.key, step.batch, survival, expected, known)
+
+    def latest(self, state: State) -> Array:
+        """See `LearnedPolicy.latest`."""
+        found: Array = state.latest
+        return found
+
+    def _ahead(self, depth: int) -> Array:
+        """Return [L], what the tokens 0, 1, ... after the next one survive with, as shares of it."""
+        return np.cumprod(np.concatenate([[1.0], self._acceptance[depth + 1 : self.max_depth]]))
+
+    def _rate(self, grid: Grid) -> Array:
+        """Return [R] tokens a second of the best fixed length, by streams."""
+        streams = np.arange(len(grid.draft))
+        if len(streams) not in self._rates:
+            lengths = np.arange(self.max_depth + 1)
+            tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))
+            whole = self._grids.of(int(streams[-1]), self.max_depth)
+            drafting = (lengths > 0) * whole.first[:, None] + np.maximum(lengths - 1, 0) * whole.draft[:, None]
+            sent = streams[:, None] * (lengths + 1)
+            seconds = drafting + whole.verify[streams[:, None], sent]
+            self._rates[len(streams)] = (streams[:, None] * tokens / seconds).max(1)
+        return self._rates[len(streams)]
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Forget the round."""
+        none = np.zeros((len(state.key), 0))
+        return BatchState(state.key, state.batch, none, none, none)
+
+
+class BatchPolicy(BatchStop):
+    """The same, and of what was drafted those tokens are sent that are worth their verification.
+
+    Of the survivals of all drafted tokens of the batch, falling, the first m are sent, m that of the most tokens less rho(n)
+    times the seconds of the verification; tokens not asked about, as at the last depth, count as was expected of them. Where
+    tokens are hidden (`rejection`), `select` is asked too early to know more than `keep` did: all is sent there.
+    """
+
+    _trims_tokens = True
+
+    def select(self, tree: DraftTree, state: State) -> Array | None:
+        """Return the tokens that are worth their verification."""
+        if tree.by_level:
+            return None
+        read, (streams, nodes) = state.known.shape[1], tree.drawn.shape
+        values = np.full((streams, nodes), NOT_DRAFTED)
+        values[:, :read] = state.known
+        last = read - state.expected.shape[1] if read else 0  # where the depth that was asked about last begins
+        after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
+        values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
+        offered = tree.drawn & (values >= 0.0)
+        batches = batches_of(state.batch, state.key)
+        grid = self._grids.of(batches.largest, nodes)
+        budgets, none = np.zeros(len(batches.sizes), dtype=np.int64), np.zeros(len(batches.sizes), dtype=np.int64)
+        told = values, offered, batches.members, batches.starts
+        kernels().best_budgets(*told, none, np.zeros(len(none)), grid.verify, self._rate(grid), budgets)
+        sent = np.zeros_like(offered)
+        kernels().send_best(*told, budgets, sent)
+        return sent
+
+
+def for_batches(policy: LearnedPolicy, send: str = "", profile: Profile | None = None) -> BatchStop:
+    """Return a learned policy of chains under the rule `batch`.
+
+    Args:
+        policy: its head and calibration are used.
+        send: see `BatchRule`; empty = `best` where the policy's verification lets drawn tokens be left out, else `all`.
+        profile: what rounds cost; by default the one that the policy was trained with.
+
+    Raises:
+        PolicyError: it is no policy of chains that predicts survival, or lacks what the rule needs.
+    """
+    if policy.rule.kind in ("gain", "continuation"):
+        raise PolicyError(f"{policy.name}: rule batch needs a policy of chains that predicts survival, not {policy.rule.kind}")
+    if not policy.facts.profile and profile is None:
+        raise PolicyError(f"{policy.name}: rule batch needs a latency profile; give one (profile=FILE)")
+    facts = policy.facts
+    if profile is not None:
+        facts = dataclasses.replace(facts, profile=profile.record(policy.cost_name))
+    rule = BatchRule(send or ("best" if facts.verification in ("match", "point") else "all"))
+    kind = BatchPolicy if rule.send == "best" else BatchStop
+    parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
+    return kind(policy.name, policy.features, *parts)

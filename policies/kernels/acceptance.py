@@ -1,0 +1,109 @@
+"""The logistic model of acceptance that a batch learns while decoding: one slope, an intercept a depth (`joint.budgets`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .compiled import exact, kernel
+from .history import known_depths
+
+
+@kernel("void(int64[::1], int64[::1], int64[::1], float64[:,::1], float64[:,::1])")
+def share_latest(members: Any, starts: Any, refits: Any, weights: Any, out: Any) -> None:
+    """Write to the streams of each batch the weights of the one that was fitted most often: others may have paused.
+
+    Args:
+        members [M], starts [G + 1]: of the batches; see `kernels.batches`.
+        refits: [S].
+        weights, out: [S, 1 + K].
+    """
+    for g in range(starts.shape[0] - 1):
+        mine = members[starts[g] : starts[g + 1]]
+        latest = mine[0]
+        for i in range(mine.shape[0]):
+            if refits[mine[i]] > refits[latest]:
+                latest = mine[i]
+        for i in range(mine.shape[0]):
+            out[mine[i]] = weights[latest]
+
+
+@exact
+def _refit(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
+    """Take a damped Newton step.
+
+    Args:
+        sums: [K, 6], see `joint.budgets.AcceptanceState`.
+        ridge, damping: see `joint.budgets.AdaptiveVerification`.
+        weights: [1 + K], is written.
+    """
+    depths = sums.shape[0]
+    slope, level, total = ridge, 0.0, 0.0
+    for k in range(depths):
+        c = sums[k, 2] + ridge
+        slope += sums[k, 0] - sums[k, 1] * sums[k, 1] / c
+        level += sums[k, 3] - sums[k, 1] * sums[k, 4] / c
+        total += sums[k, 5]
+    step = level / slope * total / (total + damping)
+    if not weights[0] + step >= 0.0:
+        step = 0.0
+    weights[0] += step
+    for k in range(depths):
+        c, n = sums[k, 2] + ridge, sums[k, 5]
+        weights[1 + k] += (sums[k, 4] - sums[k, 1] * step) / c * n / (n + damping)
+
+
+@kernel(
+    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64[:,::1], float64[::1], int64[::1], int64[::1], "
+    "float64[:,::1], int64[::1], int64[::1], float64[:,:,::1])"
+)
+def learn(
+    active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, constants: Any, members: Any, starts: Any, weights: Any,
+    refits: Any, rounds: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Take in a round, and fit the batches anew that it is time for.
+
+    Args:
+        active, cut, accepted, verified: [S] of the round.
+        odds: [S, K] by depth; infinite = not seen.
+        constants: rounds between fits, ridge, damping.
+        members [M], starts [G + 1]: of the batches; see `kernels.batches`.
+        weights, refits, rounds, sums: of `joint.budgets.AcceptanceState`, are written.
+    """
+    depths = odds.shape[1]
+    for s in range(odds.shape[0]):
+        for k in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), depths)):
+            z = odds[s, k]
+            if np.isinf(z):
+                continue
+            chance = 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
+            w, rest = chance * (1.0 - chance), (1.0 if k < accepted[s] else 0.0) - chance
+            sums[s, k, 0] += w * z * z
+            sums[s, k, 1] += w * z
+            sums[s, k, 2] += w
+            sums[s, k, 3] += rest * z
+            sums[s, k, 4] += rest
+            sums[s, k, 5] += 1.0
+    whole = np.empty((depths, 6))
+    for g in range(starts.shape[0] - 1):
+        mine = members[starts[g] : starts[g + 1]]
+        since = 0
+        for i in range(mine.shape[0]):
+            rounds[mine[i]] += 1
+            since = max(since, rounds[mine[i]])
+        if since < constants[0]:
+            continue
+        whole[:] = 0.0
+        for i in range(mine.shape[0]):
+            whole += sums[mine[i]]
+        latest = weights[mine[0]].copy()
+        _refit(whole, constants[1], constants[2], latest)
+        count = refits[mine[0]]
+        for i in range(mine.shape[0]):
+            count = max(count, refits[mine[i]])
+        for i in range(mine.shape[0]):
+            weights[mine[i]] = latest
+            refits[mine[i]] = count + 1
+            rounds[mine[i]] = 0
+            sums[mine[i]] = 0.0
