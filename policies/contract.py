@@ -36,8 +36,8 @@ class DraftStep:
         parent: [S, B] int64, the branch's parent among the branches of depth j - 1.
         features: [S, B, F] float32 in the policy's order; at j = 0 only ANCHOR and HISTORY columns, the rest 0.
         hidden: declared hidden states by name, each [S, B, H] float32.
-        batch: [S] int64, which streams share a verification; streams that are verified alone all differ, and -1 are those that
-            have no round.
+        batch: [S] int64, which streams share a verification; streams that are verified alone all differ, those without a
+            round have -1.
     """
 
     depth: int
@@ -53,8 +53,8 @@ class DraftTree:
     """The nodes that a round may draft, by depth: `tokens` (-1 = none or hidden), `parent` (-1 = root) and `depth`, int64,
     and which are `drawn` and not trimmed, bool; all [S, N].
 
-    Where the tokens must not matter they are hidden, and `select` is asked level by level: right after a level was drawn, before
-    `keep` is shown it, and the answer counts for that level alone.
+    Where the tokens must not matter they are hidden, and `select` is asked level by level: right after a level was drawn,
+    before `keep` is shown it, and the answer counts for that level alone.
     """
 
     tokens: Array
@@ -73,7 +73,8 @@ class DraftTree:
         if not self.by_level:
             return self.drawn
         deepest = self.depth[self.drawn].max()
-        return self.drawn & (self.depth == deepest)
+        out: Array = self.drawn & (self.depth == deepest)
+        return out
 
 
 @dataclass(frozen=True)

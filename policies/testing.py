@@ -145,8 +145,8 @@ class PolicyTests:
     def test_the_rows_of_a_batch_do_not_matter(self) -> None:
         """Streams that share a verification decide alike in any order of the rows, others have no part in it.
 
-        Of policies that weigh streams against each other: batches side by side decide as each would alone, and a stream without
-        a round changes nothing.
+        Of policies that weigh streams against each other: batches side by side decide as each would alone, and a stream
+        without a round changes nothing.
         """
         policy = self.make()
         if not policy.joint:

@@ -40,7 +40,7 @@ def train(
     rule: Annotated[
         str,
         typer.Option(
-            help="derived (from costs), survival, step, any, continuation, or gain for trees; default: the head's own."
+            help="derived (from costs), survival, step, any, continuation, batch, or gain for trees; default: the head's own."
         ),
     ] = "",
     threshold: Annotated[

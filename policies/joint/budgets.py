@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..baselines.scores import check_number, check_whole
 from ..baselines.trees import node_values, with_level
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
+from ..latency.profile import Profile
 from .grid import priced
 from .groups import Batches, batches_of
 
@@ -38,9 +40,9 @@ class TetrisState:
 class Tetris(StopPolicy):
     """Draft a few tokens more than can be verified, and send the batch's likeliest ones, by the probability of their paths.
 
-    TETRIS (arXiv 2502.15197; its vLLM: a capacity of (K - extra) tokens a stream, K being drafted). The best tokens of a batch
-    are the first ones of each stream, since a path is never likelier than what it begins with. It reads the drawn tokens and
-    leaves some out, so it is for `match` and `point` verification, and for temperature 0.
+    TETRIS (arXiv 2502.15197; its vLLM: a capacity of (K - extra) tokens a stream, K being drafted). The best tokens of a
+    batch are the first ones of each stream, since a path is never likelier than what it begins with. It reads the drawn
+    tokens and leaves some out, so it is for `match` and `point` verification, and for temperature 0.
 
     Args:
         each: tokens sent a stream, on average over the batch.
@@ -112,9 +114,9 @@ class AdaptiveVerification(StopPolicy):
     vLLM's adaptive verification (0.33, `v1/worker/gpu/spec_decode/adaptive_verification.py` and `acceptance_estimator.py`). A
     token at depth k is accepted with probability sigmoid(w z + b_k), z the log-odds of the draft's likeliest token within
     +-40, and survives with the product along its stream. How many are sent, B, is the argmax of (streams + the B best
-    survivals) / (draft seconds + verification seconds of streams + B tokens), by the survivals of the round before; then the B
-    best of this round are. It starts from w = 0.5, b = -0.2; every 100 rounds one Newton step on the tokens known since (the
-    accepted ones and the first refused) moves them, ridge 0.001, damped by n / (n + 50).
+    survivals) / (draft seconds + verification seconds of streams + B tokens), by the survivals of the round before; then the
+    B best of this round are. It starts from w = 0.5, b = -0.2; every 100 rounds one Newton step on the tokens known since
+    (the accepted ones and the first refused) moves them, ridge 0.001, damped by n / (n + 50).
 
     It trims verification, never drafting. As only features that do not depend on the drawn token count, it is exact under
     `rejection` too, where it is asked level by level: what is left of the budget goes to the level's best, by the confidences
@@ -125,7 +127,7 @@ class AdaptiveVerification(StopPolicy):
     Args:
         length: K.
         draft, token: costs where there is no profile (`grid.LinearCosts`).
-        profile: path of a latency profile with the costs.
+        profile: a latency profile with the costs, or its path.
     """
 
     features = ("top1",)
@@ -136,7 +138,9 @@ class AdaptiveVerification(StopPolicy):
     SLOPE, INTERCEPT, MOST_ODDS = 0.5, -0.2, 40.0
     EVERY, RIDGE, DAMPING = 100, 1e-3, 50.0
 
-    def __init__(self, length: int = 4, draft: float = 0.1, token: float = 0.01, profile: str = "") -> None:
+    def __init__(
+        self, length: int = 4, draft: float = 0.1, token: float = 0.01, profile: str | Path | Profile = ""
+    ) -> None:
         self.max_depth = check_whole("adaptive-verification", "length", length)
         self._grids = priced("adaptive-verification", profile, draft, token)
         self._length = length
@@ -188,7 +192,7 @@ class AdaptiveVerification(StopPolicy):
         stream, node = tree.drawn.nonzero()
         drawn[stream, tree.depth[stream, node] - 1] = True
         if tree.by_level:  # nobody knows yet how far the streams will get
-            drawn = drawn.any(1)[:, None] & (np.arange(self._length) < self.max_depth)
+            drawn = drawn.any(1, keepdims=True) & (np.arange(self._length) < self.max_depth)
         grid, n = self._grids.of(groups.largest, self._length), groups.sizes
         steps = (groups.sums(drawn.astype(np.int64)) > 0).sum(1)
         spent = (steps > 0) * grid.first[n] + np.maximum(steps - 1, 0) * grid.draft[n]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +23,13 @@ LEAST_STREAMS = 16
 class Costs(Protocol):
     """Seconds of the steps of a batch, by arrays of counts at a context length."""
 
-    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+    def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """Return the seconds of the first draft step of a round, by the streams that draft."""
 
-    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+    def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """Return the seconds of each draft step after it."""
 
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """Return the seconds of a verification of so many tokens in all, the anchors of the streams included."""
 
 
@@ -44,16 +45,16 @@ class LinearCosts:
     draft: float = 0.1
     token: float = 0.01
 
-    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+    def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         return self.draft_s(streams, context)
 
-    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+    def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         count = np.asarray(streams, dtype=np.float64)
         return np.where(count > 0, self.draft * (1.0 + self.token * (count - 1.0)), 0.0)
 
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         return 1.0 + self.token * (np.asarray(tokens, dtype=np.float64) - 1.0)
 
@@ -62,8 +63,8 @@ class LinearCosts:
 class SingleStreamCosts:
     """The costs of batches as the tables of one stream tell them, for a profile whose batches were not measured.
 
-    A token costs the same whosever it is: so many tokens in all are verified as so many of one stream are, and a draft step of
-    so many streams is one of a tree that reads so many rows.
+    A token costs the same whosever it is: so many tokens in all are verified as so many of one stream are, and a draft step
+    of so many streams is one of a tree that reads so many rows.
 
     Args:
         profile: of one stream.
@@ -71,24 +72,24 @@ class SingleStreamCosts:
 
     profile: Profile
 
-    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+    def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
-        (first,) = self.profile.between(float(np.mean(context)), lambda table: (table.draft_s[0] - table.later_s,))
+        (first,) = self.profile.between(context, lambda table: (table.draft_s[0] - table.later_s,))
         count = np.asarray(streams)
         return np.where(count > 0, self.draft_s(streams, context) + first, 0.0)
 
-    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+    def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         count = np.asarray(streams)
         most = int(count.max(initial=0))
-        table = np.array(self.profile.between(float(np.mean(context)), lambda side: side.tree_draft(most)))
+        table: Array = np.array(self.profile.between(context, lambda side: side.tree_draft(most)), dtype=np.float64)
         out: Array = table[count] + self.profile.step_s * count
         return out
 
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         sent = np.asarray(tokens)
-        chain = self.profile.between(float(np.mean(context)), lambda side: side.verify_s)
+        chain = self.profile.between(context, lambda side: side.verify_s)
         table = np.array(between(tuple(enumerate(chain, 1)), range(int(sent.max(initial=1)) + 1)))
         least = np.minimum.accumulate(table[::-1])[::-1]  # filling up to a cheaper size pays
         out: Array = least[sent] + self.profile.round_s
@@ -101,12 +102,12 @@ def batch_costs(profile: Profile) -> Costs:
     return SingleStreamCosts(profile) if measured is None else measured
 
 
-def priced(who: str, profile: str, draft: float, token: float) -> Grids:
+def priced(who: str, profile: str | Path | Profile, draft: float, token: float) -> Grids:
     """Return the tables that a policy of these options decides by.
 
     Args:
         who: the policy, for messages.
-        profile: path of a latency profile; empty = linear costs.
+        profile: a latency profile or its path; empty = linear costs.
         draft, token: see `LinearCosts`.
 
     Raises:
@@ -115,7 +116,7 @@ def priced(who: str, profile: str, draft: float, token: float) -> Grids:
     if not profile:
         return Grids(LinearCosts(check_number(who, "draft", draft, 0.0), check_number(who, "token", token, 0.0)), 0.0)
     try:
-        return grids_of(Profile.load(str(profile)))
+        return grids_of(profile if isinstance(profile, Profile) else Profile.load(str(profile)))
     except InputError as error:
         raise PolicyError(f"{who}: {str(error).removeprefix('--profile: ')}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from ..baselines.scores import check_number, check_whole
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..errors import PolicyError
+from ..latency.profile import Profile
 from .grid import priced
 from .groups import batches_of
 
@@ -33,7 +35,9 @@ class LoadLength(StopPolicy):
         except ValueError:
             raise PolicyError(f"load: expected a table such as 1:6,4:4,16:0, not {table!r}") from None
         if sizes[0] != 1 or list(sizes) != sorted(set(sizes)) or min(lengths) < 0:
-            raise PolicyError(f"load: expected batch sizes that rise from 1 on, and lengths of 0 or more, not {table!r}")
+            raise PolicyError(
+                f"load: expected batch sizes that rise from 1 on, and lengths of 0 or more, not {table!r}"
+            )
         self._sizes, self._lengths = np.array(sizes), np.array(lengths)
         self.max_depth = max(lengths)
         self.name = f"load:{table}"
@@ -70,7 +74,7 @@ class SmartSpec(StopPolicy):
     Args:
         start, prior, decay: see above.
         draft, token: costs where there is no profile (`grid.LinearCosts`).
-        profile: path of a latency profile with the costs.
+        profile: a latency profile with the costs, or its path.
         max_depth: the longest length.
     """
 
@@ -85,7 +89,7 @@ class SmartSpec(StopPolicy):
         decay: float = 0.95,
         draft: float = 0.1,
         token: float = 0.01,
-        profile: str = "",
+        profile: str | Path | Profile = "",
         max_depth: int = 8,
     ) -> None:
         self.begin, self.decay = (

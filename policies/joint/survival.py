@@ -46,7 +46,7 @@ class BatchState:
 
 
 class BatchStop(LearnedPolicy):
-    """Drafts on, for those streams of a batch for which it pays, as long as it pays for the batch; all that is drafted is sent.
+    """Drafts on, for those streams of a batch for which it pays, as long as it pays for the batch; all of it is sent.
 
     A second is worth rho(n) tokens, n being the streams that share a verification: the rate of the best fixed length in a
     batch of n, 0 among them, at the mean acceptance of the training traces. At depth j the token after a branch is expected
@@ -63,6 +63,7 @@ class BatchStop(LearnedPolicy):
     """
 
     joint: ClassVar[bool] = True
+    send: ClassVar[str] = "all"
     _trims_tokens: ClassVar[bool] = False
 
     def __init__(
@@ -98,8 +99,12 @@ class BatchStop(LearnedPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without a round."""
-        none = np.zeros((streams, 0))
-        return BatchState(keys.copy(), np.full(streams, -1, dtype=np.int64), none, none, none)
+        return self._begun(keys.copy(), np.full(streams, -1, dtype=np.int64))
+
+    def _begun(self, key: Array, batch: Array) -> BatchState:
+        """Return the state before a round."""
+        none = np.zeros((len(key), 0))
+        return BatchState(key, batch, none, np.full((len(key), 1), NOT_DRAFTED), none)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the batch should draft on."""
@@ -147,8 +152,7 @@ class BatchStop(LearnedPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round."""
-        none = np.zeros((len(state.key), 0))
-        return BatchState(state.key, state.batch, none, none, none)
+        return self._begun(state.key, state.batch)
 
 
 class BatchPolicy(BatchStop):
@@ -159,15 +163,17 @@ class BatchPolicy(BatchStop):
     tokens are hidden (`rejection`), `select` is asked too early to know more than `keep` did: all is sent there.
     """
 
+    send = "best"
     _trims_tokens = True
 
     def select(self, tree: DraftTree, state: State) -> Array | None:
         """Return the tokens that are worth their verification."""
         if tree.by_level:
             return None
-        read, (streams, nodes) = state.known.shape[1], tree.drawn.shape
+        streams, nodes = tree.drawn.shape
+        read = min(state.known.shape[1], nodes)
         values = np.full((streams, nodes), NOT_DRAFTED)
-        values[:, :read] = state.known
+        values[:, :read] = state.known[:, :read]
         last = read - state.expected.shape[1] if read else 0  # where the depth that was asked about last begins
         after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
@@ -194,7 +200,9 @@ def for_batches(policy: LearnedPolicy, send: str = "", profile: Profile | None =
         PolicyError: it is no policy of chains that predicts survival, or lacks what the rule needs.
     """
     if policy.rule.kind in ("gain", "continuation"):
-        raise PolicyError(f"{policy.name}: rule batch needs a policy of chains that predicts survival, not {policy.rule.kind}")
+        raise PolicyError(
+            f"{policy.name}: rule batch needs a policy of chains that predicts survival, not {policy.rule.kind}"
+        )
     if not policy.facts.profile and profile is None:
         raise PolicyError(f"{policy.name}: rule batch needs a latency profile; give one (profile=FILE)")
     facts = policy.facts

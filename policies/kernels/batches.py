@@ -1,8 +1,8 @@
-"""Which tokens of the streams of a batch are worth drafting and sending, weighed against each other (`rules.batch`).
+"""Which tokens of the streams of a batch are worth drafting and sending, weighed against each other (`policies.joint`).
 
-Batches are given by `members` [M], streams, batch after batch, and `starts` [G + 1], where each begins; within a batch streams
-stand in the order of their keys, and sums run in that order or in that of falling values: what is decided for a stream does
-not depend on its row.
+Batches are given by `members` [M], streams, batch after batch, and `starts` [G + 1], where each begins; within a batch
+streams stand in the order of their keys, and sums run in that order or in that of falling values: what is decided for a
+stream does not depend on its row.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _placed(pool: Any, count: Any, value: Any) -> None:
 
 @exact
 def _worth(pool: Any, count: Any, streams: Any, trims: Any, rate: Any, verify: Any) -> Any:
-    """Return tokens less what their verification is worth in tokens: of the best first ones, or of all where none is left out."""
+    """Return tokens less what their verification is worth in tokens: of the best, or of all where none is left out."""
     total, best = 0.0, -np.inf
     for m in range(count + 1):
         total += pool[m - 1] if m else 0.0

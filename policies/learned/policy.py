@@ -151,7 +151,6 @@ class LearnedPolicy(StopPolicy):
         found = self.survive(step, state if depth > 1 and depth > self.first else None)
         return self.rule.keep(depth, found, step.alive), found[0]
 
-
     def latest(self, state: State) -> Array:
         """Return [S, B], S_j of the depth that was asked about last."""
         found: Array = state

@@ -199,4 +199,6 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
-    raise PolicyError(f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation, batch or gain")
+    raise PolicyError(
+        f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation, batch or gain"
+    )

@@ -32,12 +32,7 @@ from ..learned.policy import Facts, LearnedPolicy
 from ..learned.survival import SurvivalMaps
 from ..learned.tree_calibration import PathCalibrator
 from ..learned.trees import TreeGain
-<<<<<<< HEAD
-from ..rules.chains import Continuation, build_rule
-=======
-from ..outputs import RUN_FILE, staged_folder
 from ..rules.chains import BatchRule, Continuation, build_rule
->>>>>>> 9141591 (Joint policies: TETRIS, adaptive verification, SmartSpec, a table by batch size, and the rule batch)
 from ..rules.trees import TreeRule
 from .safe_loading import (
     MOST_DATA,

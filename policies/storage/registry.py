@@ -207,7 +207,9 @@ def _under_options(policy: LearnedPolicy, arguments: dict[str, Any], text: str) 
     """Return a policy of a folder under the rule `batch`, the only one that needs no training of its own."""
     rule, profile, send = (str(arguments.pop(name, "")) for name in ("rule", "profile", "send"))
     if arguments or rule != "batch":
-        raise PolicyError(f"--policy: {text!r}: expected rule=batch after the folder, and perhaps profile=FILE or send=all")
+        raise PolicyError(
+            f"--policy: {text!r}: expected rule=batch after the folder, and perhaps profile=FILE or send=all"
+        )
     try:
         return for_batches(policy, send, Profile.load(profile) if profile else None)
     except InputError as error:

@@ -8,12 +8,15 @@ from typing import Any
 
 from cases import SHAPINGS, Case, shaped
 from deciders import DECIDERS
+from joint_policies import JOINT
 from oracle import Law, oracle_pair
 from small_drafters import TRAINED, small_drafter
+from specstop.decode.drafted import Drafted
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import KeyedSource, Purpose
+from specstop.policies.contract import Array
 from torch import Tensor
 
 NEGLIGIBLE = 1e-15
@@ -99,6 +102,7 @@ class Proof:
         drafted, dropped, accepted, later: sums over leaves of tokens drawn, drawn but not verified, accepted, and accepted
             in later rounds than the first.
         reused: random numbers used twice.
+        shared: verifications of several streams.
     """
 
     texts: Texts = field(default_factory=dict)
@@ -109,6 +113,7 @@ class Proof:
     accepted: int = 0
     later: int = 0
     reused: int = 0
+    shared: int = 0
 
 
 def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Proof:
@@ -127,13 +132,22 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
 
     def build() -> Speculator:
         drafter = (small_drafter if case.drafter in TRAINED else find_drafter)(case.drafter, pair)
-        policy = DECIDERS[case.decider]()
-        return Speculator(pair, policy, settings, source=open_source, drafter=drafter, batch=1 + beside)
+        policy = (DECIDERS.get(case.decider) or JOINT[case.decider])()
+        speculator = Speculator(pair, policy, settings, source=open_source, drafter=drafter, batch=1 + beside)
+        source, verify = speculator._source, speculator._source.verify
+
+        def counted(found: Drafted) -> Array:
+            proof.shared += len(source.streams) > 1
+            return verify(found)
+
+        source.verify = counted  # type: ignore[method-assign]
+        return speculator
 
     def open_source(key: int, window: int) -> Any:
         return source if key == 5 else KeyedSource(key, pair.vocabulary, window, pair.logits_dtype)
 
     def decode(speculator: Speculator) -> Generation:
+        speculator.renew()
         others = [Request(case.prompt[:1] * (1 + key % 3), key) for key in range(100, 100 + 2 * beside)]
         return speculator.run([*others[beside:], Request(case.prompt, 5), *others[:beside]])[beside]
 

@@ -88,7 +88,9 @@ class Oracle(torch.nn.Module):
         super().__init__()
         self.law, self.side, self.knows = law, side, knows or law.vocabulary
         self.dtype, self.device = torch.float64, torch.device("cpu")
-        text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None, vocab_size=self.knows)
+        text = SimpleNamespace(
+            num_hidden_layers=1, max_position_embeddings=None, vocab_size=self.knows, _attn_implementation=attention
+        )
         self.config = SimpleNamespace(get_text_config=lambda: text, _attn_implementation=attention)
 
     def forward(
@@ -97,7 +99,7 @@ class Oracle(torch.nn.Module):
         attention_mask: Tensor | None,
         position_ids: Tensor,
         past_key_values: Any,
-        logits_to_keep: int,
+        logits_to_keep: int | Tensor,
         **rest: Any,
     ) -> SimpleNamespace:
         count = input_ids.shape[1]
@@ -105,16 +107,27 @@ class Oracle(torch.nn.Module):
         tokens, positions = past_key_values.update(
             input_ids[:, None, :, None].double(), position_ids[:, None, :, None].double(), 0
         )
-        slots = list(zip(positions.flatten().long().tolist(), tokens.flatten().long().tolist(), strict=True))
-        first = len(slots) - count
-        if attention_mask is None:
-            sees = [[slot <= first + row for slot in range(len(slots))] for row in range(count)]
-        else:
-            mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-            assert mask.shape == (1, 1, count, len(slots))
-            sees = mask[0, 0].tolist()
-        prefixes = [read_prefix([s for s, seen in zip(slots, row, strict=True) if seen]) for row in sees]
-        rows = [self.law.rows(prefix) for prefix in prefixes[-logits_to_keep:]]
+        texts = [
+            list(zip(at.flatten().long().tolist(), text.flatten().long().tolist(), strict=True))
+            for at, text in zip(positions, tokens, strict=True)
+        ]
+        packing, mask = past_key_values.layers[0].packing, attention_mask
+        if mask is None:
+            seen = len(texts[0])
+            mask = torch.ones(count, seen, dtype=torch.bool).tril_(seen - count)[None, None]
+        mask = mask if mask.dtype == torch.bool else mask == 0
+        owner, row = [0] * count, list(range(count))
+        if packing is not None:  # of each token its stream, and its row in that stream's part of the mask
+            owner = packing.stream.tolist()
+            place = range(count) if packing.place is None else packing.place.tolist()
+            row = [at - stream * packing.count for at, stream in zip(place, owner, strict=True)]
+        assert mask.shape[0] == len(texts) and mask.shape[3] == len(texts[0])
+        prefixes = [
+            read_prefix([s for s, sees in zip(texts[of], mask[of, 0, at].tolist(), strict=True) if sees])
+            for of, at in zip(owner, row, strict=True)
+        ]
+        kept = logits_to_keep.tolist() if isinstance(logits_to_keep, Tensor) else range(count)[-logits_to_keep:]
+        rows = [self.law.rows(prefixes[at]) for at in kept]
         logits = torch.stack([row[self.side][: self.knows] for row in rows])[None]
         if not rest.get("output_hidden_states"):
             return SimpleNamespace(logits=logits)

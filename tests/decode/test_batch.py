@@ -110,6 +110,8 @@ def test_one_stream_enumerated_among_others(mode: str, tree: str, decider: str) 
     """Whatever the streams beside it draw, and whenever they end, its text has the target's distribution."""
     case, proof = prove_within(Case(mode, tree, decider, "mixed", 3, eos=True, new=3), 400, beside=1)
     assert proof.distance <= EXACT and proof.reused == 0 and proof.leaves > 5, case
+    case, proof = prove_within(Case(mode, tree, decider, "mixed", 3, new=3), 400, beside=1)
+    assert proof.distance <= EXACT and proof.reused == 0 and proof.shared > 5, case
 
 
 class Counting(StopPolicy):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from ...policies.errors import InputError, close_match
+from ...policies.joint.survival import for_batches
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.chains import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
+from ...policies.rules.chains import AnyFork, BatchRule, Continuation, Derived, Rule, Threshold, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Rates, replayed_rates
 from .tuning.rates import THRESHOLDS, solve_rate
@@ -21,8 +23,9 @@ RULES: dict[str, Callable[[float], Rule]] = {
     "step": lambda threshold: Threshold("step", threshold),
     "any": AnyFork,
     "continuation": Continuation,
+    "batch": lambda threshold: BatchRule(),
 }
-"""Each rule by name, from a threshold; those of the derived rule are solved."""
+"""Each rule by name, from a threshold; those of the derived rule are solved, the rule `batch` has none."""
 
 
 def check_rule(kind: str, threshold: float | None = None) -> None:
@@ -30,13 +33,15 @@ def check_rule(kind: str, threshold: float | None = None) -> None:
     if kind not in RULES:
         known = ", ".join([*RULES][:-1]) + f" or {[*RULES][-1]}"
         raise InputError(f"--rule: expected {known}, not {kind!r}{close_match(kind, RULES)}")
+    if threshold is not None and kind == "batch":
+        raise InputError("--threshold: the rule batch has none, it weighs tokens against seconds")
     if threshold is not None and kind != "derived":
         RULES[kind](threshold)
 
 
 def is_tuned(kind: str, threshold: float | None) -> bool:
     """Whether the rule is settled by replay."""
-    return kind == "derived" or threshold is None
+    return kind in ("derived", "batch") or threshold is None
 
 
 def passing_rule(
@@ -83,6 +88,10 @@ def ruled(
     rates = rates or replayed_rates(arrays, profile)
     if kind == "derived":
         return solve_rate(policy, arrays, profile, acceptance, rates=rates)
+    if kind == "batch":
+        verification = arrays.header.verification
+        policy.facts = dataclasses.replace(policy.facts, acceptance=tuple(acceptance), verification=verification)
+        return for_batches(policy, profile=profile), 0.0
     if threshold is not None:
         return policy.with_rule(RULES[kind](threshold)), 0.0
     if published:

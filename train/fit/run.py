@@ -121,8 +121,9 @@ def train(
         profile: what rounds cost; the derived rule is solved for it.
         head: a kind of head, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        rule: "gain" for trees (`trees.fit.train_tree`); else "derived" (look-ahead, no threshold), "survival", "step" or
-            "any"; by default the one that the head was published with (`head_specs.FORMS`), or the derived one.
+        rule: "gain" for trees (`trees.fit.train_tree`), "batch" for batches (`policies.joint.survival`); else "derived"
+            (look-ahead, no threshold), "survival", "step" or "any"; by default the one that the head was published with
+            (`head_specs.FORMS`), or the derived one.
         threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
         features: scalar features; by default those that every trace of chains holds, or those that the head was
             published with.

@@ -17,6 +17,7 @@ from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.files.outputs import claim_folder
+from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
@@ -205,6 +206,8 @@ def _policies(
             if tuning is not None and replayable:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
                 note = "rho solved for this profile on the training traces"
+        if isinstance(policy, BatchStop) and not profile.same_costs(policy.facts.profile):
+            policy, note = for_batches(policy, policy.send, profile), "decides by the costs of this profile"
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
         jobs.append((called, kind, policy.limited(depth), note))
     names = [job[0] for job in jobs]

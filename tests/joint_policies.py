@@ -1,0 +1,68 @@
+"""Policies that weigh the streams of a batch against each other, with costs that rise evenly and in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from specstop.policies.contract import StopPolicy
+from specstop.policies.features import feature
+from specstop.policies.heads.build import build_head
+from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
+from specstop.policies.joint.lengths import LoadLength, SmartSpec
+from specstop.policies.joint.survival import BatchStop, for_batches
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.rules.chains import Derived
+
+MOST = 3
+LINEAR = tuple(1.0 + 0.08 * n for n in range(16))
+STEPPED = tuple(1.0 + 0.5 * (n >= 3) + 0.4 * (n >= 5) for n in range(16))
+"""Seconds of verifying so many drafted tokens of one stream; in a batch tokens count whosever they are."""
+
+COSTS = {"linear": LINEAR, "stepped": STEPPED}
+
+
+def made_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.05) -> Profile:
+    """Return a profile of these costs, at whatever context."""
+    sides = (CostTable(at, (draft_s, draft_s), 0.0, tuple(verify_s)) for at in (10.0, 1000.0))
+    return Profile(*sides, 0.0, 0.0, (0.0, 0.0))
+
+
+def made_batch_policy(
+    costs: str = "linear", send: str = "best", names: Sequence[str] = ("top1", "mean_accepted"), depth: int = MOST
+) -> BatchStop:
+    """Return a policy under the rule `batch` whose head is surer the more of the probability lies on one token."""
+    columns = len(names) + sum(feature(name).is_probability for name in names)
+    weight = np.zeros((3, columns), dtype=np.float32)
+    weight[:2, 0], weight[2, -1] = 3.0, 0.4
+    head = build_head(
+        "logistic",
+        tuple(names),
+        {
+            "mean": np.zeros(columns, dtype=np.float32),
+            "scale": np.ones(columns, dtype=np.float32),
+            "weight": weight,
+            "bias": np.array([-1.0, -1.5, 0.4], dtype=np.float32),
+        },
+    )
+    facts = Facts(1.0, acceptance=(0.6,) * depth, profile=made_profile(COSTS[costs]).to_dict())
+    maps = Calibrator(), Calibrator()
+    return for_batches(LearnedPolicy("mine", names, head, *maps, Derived([0.1] * depth), depth, facts), send)
+
+
+JOINT: dict[str, Callable[[], StopPolicy]] = {
+    "load": partial(LoadLength, "1:3,2:2,3:1"),
+    "tetris": partial(Tetris, 1, 2),
+    **{f"smartspec {name}": partial(SmartSpec, profile=made_profile(COSTS[name]), max_depth=MOST) for name in COSTS},
+    **{f"adaptive {name}": partial(AdaptiveVerification, MOST, profile=made_profile(COSTS[name])) for name in COSTS},
+    **{
+        f"batch {send} {costs}": partial(made_batch_policy, costs, send, names)
+        for costs in COSTS
+        for send, names in (("best", ("top1", "mean_accepted")), ("all", ("drawn_prob", "mean_accepted")))
+    },
+}
+"""One of each kind by name; of those that leave drawn tokens out, all but TETRIS read only what does not depend on them."""
