@@ -187,7 +187,7 @@ def test_adaptive_verification_learns_as_newton_does() -> None:
     assert np.allclose(shared.weights, theta, rtol=1e-6)  # one that had paused takes over what the others have learned
 
 
-def dear(verify: Array, streams: int, values: Sequence[float], rate: float) -> float:
+def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float) -> float:
     """Return the best of sending some of the values, by trying every set of them."""
     return max(
         sum(some) - rate * verify[streams, streams + m]
@@ -209,7 +209,7 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
         best_budgets(values, offered, batches.members, batches.starts, none, np.zeros(1), grid.verify, rates, budget)
         m = int(budget[0])
         got = sum(sorted(values.flatten(), reverse=True)[:m]) - 4.0 * grid.verify[3, 3 + m]
-        assert got == pytest.approx(dear(grid.verify, 3, values.flatten().tolist(), 4.0), abs=1e-12)
+        assert got == pytest.approx(exhaustive(grid.verify, 3, values.flatten().tolist(), 4.0), abs=1e-12)
         taken.add(m)
     assert len(taken) > 1
 
@@ -234,7 +234,7 @@ def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...]
             spent = grid.first[len(some)] + (steps - 1) * grid.draft[len(some)] if steps else 0.0
             if not trims:
                 return sum(values) - grid.verify[3, 3 + len(values)] - spent
-            return dear(grid.verify, 3, values, 1.0) - spent
+            return exhaustive(grid.verify, 3, values, 1.0) - spent
 
         rows = np.flatnonzero(alive[:, 0]).tolist()
         sets = [some for n in range(1, len(rows) + 1) for some in itertools.combinations(rows, n)]

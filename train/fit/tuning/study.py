@@ -110,7 +110,10 @@ class Study:
         from matplotlib import pyplot
         from optuna.visualization import matplotlib as plots
 
-        pictures: dict[str, Any] = {"history": plots.plot_optimization_history, "importances": plots.plot_param_importances}
+        pictures: dict[str, Any] = {
+            "history": plots.plot_optimization_history,
+            "importances": plots.plot_param_importances,
+        }
         for name, plot in pictures.items():
             with warnings.catch_warnings(), pyplot.ioff():
                 warnings.simplefilter("ignore")  # "experimental" of optuna's matplotlib pictures
