@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY, build_draft, build_model
 from contract_policies import DEPTH, ReadsDraftStates, ReadsStates
+from small_drafters import small_drafter
 from specstop.decode import model_source
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as drafters_module
 from specstop.decode.loop import Speculator
@@ -172,8 +173,10 @@ def test_who_reads_none_pays_for_none(pair: Pair, prompt_ids: list[list[int]]) -
 
 
 def test_a_drafter_without_states_is_refused(pair: Pair) -> None:
-    with pytest.raises(PolicyError, match="reads-draft-states: reads draft_hidden, which LookupDrafter has not"):
-        Speculator(pair, ReadsDraftStates(), drafter=LookupDrafter(pair))
+    for drafter in (LookupDrafter(pair), small_drafter("ctc", pair)):  # of CTC a path has no state of its own
+        who = type(drafter).__name__
+        with pytest.raises(PolicyError, match=f"reads-draft-states: reads draft_hidden, which {who} has not"):
+            Speculator(pair, ReadsDraftStates(), drafter=drafter)
 
 
 def test_the_targets_states_go_with_any_drafter(pair: Pair, prompt_ids: list[list[int]]) -> None:

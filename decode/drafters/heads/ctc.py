@@ -18,7 +18,7 @@ from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import Pair
 from ..base import Proposal
-from .layer import LayerDrafter
+from .layer import LayerReader
 from .layer_cache import Row
 from .layer_network import CTCNetwork
 
@@ -65,8 +65,10 @@ class Prefixes:
         return Prefixes(torch.stack(new_blank, 1), torch.stack(new_token, 1), tokens)
 
 
-class CTCDrafter(LayerDrafter):
+class CTCDrafter(LayerReader):
     """All depths from one pass: what is asked for later is worked out from the positions drawn at the roots.
+
+    A path has no hidden state of its own, so there is none for policies to read.
 
     Args:
         pair: whose target it is.
@@ -101,10 +103,6 @@ class CTCDrafter(LayerDrafter):
         chances = self._prefixes.next(self._positions[upload(self._of, self._device)])
         top = chances.topk(min(KEPT, chances.shape[-1]), -1)
         return Proposal(top.values.log().to(self._wide), top.indices)
-
-    def keep_states(self) -> int:
-        """Refuse: a path has no state of its own; see `hidden.KeepsStates`."""
-        raise NotImplementedError
 
     def _draw(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Tensor:
         """Return [R, T, V + 1], the chances of the symbols at T positions behind each of R roots."""

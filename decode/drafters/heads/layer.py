@@ -18,8 +18,8 @@ from .layer_cache import LayerCache, Row
 from .layer_network import LayerNetwork
 
 
-class LayerDrafter:
-    """Reads committed tokens with the target's states, and candidates with its own in their place.
+class LayerReader:
+    """Reads committed tokens with the target's states, and candidates with the layer's own in their place.
 
     Slot i of its cache belongs to token i + 1 of a text, beside which it reads the state of token i. What candidates leave
     in the cache is written over: once accepted they are read again, with the target's states.
@@ -38,14 +38,8 @@ class LayerDrafter:
         self._embedding = pair.target.get_input_embeddings()
         self._output = pair.target.get_output_embeddings()
         self._like = network.before
-        self._keeps = False
         self._cache = LayerCache(0, 0, 1, 1, self._like)
         self.reserve(1, 0)
-
-    def keep_states(self) -> int:
-        """See `hidden.KeepsStates`."""
-        self._keeps = True
-        return self._network.shape.hidden
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
@@ -77,23 +71,6 @@ class LayerDrafter:
     def backlog(self) -> Array:
         """See `Drafter`."""
         return np.array([len(unread) + 1 for unread in self._unread])
-
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
-        """See `Drafter`."""
-        rows = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            depth = here.depth[places[0]]
-            read = [] if depth else self._take_unread(stream)
-            rows.append([*read, *(self._row(stream, here, place) for place in places)])
-        states = self._read(rows, streams)
-        last = [states[at, len(some) - len(places) : len(some)]
-                for at, (places, some) in enumerate(zip(feeding, rows, strict=True))]  # fmt: skip
-        for stream, places, some in zip(streams, feeding, last, strict=True):
-            self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
-        new = last[0] if len(last) == 1 else torch.cat(last)
-        return Proposal(scores(self._output(new)), None, new if self._keeps else None)
 
     def _take_unread(self, stream: int) -> list[Row]:
         """Return the committed tokens that are to be read, and begin a round."""
@@ -130,3 +107,31 @@ class LayerDrafter:
             embedded, states, (self._rotation[0][at], self._rotation[1][at]), self._cache.attend
         )
         return out
+
+
+class LayerDrafter(LayerReader):
+    """Proposes what the target's own output layer says of the layer's states, depth by depth; see `LayerReader`."""
+
+    _keeps = False
+
+    def keep_states(self) -> int:
+        """See `hidden.KeepsStates`."""
+        self._keeps = True
+        return self._network.shape.hidden
+
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
+        """See `Drafter`."""
+        rows = []
+        for stream, here, places in zip(streams, found, feeding, strict=True):
+            depth = here.depth[places[0]]
+            read = [] if depth else self._take_unread(stream)
+            rows.append([*read, *(self._row(stream, here, place) for place in places)])
+        states = self._read(rows, streams)
+        last = [states[at, len(some) - len(places) : len(some)]
+                for at, (places, some) in enumerate(zip(feeding, rows, strict=True))]  # fmt: skip
+        for stream, places, some in zip(streams, feeding, last, strict=True):
+            self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
+        new = last[0] if len(last) == 1 else torch.cat(last)
+        return Proposal(scores(self._output(new)), None, new if self._keeps else None)

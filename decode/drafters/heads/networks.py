@@ -7,6 +7,7 @@ A state h belongs to a token of the text; the target's own output layer makes th
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -52,7 +53,7 @@ class Shape:
         return Shape(**raw)
 
 
-class Heads(nn.Module):
+class Heads(nn.Module, ABC):
     """K heads, each a residual block and an output layer of its own.
 
     Args:
@@ -81,6 +82,7 @@ class Heads(nn.Module):
         for weight in self.outputs.parameters():
             weight.copy_(output)
 
+    @abstractmethod
     def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
         """Return [..., H], what a head's output layer reads.
 
@@ -89,7 +91,6 @@ class Heads(nn.Module):
             hidden: [..., H] the target's states.
             path: [..., head + 1, H] embeddings of the tokens since then, if the heads read them.
         """
-        raise NotImplementedError
 
     def logits(self, head: int, state: Tensor) -> Tensor:
         """Return [..., V] from what `state` gave."""
