@@ -31,7 +31,9 @@ def find_target(
     target: str | None, draft: str | None, drafter: str, progress: Progress = silent
 ) -> tuple[str, str | None, Path | None]:
     """Do as `find_pair`, but with a target alone where candidates come from elsewhere than a draft model."""
-    if target is not None and drafter != "model":
+    from ..decode.drafters.find import needs_draft
+
+    if target is not None and not needs_draft(drafter):
         kernels.load(progress)
         return target, None, None
     return find_pair(target, draft, progress)
@@ -54,11 +56,11 @@ def open_pair(
     target: str, draft: str | None, device: str, dtype: str, engine: str = "auto", drafter: str = "model"
 ) -> Pair:
     """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
-    from ..decode.drafters import with_drafter
+    from ..decode.drafters.find import needs_draft, with_drafter
     from ..decode.models.pair import load_pair
 
     quiet_libraries()
-    alone = drafter != "model"
+    alone = not needs_draft(drafter)
     return with_drafter(load_pair(target, None if alone else draft, device=device, dtype=dtype, engine=engine), drafter)
 
 

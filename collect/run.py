@@ -256,7 +256,7 @@ def plan_run(
         key = stream_key(seed, prompt.id)
         work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
-    given = pair.drafter.partition(":")[2]  # a drafter's folder or file
+    given = pair.drafter.rpartition("+")[2].partition(":")[2]  # a drafter's folder or file
     read = (target, draft, *models, given or None, policy.source if policy is not None else None)
     return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read, max(BATCH, 2 * batch))
 

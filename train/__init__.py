@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..policies.lazy import attach
 
 if TYPE_CHECKING:
+    from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = attach(
     __name__,
     {
+        "drafters.choice": "SureChoice choose_sure",
         "drafters.run": "train_drafter",
         "fit.run": "train",
         "fit.trained": "Trained",

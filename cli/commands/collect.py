@@ -270,7 +270,7 @@ def collect(
             pair,
             apply_chat_template(chosen, pair.tokenizer) if chat else chosen,
             target=names[0],
-            draft=names[1] or drafter,
+            draft=(names[1] or "") if drafter == "model" else drafter,
             depth=depth,
             tree=tree,
             collector=collector,
@@ -389,7 +389,9 @@ def _show(trace: Trace, place: Place, json: bool) -> None:
     options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
     asked = running_options()
     drafter = asked.get("drafter") or "model"
-    models = "--target", header.target, *(("--draft", header.draft) if drafter == "model" else ("--drafter", drafter))
+    draft = header.draft if drafter == "model" else asked.get("draft")
+    named = {"--target": header.target, "--draft": draft, "--drafter": None if drafter == "model" else drafter}
+    models = [word for option, value in named.items() if value for word in (option, value)]
     chat = ["--chat"] if asked.get("chat") else []
     prompts = asked.get("prompts") or "PROMPTS"
     next_step("profile", *models, *chat, *options, "--prompts", prompts, "--out", "profile.json")

@@ -15,7 +15,7 @@ Drafter = Annotated[
     str,
     typer.Option(
         help="Where candidates come from: model (the draft model), or without one lookup, suffix, medusa:PATH, hydra:PATH, "
-        "ctc:PATH, layer:PATH (`specstop train-drafter`), or a plugin."
+        "ctc:PATH, layer:PATH (`specstop train-drafter`), or a plugin; two at once: suffix+model, lookup+medusa:PATH."
     ),
 ]
 Prompts = Annotated[

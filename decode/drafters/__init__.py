@@ -1,6 +1,7 @@
 """Where candidates come from: a draft model, the text itself, heads on the target's states, or what a plugin brings."""
 
 from .base import Drafter, Proposal
+from .either import EitherDrafter
 from .find import find_drafter, with_drafter
 from .folder import TrainedDrafter, load_drafter, save_drafter
 from .heads.ctc import CTCDrafter
@@ -13,6 +14,7 @@ from .suffix import SuffixDrafter
 __all__ = [
     "CTCDrafter",
     "Drafter",
+    "EitherDrafter",
     "HeadsDrafter",
     "LayerDrafter",
     "LookupDrafter",

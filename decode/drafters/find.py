@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -14,6 +15,7 @@ from ...policies.plugin_code import loading
 from ...policies.storage.registry import SWITCH
 from ..models.pair import Pair
 from .base import Drafter
+from .either import SURE, EitherDrafter
 from .folder import load_drafter
 from .heads.ctc import CTCDrafter
 from .heads.drafter import HeadsDrafter
@@ -40,18 +42,24 @@ TRAINED: dict[str, Callable[[Pair, Any], Drafter]] = {
 }
 """By kind: what makes a drafter of a pair and the network in a folder, which is named after the colon."""
 
+TWO = re.compile(r"(suffix|lookup)(?:\?sure=([^+]*))?\+(.+)")
+"""Two drafters at once: one that costs nothing, from when on it is sure, and another one."""
+
 
 def find_drafter(name: str, pair: Pair) -> Drafter:
     """Return the drafter that a spec names.
 
     Args:
         name: `model`, `lookup`, `lookup:4` (looks for four tokens at most), `suffix`, `suffix:FILE`, a trained one by its
-            folder, such as `medusa:PATH`, or a plugin's: `name?key=value`.
+            folder, such as `medusa:PATH`, a plugin's: `name?key=value`, or two at once: `suffix+model`, `lookup+medusa:PATH`,
+            `suffix?sure=0.6+model` (`EitherDrafter`).
         pair: that it drafts for.
 
     Raises:
         InputError: there is none of that name, or it cannot be made so.
     """
+    if both := TWO.fullmatch(name):
+        return EitherDrafter(pair, find_drafter(both[1], pair), find_drafter(both[3], pair), _sure(both))
     kind, _, query = name.partition("?")
     kind, colon, given = kind.partition(":")
     if kind in TRAINED and given and not query:
@@ -90,10 +98,37 @@ def with_drafter(pair: Pair, name: str) -> Pair:
     if name == "model":
         return pair
     find_drafter(name, pair)  # told now, not in the middle of a run
-    kind, _, path = name.partition(":")
-    known = load_drafter(path).identity if kind in TRAINED else name
-    hashes = (pair.fingerprint["target"], known)
+    hashes = pair.fingerprint["target"], _identity(name, pair)
+    if needs_draft(name):
+        return dataclasses.replace(pair, hashes=hashes, drafter=name)
     return dataclasses.replace(pair, draft=None, engines=(pair.engines[0], "plain"), hashes=hashes, drafter=name)
+
+
+def needs_draft(name: str) -> bool:
+    """Whether a spec takes the pair's draft model."""
+    both = TWO.fullmatch(name)
+    return needs_draft(both[3]) if both else name == "model"
+
+
+def _identity(name: str, pair: Pair) -> str:
+    """Return what tells a drafter from others: a folder by what it holds, wherever it lies."""
+    if both := TWO.fullmatch(name):
+        return f"{both[1]}?sure={_sure(both):g}+{_identity(both[3], pair)}"
+    kind, _, path = name.partition(":")
+    if kind == "model":
+        return pair.fingerprint["draft"]
+    return load_drafter(path).identity if kind in TRAINED else name
+
+
+def _sure(both: re.Match[str]) -> float:
+    """Return the chance from which on the first of two drafters is sure."""
+    try:
+        sure = SURE if both[2] is None else float(both[2])
+    except ValueError:
+        sure = -1.0
+    if not 0.0 <= sure <= 1.0:
+        raise InputError(f"--drafter: {both[0]!r}: expected sure=, a chance between 0 and 1, not {both[2]!r}")
+    return sure
 
 
 def _trained(kind: str, path: str, pair: Pair) -> Drafter:
@@ -143,5 +178,6 @@ def _unknown(name: str) -> InputError:
     meant = "" if name in known else close_match(name, known)
     trained = ", ".join(f"{kind}:PATH" for kind in TRAINED)
     return InputError(
-        f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}{more}, not {name!r}{meant}"
+        f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as "
+        f"suffix+model{more}, not {name!r}{meant}"
     )

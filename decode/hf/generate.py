@@ -24,7 +24,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
-from ..drafters import find_drafter
+from ..drafters.find import find_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
@@ -82,7 +82,7 @@ def specstop_generate(
     Raises:
         InputError: no draft model, or something that this loop does not do.
     """
-    if draft_model is None and drafter == "model":
+    if draft_model is None and needs_draft(drafter):
         raise InputError("specstop_generate: expected draft_model= (assistant_model= does not reach a callable)")
     if getattr(generation_config, "num_beams", 1) != 1:
         raise InputError("specstop_generate: beam search is not speculative; expected num_beams=1")

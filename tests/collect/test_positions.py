@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import NEW
 from contract_policies import TEST_POLICIES
-from small_drafters import small_network
+from small_drafters import TRAINED, small_network
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.positions import PositionsCollector
 from specstop.collect.dense.unroll import Unroller
@@ -27,14 +27,14 @@ from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
 DEPTH = 3
-SPECS = ("lookup", "suffix", "medusa", "hydra", "ctc", "layer")
+SPECS = ("lookup", "suffix", "medusa", "hydra", "ctc", "layer", "suffix?sure=0.3+model", "lookup?sure=0.9+medusa")
 
 
 @pytest.fixture(scope="module")
 def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafters")
     output = pair.target.get_output_embeddings().weight.float()
-    for kind in SPECS[2:]:
+    for kind in TRAINED:
         network = small_network(kind, output.shape[1], pair.vocabulary, output, DEPTH, 0.05)
         save_drafter(TrainedDrafter(kind, network, pair.fingerprint["target"]), folder / kind)
     return folder
@@ -72,9 +72,10 @@ def test_replay_is_what_the_loop_does(
     pair: Pair, folders: Path, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path,
     kind: str, tree: str | None,
 ) -> None:  # fmt: skip
-    spec = f"{kind}:{folders / kind}" if (folders / kind).exists() else kind
+    trained = kind.rpartition("+")[2]
+    spec = f"{kind}:{folders / trained}" if (folders / trained).exists() else kind
     alone, accepted = with_drafter(pair, spec), 0
-    assert alone.draft is None and alone.fingerprint["draft"] != pair.fingerprint["draft"]
+    assert (alone.draft is None) == (trained != "model") and alone.fingerprint["draft"] != pair.fingerprint["draft"]
     for temperature in (0.0, 0.7):
         options = {"depth": DEPTH, "tree": tree, "temperature": temperature, "max_new_tokens": NEW, "draft": spec}
         trace = collect(alone, prompts[1:4], tmp_path / f"{temperature}", **options)

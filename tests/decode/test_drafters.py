@@ -144,7 +144,8 @@ def test_drafters_by_name(pair: Pair) -> None:
     assert isinstance(lookup, LookupDrafter)
     assert lookup._longest == 7
     trained = "medusa:PATH, hydra:PATH, ctc:PATH, layer:PATH"
-    expected = f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, not "
+    names = f"model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as suffix+model"
+    expected = f"--drafter: expected {names}, not "
     for name in ("lookup:", "lookup:0", "lookup:x", "lookup:-1", "model:3", "medusa", ""):
         with pytest.raises(InputError, match=re.escape(expected)) as error:
             find_drafter(name, pair)

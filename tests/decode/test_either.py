@@ -1,0 +1,84 @@
+"""Two drafters at once: which drafts when, and that each goes on as if it were alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from conftest import NEW, VOCABULARY
+from small_drafters import small_drafter
+from specstop.decode.candidates import Candidates
+from specstop.decode.drafters import EitherDrafter, ModelDrafter, SuffixDrafter, find_drafter, with_drafter
+from specstop.decode.drafters.find import needs_draft
+from specstop.decode.loop import Request, Speculator
+from specstop.decode.models.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
+from specstop.decode.topology import chain
+from specstop.decode.verify.noise import stream_key
+from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.errors import InputError
+
+REPEATS, NEW_TEXT = [5, 8, 30, 31, 5, 8], [5, 8, 30, 31, 6, 7]
+
+
+@torch.inference_mode()
+def test_the_first_drafts_where_it_is_sure_and_the_other_elsewhere(pair: Pair) -> None:
+    """Alone and in a batch, in which the rows of both stand in the order of the streams."""
+
+    def rows(drafter: EitherDrafter | SuffixDrafter | ModelDrafter, texts: list[list[int]]) -> list[torch.Tensor]:
+        drafter.reserve(len(texts), 40)
+        for stream, text in enumerate(texts):
+            drafter.committed(stream, text[:-1], None)
+        found = [Candidates.at(text[-1:], chain(2)) for text in texts]
+        one = drafter.propose(range(len(texts)), found, [[0]] * len(texts)).dense(VOCABULARY)
+        places = [[here.add(0, 1, 30)] for here in found]
+        two = drafter.propose(range(len(texts)), found, places).dense(VOCABULARY)
+        return [torch.stack(both) for both in zip(one, two, strict=True)]
+
+    (suffix,), (model,) = rows(SuffixDrafter(pair), [REPEATS]), rows(ModelDrafter(pair), [NEW_TEXT])
+    chance = float(suffix[0].softmax(-1).max())
+    assert int(suffix[0].argmax()) == 30 and 0.4 < chance < 1.0
+    for texts in ([REPEATS], [NEW_TEXT], [NEW_TEXT, REPEATS, NEW_TEXT]):
+        drafter = EitherDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), chance)
+        for text, made in zip(texts, rows(drafter, texts), strict=True):
+            torch.testing.assert_close(made, suffix if text is REPEATS else model, atol=1e-9, rtol=0)
+    (made,) = rows(EitherDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), chance + 1e-3), [REPEATS])
+    torch.testing.assert_close(made, *rows(ModelDrafter(pair), [REPEATS]), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_text_is_the_targets_alone_and_in_a_batch(pair: Pair, prompt_ids: list[list[int]], temperature: float) -> None:
+    prompts = [[*p, *p] for p in prompt_ids[1::2]]
+    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
+    expected = plain_texts(pair, prompts, keys, NEW, temperature).tokens
+    for batch, other in ((1, ModelDrafter(pair)), (3, ModelDrafter(pair)), (3, small_drafter("layer", pair))):
+        drafter = EitherDrafter(pair, SuffixDrafter(pair), other, 0.4)
+        speculator = Speculator(
+            pair, FixedLength(3), Settings(temperature, NEW, tree="2,2,1"), drafter=drafter, batch=batch
+        )
+        made = speculator.run([Request(p, key) for p, key in zip(prompts, keys, strict=True)])
+        assert [list(g.tokens) for g in made] == expected
+        assert sum(r.accepted for g in made for r in g.rounds) > 0
+
+
+def test_they_are_found_by_name(pair: Pair) -> None:
+    found = find_drafter("suffix?sure=0.75+model", pair)
+    assert isinstance(found, EitherDrafter) and isinstance(found._first, SuffixDrafter)
+    assert isinstance(found._other, ModelDrafter) and found._least == pytest.approx(0.75, abs=1e-5)
+    three = find_drafter("suffix+lookup+model", pair)
+    assert isinstance(three, EitherDrafter) and isinstance(three._other, EitherDrafter)
+    names = ("suffix+model", "suffix?sure=0.5+model", "suffix?sure=0.6+model", "suffix+lookup", "lookup+model", "model")
+    hashes = [with_drafter(pair, name).fingerprint["draft"] for name in names]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == len(names) - 1
+    assert [with_drafter(pair, name).draft is None for name in names] == [not needs_draft(name) for name in names]
+    assert [needs_draft(name) for name in names] == [True, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("sure", ["2", "-1", "much", ""])
+def test_a_chance_that_is_none_is_refused(pair: Pair, sure: str) -> None:
+    name = f"suffix?sure={sure}+model"
+    expected = f"--drafter: {name!r}: expected sure=, a chance between 0 and 1, not {sure!r}"
+    with pytest.raises(InputError, match=re.escape(expected)):
+        find_drafter(name, pair)

@@ -1,0 +1,133 @@
+"""From which chance on the first of two drafters should take a round: the one that gives the most tokens a second, replayed.
+
+A dense trace of each drafter over the same texts says what either would have drafted at every position. A round's drafter is
+chosen by the committed text alone, so the two traces put together row by row are the trace of both at once, exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...collect.schema import NO_TOKEN
+from ...decode.drafters.either import ROUNDING
+from ...policies.contract import StopPolicy
+from ...policies.errors import TraceError
+from ...policies.latency.profile import Profile
+from ..replay.log import Rounds, play
+from ..replay.seconds import prompt_seconds
+from ..replay.traces.arrays import TraceArrays
+
+SURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
+_SAME = ("tree", "temperature", "shaping", "seed", "max_new_tokens", "prompts_hash", "verification")
+
+
+@dataclass(frozen=True)
+class SureChoice:
+    """What was found.
+
+    Attributes:
+        sure: for `suffix?sure=...+model`; None = the other drafter alone is the fastest.
+        rate: tokens a second, replayed.
+        first, other: tokens a second of each alone.
+        rates: of every chance that was tried.
+    """
+
+    sure: float | None
+    rate: float
+    first: float
+    other: float
+    rates: dict[float, float]
+
+
+def choose_sure(
+    first: TraceArrays,
+    other: TraceArrays,
+    policy: StopPolicy,
+    profiles: tuple[Profile, Profile],
+    sures: Sequence[float] = SURES,
+) -> SureChoice:
+    """Return the chance from which on the first drafter should take a round (`EitherDrafter`).
+
+    Args:
+        first, other: dense traces of the two drafters over the same prompts and settings.
+        policy: that ends the drafts of both.
+        profiles: of the two drafters, with the same target.
+        sures: chances that are tried.
+
+    Raises:
+        TraceError: the traces are not dense, or not of the same texts.
+    """
+    alone = [
+        _rate(arrays, torch.full((len(arrays.accepted),), side == 0), policy, profiles)
+        for side, arrays in enumerate((first, other))
+    ]
+    rates = {sure: _rate(*both(first, other, sure), policy, profiles) for sure in sures}
+    best = max(rates, key=lambda sure: rates[sure], default=None)
+    if best is None or rates[best] <= alone[1]:
+        return SureChoice(None, alone[1], alone[0], alone[1], rates)
+    return SureChoice(best, rates[best], alone[0], alone[1], rates)
+
+
+def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArrays, Tensor]:
+    """Return the trace of two drafters at once, and [N] bool, the rounds that the first one drafts.
+
+    Raises:
+        TraceError: see `choose_sure`.
+    """
+    headers = first.header, other.header
+    differ = [name for name in _SAME if getattr(headers[0], name) != getattr(headers[1], name)]
+    targets = {header.pair.get("target") for header in headers}
+    if differ or len(targets) > 1 or not all(header.has_every_anchor for header in headers):
+        what = ", ".join(differ) or ("target" if len(targets) > 1 else "collector: expected dense traces")
+        raise TraceError(
+            f"--traces: two drafters are compared on dense traces of the same texts, but these differ: {what}"
+        )
+    # All candidates for the next token were drawn from one row, of which any node of depth 1 has the largest chance.
+    mine = (first.tokens[:, 0] != NO_TOKEN) & (first.column("top1")[:, 0] > sure - ROUNDING)
+
+    def of(a: Tensor | None, b: Tensor | None) -> Any:
+        if a is None or b is None:
+            return None
+        return torch.where(mine.reshape(-1, *[1] * (a.dim() - 1)), a, b)
+
+    made = dataclasses.replace(
+        other,
+        columns={name: of(first.column(name), values) for name, values in other.columns.items()},
+        vectors={},
+        extra={},
+        **{
+            name: of(getattr(first, name), getattr(other, name))
+            for name in ("accepted", "tokens", "ends", "cut", "path")
+        },
+    )
+    return made, mine
+
+
+def _rate(arrays: TraceArrays, mine: Tensor, policy: StopPolicy, profiles: tuple[Profile, Profile]) -> float:
+    """Return tokens a second where the rounds `mine` [N] are the first drafter's."""
+    played = play(arrays, policy.limited(arrays.depth), profiles[1])
+    rounds = played.rounds
+    by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
+    theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))
+    seconds = torch.where(by_first, rounds.seconds(profiles[0]), theirs.seconds(profiles[1]))
+    total = seconds.sum() + prompt_seconds(profiles[1], arrays.prompt_tokens).sum()
+    return float(played.result.tokens.sum() / total)
+
+
+def _unread(rounds: Rounds, by_first: Tensor) -> Tensor:
+    """Return [R], the tokens that the other drafter has not read: those of the first one's rounds add up."""
+    sequence, context, backlog, drafted = (
+        values.numpy() for values in (rounds.sequence, rounds.context, rounds.backlog, rounds.drafted)
+    )
+    read, unread = ~by_first.numpy() & (drafted > 0), backlog.copy()
+    for at in np.flatnonzero((sequence[1:] == sequence[:-1]) & ~read[:-1]) + 1:
+        unread[at] = unread[at - 1] + context[at] - context[at - 1]
+    return torch.from_numpy(unread)
