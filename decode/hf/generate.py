@@ -71,7 +71,7 @@ def specstop_generate(
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
         tree: see `Settings`.
-        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, ... (`drafters.find_drafter`).
+        drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, `suffix+model`, ... (`drafters.find_drafter`).
         profile: see `Speculator`.
         seed: of the noise; None = drawn from torch's generator, so that `torch.manual_seed` makes it reproducible.
         text_streamer: gets the tokens of each round; `generate` itself drops `streamer=`.

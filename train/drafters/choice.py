@@ -26,7 +26,7 @@ from ..replay.traces.arrays import TraceArrays
 
 SURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
-_SAME = ("tree", "temperature", "shaping", "seed", "max_new_tokens", "prompts_hash", "verification")
+_SAME = ("topology", "temperature", "shaping", "seed", "max_new_tokens", "prompts_hash", "verification")
 
 
 @dataclass(frozen=True)
