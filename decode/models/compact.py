@@ -29,8 +29,8 @@ def compact_refusal(model: PreTrainedModel) -> str:
         return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
     if model.device.type != "cpu":
         return "the compact forward is for the CPU"
-    if model.dtype != torch.float32:
-        return f"the compact forward computes in float32, not {str(model.dtype).removeprefix('torch.')}"
+    if model.dtype not in (torch.float32, torch.float64):  # rounding to half between operations is not the library's
+        return f"the compact forward computes in float32 or float64, not {str(model.dtype).removeprefix('torch.')}"
     if config._attn_implementation != "sdpa":
         return f"the compact forward attends by sdpa, not {config._attn_implementation}"
     if window_layers(model) is not None:

@@ -44,6 +44,11 @@ same_rounds = part("same_rounds", of="filtered")
 TOP_P = Shaping(top_p=0.8)
 
 
+@pytest.fixture(scope="module")
+def pair(compact_pair: Pair) -> Pair:
+    return compact_pair
+
+
 class Banning(LogitsProcessor):
     """Bans the token after the last one."""
 
@@ -201,13 +206,13 @@ def test_other_filters_and_temperatures_are_told_of(
 
 
 def test_generate_tells_of_a_filter_that_a_policy_was_not_trained_for(
-    pair: Pair, prompt_ids: list[list[int]], learned: Path
+    plain_pair: Pair, prompt_ids: list[list[int]], learned: Path
 ) -> None:
     from specstop.decode.hf.generate import specstop_generate
 
     def generate(**options: object) -> None:
-        pair.target.generate(
-            torch.tensor([prompt_ids[3]]), custom_generate=specstop_generate, draft_model=pair.draft, max_new_tokens=4,
+        plain_pair.target.generate(
+            torch.tensor([prompt_ids[3]]), custom_generate=specstop_generate, draft_model=plain_pair.draft, max_new_tokens=4,
             do_sample=True, policy=str(learned), pad_token_id=0, **options,
         )  # fmt: skip
 

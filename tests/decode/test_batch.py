@@ -30,6 +30,11 @@ MODES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def pair(compact_pair: Pair) -> Pair:
+    return compact_pair
+
+
 def requests(prompt_ids: Sequence[list[int]]) -> list[Request]:
     return [Request(prompt, 7 * at - 3) for at, prompt in enumerate(prompt_ids)]
 
@@ -83,11 +88,12 @@ def test_lookup_needs_no_draft_in_a_batch_either(pair: Pair, prompt_ids: list[li
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_heads_are_told_of_each_streams_own_states(pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
+def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
     asked = requests(prompt_ids[:4])
     settings = Settings(0.7, NEW, tree="2,1,1")
     one, several = (
-        Speculator(pair, FixedLength(3), settings, drafter=small_drafter(kind, pair), batch=n) for n in (1, 3)
+        Speculator(plain_pair, FixedLength(3), settings, drafter=small_drafter(kind, plain_pair), batch=n)
+        for n in (1, 3)
     )
     alone, made = one.run(asked), several.run(asked)
     assert [g.tokens for g in made] == [g.tokens for g in alone]
