@@ -32,8 +32,8 @@ Batch = Sequence[tuple[int, str, str, list[int], int]]
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to collect.
+class Collector:
+    """What a collection writes into the header, and how it makes rows.
 
     Attributes:
         features: recorded at each node.
@@ -50,7 +50,7 @@ class Way:
     memory: int = 0
 
 
-def choose_way(
+def choose_collector(
     pair: Pair,
     tree: Topology,
     settings: Settings,
@@ -64,8 +64,8 @@ def choose_way(
     batch: int = 1,
     draws: int = 1,
     off_text: str = "exact",
-) -> Way:
-    """Return the way that the options ask for; arguments as of `run.plan_run`.
+) -> Collector:
+    """Return the collector that the options ask for; arguments as of `run.plan_run`.
 
     Raises:
         InputError: options that do not go together; the message names them.
@@ -94,7 +94,7 @@ def choose_way(
             )
         if pair.drafter != "model":
             raise InputError(f"--mix: expected a draft model, not --drafter {pair.drafter}")
-        return Way(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
+        return Collector(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
     check_limits(memory=memory)
     memory = budget_mib(pair.device) if memory is None else memory
     if pair.drafter != "model":
@@ -103,7 +103,7 @@ def choose_way(
                 f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
                 "--collector live"
             )
-        return Way(features, PositionsCollector(pair, settings, vectors).rows, header)
+        return Collector(features, PositionsCollector(pair, settings, vectors).rows, header)
     unroller = Unroller(
         pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,
@@ -111,8 +111,10 @@ def choose_way(
     if completions is not None:
         given = dict(completions)
         header["texts"] = "sampled" if settings.temperature > 0 else "completions"
-        return Way(features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header, memory=memory)
-    return Way(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
+        return Collector(
+            features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header, memory=memory
+        )
+    return Collector(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 
 
 def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) -> Verification:
@@ -142,7 +144,7 @@ def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) ->
     return mode
 
 
-def choose_engine_way(
+def choose_engine_collector(
     through: str,
     models: tuple[str, str],
     tree: Topology,
@@ -152,8 +154,8 @@ def choose_engine_way(
     batch: int,
     dtype: Any,
     other: Sequence[Any],
-) -> Way:
-    """Return the way that collects through a serving engine.
+) -> Collector:
+    """Return the collector that goes through a serving engine.
 
     Args:
         through: its name.
@@ -179,12 +181,12 @@ def choose_engine_way(
         *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,
         batch if batch > 1 else REQUESTS, str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    return Way(made.features, made.rows, made.header)
+    return Collector(made.features, made.rows, made.header)
 
 
 def _live(
     pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str], batch: int
-) -> Way:
+) -> Collector:
     made = LiveCollector(pair, policy, settings, explore, vectors=vectors, batch=batch)
     header = {
         "collector": "live",
@@ -193,4 +195,4 @@ def _live(
         "verification": made.verification,
         "label": made.label,
     }
-    return Way(made.features, made.rows, header, made.begin)
+    return Collector(made.features, made.rows, header, made.begin)

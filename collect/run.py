@@ -25,7 +25,7 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, shown
-from .collectors import choose_engine_way, choose_way
+from .collectors import choose_collector, choose_engine_collector
 from .dense.completion_check import check_sampled
 from .dense.completions import Completions
 from .prompts.read import Prompt, fit
@@ -213,18 +213,18 @@ def plan_run(
     )
     widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
     if through is not None:
-        way = choose_engine_way(
+        chosen = choose_engine_collector(
             through, (target, draft), topology, settings, policy, explore, batch, pair.target.dtype,
             [mix, completions, *widths, *shaping.facts],
         )  # fmt: skip
     else:
-        way = choose_way(
+        chosen = choose_collector(
             pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch, draws,
             off_text,
         )  # fmt: skip
     told: dict[str, Any] = {"prompts from": source}
-    if way.memory:
-        told["memory MiB"] = way.memory
+    if chosen.memory:
+        told["memory MiB"] = chosen.memory
     if len(prompts) < asked:
         told["prompts left out"] = f"{asked - len(prompts)} of {asked}, longer than the pair reads"
     if completions is not None and temperature > 0:
@@ -240,7 +240,7 @@ def plan_run(
         eos=pair.eos,
         temperature=temperature,
         topology=parents(topology),
-        features=way.features,
+        features=chosen.features,
         max_new_tokens=max_new_tokens,
         seed=seed,
         shards=count,
@@ -248,7 +248,7 @@ def plan_run(
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         vectors=widths,
         shaping=shaping.facts,
-        **{"anchor_features": ANCHOR_FEATURES, **way.header},
+        **{"anchor_features": ANCHOR_FEATURES, **chosen.header},
         facts={**facts(pair), **told},
     )
     work: list[list[Work]] = [[] for _ in range(count)]
@@ -258,7 +258,7 @@ def plan_run(
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
     given = pair.drafter.rpartition("+")[2].partition(":")[2]  # a drafter's folder or file
     read = (target, draft, *models, given or None, policy.source if policy is not None else None)
-    return Plan(header, tuple(map(tuple, work)), way.rows, way.begin, read, max(BATCH, 2 * batch))
+    return Plan(header, tuple(map(tuple, work)), chosen.rows, chosen.begin, read, max(BATCH, 2 * batch))
 
 
 def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:

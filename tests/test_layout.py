@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import graphlib
 import re
@@ -142,6 +143,11 @@ def test_a_module_says_what_it_is_and_stays_short() -> None:
     for path in FILES:
         assert ast.get_docstring(parsed(path)), relative(path)
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 425, relative(path)
+
+
+def test_a_folder_holds_few_modules() -> None:
+    count = collections.Counter(relative(path.parent) for path in FILES if path.name != "__init__.py")
+    assert {folder: n for folder, n in count.items() if n > 15} == {}
 
 
 def test_words_are_the_fields() -> None:

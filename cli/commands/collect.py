@@ -13,8 +13,7 @@ from ...policies.files.outputs import RUN_FILE, claim_folder
 from ...policies.progress import Progress
 from ..common import find_target, open_pair
 from ..console.interrupt import Interrupted, finish_first
-from ..console.output import human_bytes, human_seconds, next_step, print_json, progress_bars, table
-from ..console.streams import say
+from ..console.output import progress_bars
 from ..options.config import config_saved, running_options, save_config
 from ..options.prompts import (
     Asked,
@@ -53,9 +52,9 @@ from ..options.shared import (
     Target,
     Temperature,
 )
+from .collected import show_estimate, show_trace
 
 if TYPE_CHECKING:
-    from ...collect.estimates import Estimate
     from ...collect.processes import Place
     from ...collect.shards import Plan
     from ...collect.store.folder import Trace
@@ -258,7 +257,7 @@ def collect(
     if ray is not None:
         if dry_run or overwrite or repair or place.world > 1:
             raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
-        _show(_by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
+        show_trace(_by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
         return
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
@@ -296,9 +295,9 @@ def collect(
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)
     if expected is not None:
-        _show_estimate(expected, place.world, json)
+        show_estimate(expected, place.world, json)
     elif trace is not None:
-        _show(trace, place, json)
+        show_trace(trace, place, json)
 
 
 def _verification(name: str, draft_greedy: bool) -> str:
@@ -323,7 +322,7 @@ def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: b
 
     with config_saved(out):
         trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
-    _show(trace, Place(), json)
+    show_trace(trace, Place(), json)
 
 
 def _by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: bool) -> Trace:
@@ -361,66 +360,3 @@ def _record(
                 f"specstop collect --config {trace.folder / RUN_FILE} --resume",
             )
     return trace
-
-
-def _show(trace: Trace, place: Place, json: bool) -> None:
-    """Print what was collected; a process that others have yet to join says only how far the trace is."""
-    from .info import describe_trace, trace_json
-
-    out = trace.folder
-    if not trace.complete:
-        have = f"{len(trace.finished)} of {trace.header.shards}"
-        if json:
-            print_json({"rank": place.rank, "world": place.world, "complete": False, "shards": have})
-        else:
-            typer.echo(f"{out}: process {place.rank} of {place.world} is done; {have} shards are there")
-        return
-    if json:
-        print_json(trace_json(trace))
-        return
-    facts, rows = describe_trace(trace)
-    table(
-        f"{out}: {facts['positions']} positions of {facts['prompts']} prompts",
-        ("depth", "P(A >= depth)", "positions"),
-        rows,
-    )
-    header = trace.header
-    sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
-    options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
-    asked = running_options()
-    drafter = asked.get("drafter") or "model"
-    draft = header.draft if drafter == "model" else asked.get("draft")
-    named = {"--target": header.target, "--draft": draft, "--drafter": None if drafter == "model" else drafter}
-    models = [word for option, value in named.items() if value for word in (option, value)]
-    chat = ["--chat"] if asked.get("chat") else []
-    prompts = asked.get("prompts") or "PROMPTS"
-    next_step("profile", *models, *chat, *options, "--prompts", prompts, "--out", "profile.json")
-
-
-def _show_estimate(expected: Estimate, world: int, json: bool) -> None:
-    """Print what a run would take."""
-    facts = {
-        "prompts": expected.prompts,
-        "shards": expected.shards,
-        "tried": expected.sample,
-        "rows": expected.rows,
-        "disk_bytes": expected.disk_bytes,
-        "free_bytes": expected.free_bytes,
-        "seconds": expected.seconds / world,
-        "processes": world,
-    }
-    if json:
-        print_json(facts)
-    else:
-        table(
-            f"expected, from {expected.sample} of {expected.prompts} prompts",
-            ("what", "value"),
-            [
-                ("rows", f"{expected.rows}"),
-                ("shards", f"{expected.shards}"),
-                ("disk", f"{human_bytes(expected.disk_bytes)} of {human_bytes(expected.free_bytes)} free"),
-                ("time", f"{human_seconds(expected.seconds / world)} with {world} process{'es' * (world > 1)}"),
-            ],
-        )
-    if not expected.fits:
-        say("warning: the trace will not fit on the disk; choose another --out, or fewer prompts")
