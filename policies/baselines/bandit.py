@@ -28,7 +28,7 @@ NOMINAL = 0.1
 """Without a profile rounds have no seconds: a drafted token then counts this share of a round."""
 
 
-kernels = on_first_use("bandit")
+kernels = on_first_use("baselines.bandit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from .scores import check_number, check_whole
 
-kernels = on_first_use("roc")
+kernels = on_first_use("baselines.roc")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ each better sibling."""
 NEVER = np.float32(-np.inf)
 
 
-kernels = on_first_use("paths")
+kernels = on_first_use("baselines.paths")
 
 
 def with_level(levels: Sequence[Array], step: DraftStep, values: Array) -> tuple[Array, ...]:

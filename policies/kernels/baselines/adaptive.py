@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import kernel
-from .history import known_depths
+from ..compiled import kernel
+from ..history import known_depths
 
 
 @kernel(

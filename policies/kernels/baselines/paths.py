@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
-from .trees import falling, sibling_ranks as sibling_ranks
+from ..compiled import exact, kernel
+from ..trees import falling, sibling_ranks as sibling_ranks
 
 
 @exact

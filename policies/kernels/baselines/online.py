@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
-from .history import known_depths
+from ..compiled import exact, kernel
+from ..history import known_depths
 
 _EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
 

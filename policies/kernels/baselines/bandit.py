@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from ..compiled import exact, kernel
 
 _TINY = 1e-30
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
-from .history import known_depths
+from ..compiled import exact, kernel
+from ..history import known_depths
 
 
 @kernel("void(float32[:,:,::1], boolean[:,::1], int64, float32[::1], float32[:,::1], boolean[:,::1], float32[:,::1])")

@@ -1,0 +1,1 @@
+"""What online baselines compute and remember."""
