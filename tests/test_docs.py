@@ -19,7 +19,6 @@ from specstop.cli.app import COMMANDS
 from specstop.decode.profile.measuring import Effort
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "cli"))
 from commands import cli  # noqa: E402
 
 RUN = ("guide.md", "deploy.md", "logs.md")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from head_tensors import NAMES, TENSORS, WIDTH, Array, draw
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.build import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from test_heads import NAMES, TENSORS, WIDTH, Array, draw
-from test_heads_tokens import NAMES as TOKEN_NAMES, tensors as token_tensors
+from token_tensors import NAMES as TOKEN_NAMES, tensors as token_tensors
 
 DRAFT, TARGET = 5, 7
 """Widths of the hidden states."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from contract_policies import TEST_POLICIES
+from head_tensors import knots
 from random_heads import MADE, made_head
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
@@ -13,7 +14,6 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
-from test_heads import knots
 
 RULES: dict[str, Rule] = {
     "mlp": Threshold("survival", 0.2),

@@ -23,7 +23,6 @@ from specstop.policies.storage.registry import BUILTINS, listed_policies, load_p
 ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"
 
-sys.path.append(str(ROOT / "tests" / "cli"))
 from commands import Answer, cli  # noqa: E402
 
 

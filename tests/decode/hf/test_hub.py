@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from learned_policies import learned
 from specstop.decode.hf import export as hub
 from specstop.decode.hf.export import carried_policy, deploy_hf, generate_carried
 from specstop.decode.hf.generate import specstop_generate
@@ -21,9 +21,6 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
-
-sys.path.append(str(Path(__file__).parents[1] / "policies"))
-from test_learned import learned
 
 pytestmark = pytest.mark.usefixtures("module_cache")
 RULE = Threshold("step", 0.5)

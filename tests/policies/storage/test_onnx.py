@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import cli
+from head_tensors import HIGH, LOW, NAMES, Array, features
+from learned_policies import learned
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads.build import build_head, with_ranges
 from specstop.policies.learned.calibration import Calibrator
@@ -15,11 +18,6 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage import onnx
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
-from test_heads import HIGH, LOW, NAMES, Array, features
-from test_learned import learned
-
-sys.path.append(str(Path(__file__).parents[1] / "cli"))
-from commands import cli
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:

@@ -11,34 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from head_tensors import NAMES, TENSORS, features, knots
+from learned_policies import FACTS, learned
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.files.atomic import STAGE_PREFIX, sha256
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived, Rule, Threshold
 from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.storage.safe_loading import digest
-from test_heads import NAMES, TENSORS, features, knots
-
-FACTS = Facts(
-    0.7,
-    "match",
-    "match",
-    {"target": "ab"},
-    52.5,
-    (0.8, 0.75),
-    {"kind": "profile"},
-    {"seed": 1},
-    {"gain": 0.25},
-)
-
-
-def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:
-    head = build_head(kind, NAMES, TENSORS[kind]())
-    maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    return LearnedPolicy("mine", NAMES, head, *maps, rule or Derived([0.1, 0.2, 0.3, 0.2]), 4, FACTS)
 
 
 class Product:

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from learned_policies import learned
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
@@ -14,7 +15,6 @@ from specstop.policies.storage import registry as specs
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import listed_policies, load_policy, plugins
 from specstop.train.fit.tuning.rules import rule_defaults
-from test_learned import learned
 
 PLUGIN = """
 import torch

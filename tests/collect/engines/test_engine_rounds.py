@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from simulated_engine import Engine, Request
 from specstop.collect.engines.rounds import RoundRecorder, engine_features
 from specstop.collect.explore import Exploring, exploring
 from specstop.collect.live import LiveCollector
@@ -19,9 +18,6 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.policies import state
 from specstop.policies.storage.registry import load_policy
-
-sys.path.append(str(Path(__file__).parents[1] / "decode" / "engines"))
-from simulated_engine import Engine, Request
 
 K, NEW = 4, 20
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from head_tensors import NAMES, TENSORS, features
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads.build import build_head
@@ -15,7 +16,6 @@ from specstop.policies.learned.policy import Facts, LearnedPolicy
 from specstop.policies.learned.survival import KNOTS, SurvivalMaps, unchanged
 from specstop.policies.rules.chains import Derived, Rule, Threshold
 from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
-from test_heads import NAMES, TENSORS, features
 
 DEPTH = 4
 NEAR = 1e-6  # knots are float32

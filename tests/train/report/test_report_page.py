@@ -149,7 +149,7 @@ def test_the_page_opens_with_the_answer_and_can_be_read_aloud(page: Page, data: 
     assert ("html", {"lang": "en"}) in page.elements
     names = [a.get("name") for tag, a in page.elements if tag == "meta"]
     assert {"viewport", "color-scheme"} <= set(names)
-    style = (Path(__file__).parents[2] / "train" / "report" / "writing" / "page.css").read_text()
+    style = (Path(__file__).parents[3] / "train" / "report" / "writing" / "page.css").read_text()
     assert "prefers-color-scheme: dark" in style and "@media print" in style and "max-width: 480px" in style
 
 

@@ -14,7 +14,7 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 
-PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
+PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"
 TARGETS = ("onnx", "hf", "vllm", "sglang", "trtllm", "llama.cpp")
 
 

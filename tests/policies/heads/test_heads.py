@@ -8,79 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 import xgboost
+from head_tensors import (
+    HIGH,
+    LOW,
+    NAMES,
+    NEAR,
+    PROBABILITIES,
+    TENSORS,
+    WIDTH,
+    Array,
+    features,
+    knots,
+    linear_tensors,
+    mlp_tensors,
+    slow_basis,
+    trees_tensors,
+    zeros,
+)
 from specstop.policies.errors import PolicyError
-from specstop.policies.features import FEATURES, Kind
 from specstop.policies.heads.base import kernels
 from specstop.policies.heads.build import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.rules.chains import Derived, Threshold, build_rule, derived_thresholds
-
-Array = np.ndarray[Any, Any]
-NAMES = ("entropy", "top1", "anchor_top1", "mean_accepted", "mean_full")  # two PRE, one ANCHOR, two HISTORY
-PROBABILITIES = [1, 2, 4]
-WIDTH = len(NAMES) + len(PROBABILITIES)
-NEAR = 1e-4  # float32 weights that are folded, and log-odds of float32 probabilities
-
-
-def draw(*shape: int, seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def features(*shape: int, seed: int = 5) -> Array:
-    values = np.abs(draw(*shape, len(NAMES), seed=seed))
-    values[..., PROBABILITIES] = values[..., PROBABILITIES].clip(0, 2) / 2
-    return values
-
-
-def linear_tensors() -> dict[str, Array]:
-    return {
-        "mean": draw(WIDTH),
-        "scale": np.abs(draw(WIDTH, seed=1)) + np.float32(0.2),
-        "weight": draw(3, WIDTH, seed=2),
-        "bias": draw(3, seed=3),
-    }
-
-
-def mlp_tensors() -> dict[str, Array]:
-    base = {k: v for k, v in linear_tensors().items() if k in ("mean", "scale")}
-    sizes = [(6, WIDTH + 1), (4, 6), (2, 4)]
-    layers = {f"weight.{i}": draw(*s, seed=10 + i) for i, s in enumerate(sizes)}
-    return {**base, **layers, **{f"bias.{i}": draw(s[0], seed=20 + i) for i, s in enumerate(sizes)}}
-
-
-def trees_tensors(trees: int = 5, depth: int = 3) -> dict[str, Array]:
-    inner = 2**depth - 1
-    chance = np.random.default_rng(4)
-    return {
-        "feature": chance.integers(0, len(NAMES), (2, trees, inner)),
-        "threshold": chance.random((2, trees, inner), dtype=np.float32),
-        "missing_left": chance.random((2, trees, inner)) < 0.5,
-        "leaf": draw(2, trees, 2**depth), "base": draw(2, seed=9),
-    }  # fmt: skip
-
-
-def resnet_tensors(blocks: int = 2, width: int = 6) -> dict[str, Array]:
-    base = {k: v for k, v in linear_tensors().items() if k in ("mean", "scale")}
-    return {
-        **base,
-        "enter.weight": draw(width, WIDTH + 1, seed=33), "enter.bias": draw(width, seed=34),
-        "block.weight": np.float32(0.5) * draw(blocks, width, width, seed=35), "block.bias": draw(blocks, width, seed=36),
-        "leave.weight": np.float32(0.2) * draw(2, width, seed=37), "leave.bias": draw(2, seed=38),
-    }  # fmt: skip
-
-
-TENSORS = {"logistic": linear_tensors, "mlp": mlp_tensors, "xgboost": trees_tensors, "resnet": resnet_tensors}
-"""Kinds that any scalar features will do for."""
-
-
-def slow_basis(x: Array, depth: int, tensors: dict[str, Array]) -> Array:
-    """Standardised features and log-odds; at depth 0 only what is known before drafting."""
-    known = [FEATURES[n].kind in (Kind.ANCHOR, Kind.HISTORY) or depth > 0 for n in NAMES]
-    edge = float(np.float32(1) - np.float32(1e-6))
-    probs = [min(max(float(x[i]), 1e-6), edge) for i in PROBABILITIES]
-    columns = [*x, *(math.log(p / (1 - p)) for p in probs)]
-    scaled = (np.array(columns) - tensors["mean"]) / tensors["scale"]
-    return scaled * [*known, *(known[i] for i in PROBABILITIES)]
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
@@ -275,10 +224,6 @@ def test_every_kernel_of_heads_has_one_signature() -> None:
 # Ranges
 
 
-LOW = np.array([0.5, 0.2, 0.3, 0.4, 0.1], dtype=np.float32)
-HIGH = np.array([1.0, 0.8, 0.9, 0.7, 0.6], dtype=np.float32)
-
-
 @pytest.mark.parametrize("kind", list(TENSORS))
 def test_a_feature_counts_as_the_end_of_its_range_that_it_is_beyond(kind: str) -> None:
     plain = build_head(kind, NAMES, TENSORS[kind]())
@@ -341,10 +286,6 @@ def replaced(kind: str, name: str, value: Any) -> dict[str, Any]:
     return tensors
 
 
-def zeros(*shape: int) -> Array:
-    return np.zeros(shape, dtype=np.float32)
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "value", "message"),
     [
@@ -387,11 +328,6 @@ def test_an_unknown_head_is_refused() -> None:
 
 
 # Calibration
-
-
-def knots(seed: int = 0, n: int = 7) -> Array:
-    levels = np.random.default_rng(seed).random(n, dtype=np.float32)
-    return np.stack([np.sort(draw(n, seed=seed)) * 3, np.sort(levels)])
 
 
 MAPS = [

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from head_tensors import NAMES, Array, draw, features, slow_basis, zeros
 from random_heads import DRAFT, MADE, TARGET, layers, made_head, resnet, specdec
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
@@ -20,8 +21,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold, build_rule
 from specstop.policies.storage.folder import load_policy_folder, save_policy
-from test_heads import NAMES, Array, draw, features, slow_basis, zeros
-from test_heads_tokens import NAMES as TOKEN_NAMES, rows as token_rows
+from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order

@@ -1,0 +1,27 @@
+"""A learned policy with every part of one."""
+
+from __future__ import annotations
+
+from head_tensors import NAMES, TENSORS, knots
+from specstop.policies.heads.build import build_head
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.rules.chains import Derived, Rule
+
+FACTS = Facts(
+    0.7,
+    "match",
+    "match",
+    {"target": "ab"},
+    52.5,
+    (0.8, 0.75),
+    {"kind": "profile"},
+    {"seed": 1},
+    {"gain": 0.25},
+)
+
+
+def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:
+    head = build_head(kind, NAMES, TENSORS[kind]())
+    maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
+    return LearnedPolicy("mine", NAMES, head, *maps, rule or Derived([0.1, 0.2, 0.3, 0.2]), 4, FACTS)
