@@ -85,6 +85,7 @@ def record(
                 depth=DEPTH,
                 tree=tree,
                 temperature=temperature,
+                verification="match",
                 max_new_tokens=tokens,
                 seed=SEED,
                 overwrite=True,
@@ -98,8 +99,9 @@ def measured(pair: Pair, where: Path, temperature: float, tokens: int, effort: E
     ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
     with progress_bars() as progress:
         profile = measure_profile(
-            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=facts(pair), progress=progress
-        )
+            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=facts(pair), verification="match",
+            progress=progress,
+        )  # fmt: skip
     settings = Settings(temperature, tokens, DEPTH)
     return profile.with_measured_decisions(
         loop_decisions(pair, list(rule_defaults(DEPTH).values()), ids, settings, profile)

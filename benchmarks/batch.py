@@ -138,12 +138,14 @@ def replayed(
     for temperature in (0.7,) if options.quick else (0.0, 0.7):
         for tree in (None, TREE):
             told = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
+            told["verification"] = "match"
             held, seen = (
                 collect(pair, side, out / f"{temperature}{tree}{at}", **told)
                 for at, side in enumerate((prompts, other))
             )
             known = encode(other, pair.tokenizer, reading_room(pair, tokens))
-            profile = measure_profile(pair, known[:4], depth=DEPTH, temperature=temperature, new_tokens=16, tree=tree)
+            costs = {"temperature": temperature, "verification": "match", "tree": tree}
+            profile = measure_profile(pair, known[:4], depth=DEPTH, new_tokens=16, **costs)
             arrays = trace_arrays(held)
             policies = [load_policy(spec).limited(arrays.depth) for spec in SPECS]
             policies += [
@@ -182,6 +184,7 @@ def collected(
             collector="live",
             depth=4,
             temperature=0.7,
+            verification="match",
             max_new_tokens=tokens,
             batch=batch,
         )

@@ -43,7 +43,8 @@ from specstop.collect.run import collect
 from specstop.decode import load_pair
 folder, out, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 pair = load_pair(folder + "/target", folder + "/draft")
-collect(pair, read_prompts(folder + "/prompts-test.jsonl", 4), out, depth=12, max_new_tokens=tokens, temperature=0.7)
+collect(pair, read_prompts(folder + "/prompts-test.jsonl", 4), out, depth=12, max_new_tokens=tokens, temperature=0.7,
+        verification="match")
 print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # getrusage begins with the parent's
 """
 

@@ -170,7 +170,8 @@ def prepare(
         with progress_bars() as progress:
             collect(
                 pair, asked, at, target=str(where / "target"),
-                draft=str(where / "draft"), depth=DEPTH, temperature=temperature, max_new_tokens=tokens, seed=SEED,
+                draft=str(where / "draft"), depth=DEPTH, temperature=temperature, verification="match",
+                max_new_tokens=tokens, seed=SEED,
                 vectors=(DRAFT_HIDDEN, TARGET_HIDDEN), resume=(at / "header.json").exists(), progress=progress,
             )  # fmt: skip
         sides[side] = open_trace(at)
@@ -317,7 +318,7 @@ def _machines(
     with progress_bars() as progress:
         slow = measure_profile(
             plain, place.ids, depth=DEPTH, temperature=place.settings.temperature, effort=place.effort, facts={},
-            progress=progress,
+            verification="match", progress=progress,
         )  # fmt: skip
     table = CostTable(1.0, (DRAFT_S, DRAFT_S), 0.0, (VERIFY_S,) * (DEPTH + 1))
     flat = replace(slow, low=table, high=table, step_s=0.0, round_s=0.0, prefill_s=(0.0, 0.0), tree_outside_s=None)

@@ -77,13 +77,16 @@ def live(
     """
     at = f"{tree or 'chain'}, T={temperature:g}"
     options = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
+    options["verification"] = "match"
     settings = Settings(temperature, tokens, tree=tree)
     held, seen = (
         collect(pair, side, out / f"{at}-{len(side)}".replace(",", "-"), **options) for side in (prompts, other)
     )
     arrays = trace_arrays(held)
     ids, known = (encode(side, pair.tokenizer, reading_room(pair, tokens)) for side in (prompts, other))
-    calibration = CalibrationRun(pair, known, depth=DEPTH, temperature=temperature, new_tokens=96, tree=tree)
+    calibration = CalibrationRun(
+        pair, known, depth=DEPTH, temperature=temperature, new_tokens=96, tree=tree, verification="match"
+    )
     for number in range(4):
         calibration.play(number)
     before = calibration.profile()

@@ -56,6 +56,7 @@ def main() -> int:
                 folder / f"temperature-{temperature:g}",
                 pair=pair,
                 temperature=temperature,
+                verification="match",  # texts and rounds are compared one by one
                 sizes=sizes,
                 seed=SEED,
                 overwrite=True,

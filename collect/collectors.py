@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..decode.models.pair import Pair
@@ -12,7 +12,7 @@ from ..decode.topology import Topology
 from ..decode.verify.base import Verification
 from ..decode.verify.given_text import GIVEN_TEXT
 from ..decode.verify.match import Match
-from ..decode.verify.modes import find_mode
+from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.rejection import Block
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
@@ -72,6 +72,8 @@ def choose_collector(
     """
     if collector not in ("dense", "live"):
         raise InputError(f"--collector: expected dense or live, not {collector!r}")
+    if settings.verification == "auto" and (collector == "live" or mix or pair.drafter != "model"):
+        settings = replace(settings, verification=Match.name)  # of these no other mode can be replayed
     if collector == "live":
         if mix or completions is not None or draws > 1 or off_text != "exact":
             raise InputError(
@@ -123,7 +125,8 @@ def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) ->
     Raises:
         InputError: it is lossy, so that its texts depend on the policy, or it does not go with the other options.
     """
-    mode = find_mode(settings.verification, settings.temperature)
+    name = resolve_mode(settings.verification, FixedLength(tree.deepest), tree, settings.temperature)
+    mode = find_mode(name, settings.temperature)
     if not mode.lossless:
         raise InputError(
             f"--verification {mode.name}: expected a lossless one, whose texts do not depend on the policy; or give "
@@ -172,7 +175,7 @@ def choose_engine_collector(
 
     if through != "vllm":
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if not tree.is_chain or settings.verification not in ("match", "point") or any(other):
+    if not tree.is_chain or settings.verification not in ("auto", "match", "point") or any(other):
         raise InputError(
             f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
             "--completions, --hidden, and options that change what is sampled from"

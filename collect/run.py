@@ -57,7 +57,7 @@ def collect(
     progress: Progress = shown,
     collector: str = "dense",
     policy: StopPolicy | None = None,
-    verification: str = "match",
+    verification: str = "auto",
     explore: float = 0.0,
     mix: float = 0.0,
     completions: Completions | None = None,
@@ -137,7 +137,7 @@ def plan_run(
     source: str = "",
     collector: str = "dense",
     policy: StopPolicy | None = None,
-    verification: str = "match",
+    verification: str = "auto",
     explore: float = 0.0,
     mix: float = 0.0,
     completions: Completions | None = None,
@@ -166,9 +166,10 @@ def plan_run(
         source: where the prompts are from, for the data card.
         collector: "dense", or "live" for the rounds of the running loop, with their times.
         policy: of a live run; by default one that drafts to full depth.
-        verification: of a live run (default `match`); or whose rounds a dense trace holds: `match`, exact path by path, as is
-            `point` (the draft is greedy while the text is sampled); `rejection`, `rejection_replace` or `block`, drawn given
-            the text, exact in law.
+        verification: of a live run; or whose rounds a dense trace holds: `match`, exact path by path, as is `point` (the
+            draft is greedy while the text is sampled); `rejection`, `rejection_replace` or `block`, drawn given the text,
+            exact in law. `auto` = the fastest lossless one that can be replayed: `block` for sampled chains of a draft model,
+            dense (`modes.resolve_mode`), else `match`.
         explore: share of the rounds of a live run that are drafted to full depth whatever the policy says.
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.

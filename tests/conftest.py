@@ -159,7 +159,16 @@ def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
     """A trace of depth `DEPTH` and `NEW` tokens by temperature."""
     folder = tmp_path_factory.mktemp("traces")
     return {
-        t: collect(pair, prompts, folder / str(t), depth=DEPTH, temperature=t, max_new_tokens=NEW, shards=2)
+        t: collect(
+            pair,
+            prompts,
+            folder / str(t),
+            depth=DEPTH,
+            temperature=t,
+            verification="match",
+            max_new_tokens=NEW,
+            shards=2,
+        )
         for t in (0.0, 0.7)
     }
 
@@ -187,7 +196,7 @@ def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
 def sides(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
     """Traces to train on and to evaluate on, of different prompts, sampled at 0.7."""
     folder = tmp_path_factory.mktemp("sides")
-    options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 2}
+    options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
     made = ((24, "fit", 21), (12, "held", 22))
     return tuple(collect(pair, make_prompts(*args), folder / args[1], **options) for args in made)
 

@@ -255,7 +255,9 @@ class Room:
         self.folder = folder
         pair = load_pair(folder / "pair" / "target", folder / "pair" / "draft", dtype="float64")
         prompts = [Prompt(f"p{i}", text, "g") for i, text in enumerate(PROMPTS)]
-        trace = collect(pair, prompts, folder / "traces", depth=4, temperature=0.7, max_new_tokens=12)
+        trace = collect(
+            pair, prompts, folder / "traces", depth=4, temperature=0.7, verification="match", max_new_tokens=12
+        )
         low, high = (CostTable(at, (1e-3, 1e-3), 1e-5, (4e-3, 4e-3, 5e-3, 5e-3, 6e-3)) for at in (8.0, 40.0))
         self.arrays: TraceArrays = trace_arrays(trace)
         self.profile = Profile(low, high, 1e-5, 1e-4, (5e-3, 1e-4))

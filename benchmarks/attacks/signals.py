@@ -125,7 +125,8 @@ class Bench:
         pair = self.inputs / "pair"
         collect(
             self.pair, read_prompts(pair / f"prompts-{side}.jsonl"), out, target=str(pair / "target"),
-            draft=str(pair / "draft"), depth=DEPTH, temperature=0.7, max_new_tokens=TOKENS, shards=SHARDS,
+            draft=str(pair / "draft"), depth=DEPTH, temperature=0.7, verification="match",
+            max_new_tokens=TOKENS, shards=SHARDS,
         )  # fmt: skip
 
     def resume(self, out: Path) -> None:

@@ -46,7 +46,7 @@ def furnish(place: Path) -> Path:
     profile.save(place / "profile.json")
     traces = {
         name: collect(
-            pair, some, place / name, depth=DEPTH, max_new_tokens=NEW, temperature=0.7, shards=2,
+            pair, some, place / name, depth=DEPTH, max_new_tokens=NEW, temperature=0.7, verification="match", shards=2,
             **({"collector": "live", "policy": FixedLength(1), "explore": 0.5} if name == "live" else {}),
         )
         for name, some in sides.items()

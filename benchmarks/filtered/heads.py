@@ -57,8 +57,8 @@ class Place:
     def traces(self, name: str, prompts: Sequence[Prompt], shaping: Shaping = Shaping(), **more: Any) -> Trace:  # noqa: B008
         """Return a dense trace."""
         return collect(
-            self.pair, prompts, self.room / name, temperature=TEMPERATURE, depth=DEPTH, max_new_tokens=self.tokens,
-            shaping=shaping, progress=self.progress, **more,
+            self.pair, prompts, self.room / name, temperature=TEMPERATURE, verification="match", depth=DEPTH,
+            max_new_tokens=self.tokens, shaping=shaping, progress=self.progress, **more,
         )  # fmt: skip
 
     def profile(self, shaping: Shaping) -> Profile:
@@ -66,7 +66,7 @@ class Place:
         ids = encode(self.train, self.pair.tokenizer, reading_room(self.pair, self.tokens))
         return measure_profile(
             self.pair, ids, depth=DEPTH, temperature=TEMPERATURE, effort=self.effort, shaping=shaping,
-            progress=self.progress,
+            verification="match", progress=self.progress,
         )  # fmt: skip
 
     def fitted(self, traces: Trace, costs: Profile, kind: str) -> list[LearnedPolicy]:

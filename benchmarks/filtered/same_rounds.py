@@ -89,8 +89,9 @@ def same_rounds(
     assert pair.tokenizer is not None
     settings = Settings(temperature, tokens, DEPTH, tree=tree, shaping=shaping)
     trace = collect(
-        pair, prompts, room, depth=DEPTH, tree=tree, temperature=temperature, max_new_tokens=tokens, shaping=shaping
-    )
+        pair, prompts, room, depth=DEPTH, tree=tree, temperature=temperature, verification="match",
+        max_new_tokens=tokens, shaping=shaping,
+    )  # fmt: skip
     arrays, profile = trace_arrays(trace), no_costs()
     not_finite = sum(int((~torch.isfinite(values)).sum()) for values in arrays.columns.values())
     rounds = wrong = 0

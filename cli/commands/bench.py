@@ -28,6 +28,7 @@ from ..options.shared import (
     Set,
     Target,
     Temperature,
+    Verification,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def bench(
     tree: Annotated[
         str | None, typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5, ...; default: chains.")
     ] = None,
-    verification: Annotated[str, typer.Option(help="Verification mode, as in `specstop decode`.")] = "auto",
+    verification: Verification = "auto",
     batch: Batch = 1,
     seed: Seed = 0,
     limit: Annotated[

@@ -188,9 +188,10 @@ def collect(
         str,
         typer.Option(
             help="Whose rounds are recorded. Dense: match or point (replay is exact path by path), rejection, "
-            "rejection_replace or block (drawn given the text: exact in law). Live: any, as in `specstop decode`."
+            "rejection_replace or block (drawn given the text: exact in law). Live: any, as in `specstop decode`. auto: the "
+            "fastest that can be replayed, block for chains that sample, match for trees, drafters and live rounds."
         ),
-    ] = "match",
+    ] = "auto",
     draft_greedy: DraftGreedy = False,
     draws: Draws = 1,
     off_text: OffText = "exact",
@@ -302,7 +303,7 @@ def collect(
 
 def _verification(name: str, draft_greedy: bool) -> str:
     """Return the verification that two options ask for."""
-    if draft_greedy and name not in ("match", "point"):
+    if draft_greedy and name not in ("auto", "match", "point"):
         raise InputError(f"--draft-greedy: is --verification point; leave out --verification {name}")
     return "point" if draft_greedy else name
 

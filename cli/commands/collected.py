@@ -45,8 +45,10 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
     named = {"--target": header.target, "--draft": draft, "--drafter": None if drafter == "model" else drafter}
     models = [word for option, value in named.items() if value for word in (option, value)]
     chat = ["--chat"] if asked.get("chat") else []
+    wanted = asked.get("verification") or "auto"
+    mode = ["--verification", header.verification] if header.temperature and wanted != "auto" else []
     prompts = asked.get("prompts") or "PROMPTS"
-    next_step("profile", *models, *chat, *options, "--prompts", prompts, "--out", "profile.json")
+    next_step("profile", *models, *chat, *options, *mode, "--prompts", prompts, "--out", "profile.json")
 
 
 def show_estimate(expected: Estimate, world: int, json: bool) -> None:

@@ -29,6 +29,7 @@ from ..options.shared import (
     Set,
     Target,
     Temperature,
+    Verification,
 )
 
 if TYPE_CHECKING:
@@ -50,13 +51,7 @@ def decode(
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     depth: MostDrafted = None,
-    verification: Annotated[
-        str,
-        typer.Option(
-            help="auto (the fastest lossless one), match, rejection, rejection_replace, block (chains): lossless. "
-            "target_init, typical: LOSSY, they change the output distribution."
-        ),
-    ] = "auto",
+    verification: Verification = "auto",
     tree: Annotated[
         str | None,
         typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),

@@ -10,7 +10,7 @@ import typer
 from ..common import quiet_libraries
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
-from ..options.shared import Config, Json, Overwrite, Quiet, Seed, Set, Temperature
+from ..options.shared import Config, Json, Overwrite, Quiet, Seed, Set, Temperature, Verification
 
 if TYPE_CHECKING:
     from ...train.demo.demo import Demo
@@ -24,6 +24,7 @@ def demo(
         Path | None, typer.Option(help="A pair made by benchmarks/make_pair.py; default: the embedded one.")
     ] = None,
     temperature: Temperature = 0.0,
+    verification: Verification = "auto",
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -37,7 +38,10 @@ def demo(
     quiet_libraries()
     folder = out or _free(Path("specstop-demo"))
     with progress_bars(quiet or json) as progress, config_saved(folder):
-        result = run(folder, pair=pair, temperature=temperature, seed=seed, overwrite=overwrite, progress=progress)
+        result = run(
+            folder, pair=pair, temperature=temperature, verification=verification, seed=seed, overwrite=overwrite,
+            progress=progress,
+        )  # fmt: skip
     if json:
         print_json(
             {
@@ -84,7 +88,7 @@ def show(result: Demo) -> None:
             f"{line.measured:.3f}",
             f"{100 * line.miss:+.1f}%",
             f"{line.spread[0]:.2f} to {line.spread[1]:.2f}",
-            f"{line.same_text} of {texts}",
+            *([] if line.same_text is None else [f"{line.same_text} of {texts}"]),
         )
         for line in result.live
     ]
@@ -95,7 +99,7 @@ def show(result: Demo) -> None:
         "measured",
         "miss",
         "quartiles over prompts",
-        "same text as plain",
+        *([] if result.live[0].same_text is None else ["same text as plain"]),
     )
     table(f"Live on {texts} held-out prompts, as ratio to plain decoding", columns, rows)
     folder = result.folder

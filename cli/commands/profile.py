@@ -31,6 +31,7 @@ from ..options.shared import (
     Set,
     Target,
     Temperature,
+    Verification,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def profile(
     depth: Depth = 10,
     temperature: Temperature = 0.0,
     shaping: Shaping = UNUSED,
+    verification: Verification = "auto",
     tree: Annotated[
         str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
     ] = None,
@@ -124,6 +126,7 @@ def profile(
             progress=progress,
             shaping=shaping,
             batch=sizes,
+            verification=verification,
         )
     with uninterrupted:
         measured.save(out)
@@ -167,7 +170,9 @@ def _add_policies(
         pair = open_pair(*names[:2], device, dtype, engine, drafter)
         tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
         shaping = Shaping.of(costs.shaping)
-        settings = Settings(costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping)
+        settings = Settings(
+            costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification="auto"
+        )
         timed = loop_decisions(pair, rules, tokens, settings)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
         raise InputError(

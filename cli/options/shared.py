@@ -37,6 +37,14 @@ Engine = Annotated[
     str, typer.Option(help="How models compute: auto, plain (transformers), packed (reordered weights), compact.")
 ]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 = greedy.")]
+Verification = Annotated[
+    str,
+    typer.Option(
+        help="auto (a learned policy's own, else the fastest lossless one: block for chains that sample, else match), "
+        "match, rejection, rejection_replace, block (chains), point: lossless. target_init, typical: LOSSY, they change the "
+        "output distribution."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random in this command: sampling noise, splits, fits.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest text in new tokens.")]
 Depth = Annotated[

@@ -59,6 +59,7 @@ def measure_profile(
     clock: Clock = time.perf_counter,
     shaping: Shaping = UNCHANGED,
     batch: Sequence[int] = (),
+    verification: str = "auto",
 ) -> Profile:
     """Measure what draft steps, verifications and everything around them cost.
 
@@ -77,6 +78,7 @@ def measure_profile(
         clock: what the budget is counted by.
         shaping: what else changes the distribution that is sampled from; processing logits takes time, too.
         batch: how many texts are decoded side by side, of each size whose rounds are timed too.
+        verification: the mode whose rounds of chains are timed; `auto` = the fastest lossless one (`modes.resolve_mode`).
 
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
@@ -95,6 +97,7 @@ def measure_profile(
             tree=tree,
             shaping=shaping,
             batch=batch,
+            verification=verification,
         )
 
     if effort.repetitions is None:
@@ -124,7 +127,7 @@ class CalibrationRun:
     is best timed in the same minutes as the profile that it is made from.
 
     Args:
-        pair, prompts, depth, temperature, new_tokens, tree, shaping, batch: as of `measure_profile`.
+        pair, prompts, depth, temperature, new_tokens, tree, shaping, batch, verification: as of `measure_profile`.
     """
 
     def __init__(
@@ -138,8 +141,11 @@ class CalibrationRun:
         tree: str | None = None,
         shaping: Shaping = UNCHANGED,
         batch: Sequence[int] = (),
+        verification: str = "auto",
     ) -> None:
-        self.settings = Settings(temperature, new_tokens, depth, ignore_eos=True, shaping=shaping)
+        self.settings = Settings(
+            temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
+        )
         self._prompts = prompts
         self._lengths = _lengths(pair, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)
@@ -177,7 +183,9 @@ class CalibrationRun:
         made = Profile.measured(measurements, (short, long), depth, temperature)
         noise = made.noise.to_dict() if made.noise else {}
         known = {**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))}
-        return dataclasses.replace(made, facts=known, shaping=self.settings.shaping.facts)
+        return dataclasses.replace(
+            made, facts=known, shaping=self.settings.shaping.facts, verification=self._script.mode.name
+        )
 
     def _chains(self, number: int) -> Seconds:
         """Decode a text at each context, scripted and plain."""

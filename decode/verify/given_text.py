@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...policies.splitmix import GOLDEN, signed
 from .noise import choice_uniforms, mix_one
+from .rejection import block_chance, block_weight, ratio
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")
 """The modes whose rounds are drawn so."""
@@ -118,11 +119,6 @@ def entries(rows: Tensor, token: Tensor) -> Tensor:
     return rows.gather(-1, token.clamp_min(0)[:, None])[:, 0]
 
 
-def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Return min(1, above / below) of numbers that are not negative; 1 where `below` is 0."""
-    return torch.where(below > 0.0, above / below.clamp_min(torch.finfo(below.dtype).tiny), 1.0).clamp_max(1.0)
-
-
 def rejection_candidates(
     q: Tensor, p: Tensor | None, own: Tensor, width: int, replacement: bool, draws: Draws
 ) -> Candidates:
@@ -193,13 +189,3 @@ def block_candidates(q: Tensor, p: Tensor | None, own: Tensor, weight: Tensor, d
     some = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0) * on_text
     kept = torch.where(takes, 0, -1)
     return Candidates(token[:, None], kept, chance[:, None], some, block_weight(weight, p_y, q_y)[:, None])
-
-
-def block_weight(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return min(1, w p / q), the weight of a path that goes on with a token of these probabilities; all [R]."""
-    return ratio(weight * p, q)
-
-
-def block_chance(rest: Tensor, weight: Tensor) -> Tensor:
-    """Return [R] R / (R + 1 - w), the chance that block verification keeps a prefix by itself, R = sum of (w p - q)+."""
-    return torch.where(rest > 0.0, rest / (rest + 1.0 - weight), (weight >= 1.0).to(rest.dtype))

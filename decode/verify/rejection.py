@@ -102,21 +102,17 @@ class Block(Rejection):
         """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept_one`."""
         found, sent, choices = turn.found, turn.places, turn.choices
         p = torch.softmax(sampled.double(), -1)
-        joint, rest, taken = [p.new_ones(())], [p.new_zeros(())], 0
-        last = len(sent) - 1
+        weight, rest, taken, last = [p.new_ones(())], [p.new_zeros(())], 0, len(sent) - 1
         for i in range(1, last + 1):
             token, q = found.tokens[sent[i]], found.drawn_from[sent[i - 1]]
-            joint.append((joint[-1] * (p[i - 1, token] / q[token])).clamp_max(1.0))
+            weight.append(block_weight(weight[-1], p[i - 1, token], q[token]))
             if i < last:
-                rest.append((joint[-1] * p[i] - found.drawn_from[sent[i]]).clamp_min(0.0).sum())
-        weights, sums = download(torch.stack(joint), torch.stack(rest))
+                rest.append((weight[-1] * p[i] - found.drawn_from[sent[i]]).clamp_min(0.0).sum())
+        joint = torch.stack(weight)
+        weights, chances = download(joint, block_chance(torch.stack(rest), joint[: len(rest)]))
         checked(weights)
         for i in range(1, last + 1):
-            chance = weight = weights[i]
-            if i < last:
-                left = sums[i]
-                chance = left / (left + 1.0 - weight) if left > 0.0 else float(weight >= 1.0)
-            if choices.accept(chance, sent[i]):
+            if choices.accept(chances[i] if i < last else weights[i], sent[i]):
                 taken = i
         after = p[taken]
         if taken < last:
@@ -156,3 +152,18 @@ def without(q: Tensor, token: int) -> Tensor | None:
     left[token] = 0.0
     total = left.sum()
     return left / total if float(total) > 0.0 else None
+
+
+def ratio(above: Tensor, below: Tensor) -> Tensor:
+    """Return min(1, above / below) of numbers that are not negative; 1 where `below` is 0, NaN where one of them is."""
+    return torch.where(below == 0.0, 1.0, above / below.clamp_min(torch.finfo(below.dtype).tiny)).clamp_max(1.0)
+
+
+def block_weight(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Return min(1, w p / q), the weight of a path that goes on with a token of these probabilities; all [R]."""
+    return ratio(weight * p, q)
+
+
+def block_chance(rest: Tensor, weight: Tensor) -> Tensor:
+    """Return [R] R / (R + 1 - w), the chance that block verification keeps a prefix by itself, R = sum of (w p - q)+."""
+    return torch.where(rest > 0.0, rest / (rest + 1.0 - weight), (weight >= 1.0).to(rest.dtype))

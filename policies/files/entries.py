@@ -43,6 +43,13 @@ class Entries:
         """Return the number called `key`."""
         return check_number(self.values[key], self.named(key), least, most)
 
+    def text(self, key: str, most: int = 200) -> str:
+        """Return the text called `key`, of at most so many characters."""
+        value = self.values[key]
+        if not isinstance(value, str) or len(value) > most:
+            raise ValueError(f"{self.named(key)}: expected a text of at most {most} characters, not {_shown(value)}")
+        return value
+
     def numbers(
         self, key: str, count: tuple[int, int], least: float = 0.0, most: float = math.inf
     ) -> tuple[float, ...]:

@@ -57,6 +57,7 @@ class Profile:
         source: the file it was read from; None = none.
         shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
         batch: what texts that are decoded side by side cost; None = not measured.
+        verification: the mode whose rounds of chains were timed; "" = not told.
     """
 
     low: CostTable
@@ -72,6 +73,7 @@ class Profile:
     source: Path | None = field(default=None, repr=False, compare=False)
     shaping: Mapping[str, Any] = field(default_factory=dict)
     batch: BatchCosts | None = None
+    verification: str = ""
 
     @staticmethod
     def measured(
@@ -329,6 +331,7 @@ class Profile:
                 check(Measurements.from_list(raw.get("measurements", []))),
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
                 batch=BatchCosts.read(entries.part("batch")) if entries.has("batch") else None,
+                verification=entries.text("verification") if entries.has("verification") else "",
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None

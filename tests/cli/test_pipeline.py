@@ -59,7 +59,7 @@ def models(pair_folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def done(home: Path, models: list[str]) -> dict[str, Any]:
     """Run every command once; return their JSON answers."""
-    sampled = [*models, "--temperature", "0.7", "--depth", str(DEPTH)]
+    sampled = [*models, "--temperature", "0.7", "--depth", str(DEPTH), "--verification", "match"]
     out: dict[str, Any] = {}
     for side in ("fit", "held"):
         out[f"collect {side}"] = parsed(

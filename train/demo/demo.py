@@ -60,6 +60,7 @@ class Offline:
         best_fixed: on the training traces.
         report: of the replay.
         profile_prompts: training prompts that latency is measured on.
+        settings: of live runs.
     """
 
     folder: Path
@@ -72,6 +73,7 @@ class Offline:
     best_fixed: FixedLength
     report: Report
     profile_prompts: list[list[int]]
+    settings: Settings
 
     def calibration(self) -> CalibrationRun:
         """Return a calibration run on the prompts of the profile, for a live comparison."""
@@ -81,6 +83,7 @@ class Offline:
             depth=self.arrays.depth,
             temperature=self.profile.temperature,
             new_tokens=LIVE_TOKENS,
+            verification=self.settings.verification,
         )
 
 
@@ -98,6 +101,7 @@ def run_offline(
     *,
     pair: str | Path | None = None,
     temperature: float = 0.0,
+    verification: str = "auto",
     sizes: Sizes | None = None,
     seed: int = 0,
     overwrite: bool = False,
@@ -106,7 +110,7 @@ def run_offline(
     """Collect, profile, train and evaluate on a pair with its own prompts; arguments as of `demo`."""
     folder, where = _claimed(out, pair, overwrite, progress)
     with staged_folder(folder) as stage:
-        return _offline(stage, folder, where, temperature, sizes or Sizes(), seed, progress)
+        return _offline(stage, folder, where, temperature, verification, sizes or Sizes(), seed, progress)
 
 
 def _claimed(out: str | Path, pair: str | Path | None, overwrite: bool, progress: Progress) -> tuple[Path, Path]:
@@ -118,8 +122,9 @@ def _claimed(out: str | Path, pair: str | Path | None, overwrite: bool, progress
 
 
 def _offline(
-    stage: Path, folder: Path, where: Path, temperature: float, sizes: Sizes, seed: int, progress: Progress
-) -> Offline:
+    stage: Path, folder: Path, where: Path, temperature: float, verification: str, sizes: Sizes, seed: int,
+    progress: Progress,
+) -> Offline:  # fmt: skip
     """Do what `run_offline` does in `stage`, which is called `folder` once it is complete."""
     target, draft = str(where / "target"), str(where / "draft")
     models = load_pair(target, draft)
@@ -135,6 +140,7 @@ def _offline(
             draft=draft,
             depth=sizes.depth,
             temperature=temperature,
+            verification=verification,
             max_new_tokens=sizes.tokens,
             seed=seed,
             progress=_named(progress, side),
@@ -145,19 +151,18 @@ def _offline(
         ids["train"][:PROFILE_PROMPTS],
         depth=sizes.depth,
         temperature=temperature,
+        verification=verification,
         effort=sizes.effort,
         facts=facts(models),
         progress=progress,
     )
-    profile = profile.with_measured_decisions(
-        loop_decisions(models, [Confidence()], ids["train"], Settings(temperature, sizes.tokens, sizes.depth))
-    )
+    settings = Settings(temperature, sizes.tokens, sizes.depth, verification=verification)
+    profile = profile.with_measured_decisions(loop_decisions(models, [Confidence()], ids["train"], settings))
     learned: list[StopPolicy] = []
     for kind in DEMO_HEADS:
         path = stage / "policies" / kind
         train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
         learned.append(load_policy_folder(path))
-    settings = Settings(temperature, sizes.tokens, sizes.depth)
     profile = profile.with_measured_decisions(loop_decisions(models, learned, ids["train"], settings))
     profile.save(stage / "profile.json")
     learned = [settle(stage / "policies" / kind, traces["train"], profile) for kind in DEMO_HEADS]
@@ -183,6 +188,7 @@ def _offline(
         FixedLength(int(best.name.partition(":")[2])),
         report,
         ids["train"][:PROFILE_PROMPTS],
+        settings,
     )
 
 
@@ -191,6 +197,7 @@ def demo(
     *,
     pair: str | Path | None = None,
     temperature: float = 0.0,
+    verification: str = "auto",
     sizes: Sizes | None = None,
     seed: int = 0,
     overwrite: bool = False,
@@ -202,6 +209,8 @@ def demo(
         out: a folder that is empty or not there.
         pair: folder of a pair made by `make_pair`; by default the embedded one, built when it is first needed.
         temperature: 0 = greedy.
+        verification: that policies are trained for and decode under; `auto` = the fastest lossless one: when sampling,
+            `block` (`match` gives the text of plain sampling, whatever the policy).
         sizes: how much of everything.
         seed: of noise, splits and fits.
         overwrite: replace an older result in `out`, once the new one is complete.
@@ -213,23 +222,22 @@ def demo(
     sizes = sizes or Sizes()
     folder, where = _claimed(out, pair, overwrite, progress)
     with staged_folder(folder) as stage:
-        offline = _offline(stage, folder, where, temperature, sizes, seed, progress)
-        return Demo(folder, offline.report, _live(offline, temperature, sizes, seed, progress))
+        offline = _offline(stage, folder, where, temperature, verification, sizes, seed, progress)
+        return Demo(folder, offline.report, _live(offline, sizes, seed, progress))
 
 
-def _live(offline: Offline, temperature: float, sizes: Sizes, seed: int, progress: Progress) -> list[LiveLine]:
+def _live(offline: Offline, sizes: Sizes, seed: int, progress: Progress) -> list[LiveLine]:
     """Decode test prompts live with every policy, and compare with what the replay said."""
     policies: list[StopPolicy] = [FixedLength(0), offline.best_fixed, *offline.learned]
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
-    settings = Settings(temperature, sizes.tokens, sizes.depth)
     calibration = offline.calibration()
-    runs = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
+    runs = [Speculator(offline.models, policy, offline.settings, offline.profile) for policy in policies]
     generations = run_alternating(
         runs, prompts, calibration=calibration, calibrate_every=1, seed=seed, progress=progress
     )
     profile = calibration.profile().with_decisions(offline.profile.decision_s)
-    return compare_live(generations, policies, arrays, profile)
+    return compare_live(generations, policies, offline.arrays if arrays.header.given_text else arrays, profile)
 
 
 def _named(progress: Progress, side: str) -> Progress:

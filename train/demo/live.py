@@ -24,7 +24,7 @@ class LiveLine:
         generations: by prompt.
         measured, predicted: tokens/s as ratio to the first policy, in this run and by replay.
         spread: quartiles over prompts of the measured ratio.
-        same_text: prompts whose text equals the first policy's.
+        same_text: prompts whose text equals the first policy's; None where texts hang on what is drafted.
     """
 
     name: str
@@ -33,7 +33,7 @@ class LiveLine:
     measured: float
     predicted: float
     spread: tuple[float, float]
-    same_text: int
+    same_text: int | None
 
     @property
     def miss(self) -> float:
@@ -52,7 +52,7 @@ def compare_live(
     Args:
         generations: of `decode.alternate.run_alternating`.
         policies: the same.
-        arrays: the traces of exactly those prompts.
+        arrays: the traces of exactly those prompts; where replay is exact in law alone, rather those of more.
         profile: of this machine.
     """
     predicted = [replay(arrays, policy, profile).rate for policy in policies]
@@ -71,7 +71,7 @@ def compare_live(
                 float(rate[index] / rate[0]),
                 predicted[index] / predicted[0],
                 (float(low), float(high)),
-                same,
+                None if arrays.header.given_text else same,
             )
         )
     return lines

@@ -43,6 +43,7 @@ from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
 from ..replay.run import Replayed, replay
 from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.traces.checking import tell_other_verification
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
 from .fit_rule import RULES, check_rule, is_tuned, passing_rule, ruled
@@ -149,6 +150,7 @@ def train(
     several = [traces] if isinstance(traces, Trace) else list(traces)
     if not several:
         raise TraceError("--traces: expected at least one trace")
+    tell_other_verification(profile, several[0].header)
     if host is not None:
         check_host(host, several, rule, [*(vectors or ()), *form(head).vectors])
         features = features_for(host, several, head, features, default_features(several))

@@ -28,6 +28,7 @@ from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.traces.checking import tell_other_verification
 from .answer import answer, findings, noise_findings
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
@@ -111,6 +112,7 @@ def evaluate(
         _check_sampled(option, trace, wanted)
     for policy in policies:
         check_fit(policy, traces)
+    tell_other_verification(profile, traces.header)
     live = traces.header.collector == "live"
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())

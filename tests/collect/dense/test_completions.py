@@ -101,7 +101,7 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
     tmp_path: Path,
 ) -> None:
     """Labels are those of the text; features those of the draft behind what `mixed` says that it read."""
-    options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW}
+    options = {"depth": 1, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
     plain = collect(pair, prompts, tmp_path / "plain", **options).rows.with_format("numpy")
     trace = collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options)
     rows = list(trace.rows.with_format("numpy"))

@@ -164,7 +164,7 @@ def learned(pair: Pair, full_profile: Profile, tmp_path_factory: pytest.TempPath
     """A policy trained under top-p 0.8 at temperature 0.7."""
     room = tmp_path_factory.mktemp("learned")
     traces = collect(pair, make_prompts(24, "fit", 21), room / "traces", depth=5, temperature=0.7, max_new_tokens=NEW,
-                     shaping=TOP_P)  # fmt: skip
+                     shaping=TOP_P, verification="match")  # fmt: skip
     train(traces, full_profile, head="logistic", out=room / "policy", cross_fit=False)
     return room / "policy"
 
@@ -188,7 +188,8 @@ def test_other_filters_and_temperatures_are_told_of(
         tell_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P))
     with pytest.warns(SpecstopWarning, match="another verification \\(match\\) than this run \\(rejection\\)"):
         tell_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection"))
-    other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW)
+    other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW,
+                    verification="match")  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
         evaluate(other, full_profile, [policy])
     explored = collect(pair, prompts, tmp_path / "live", depth=5, temperature=0.7, max_new_tokens=NEW, collector="live",

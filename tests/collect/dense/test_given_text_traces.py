@@ -14,8 +14,9 @@ from contract_policies import DEPTH
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller
 from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
+from specstop.collect.run import collect, plan_run
 from specstop.collect.store.folder import Trace, open_trace
+from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import parse_tree
@@ -38,6 +39,20 @@ def drawn(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFa
         name: collect(pair, prompts, folder / name, verification=name, draws=draws, **OPTIONS)
         for name, draws in (("rejection", 2), ("block", 2), ("point", 1))
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({}, "block"), ({"temperature": 0.0}, "match"), ({"tree": "2,1"}, "match"), ({"mix": 0.3, "depth": 1}, "match"),
+        ({"collector": "live"}, "match"), ({"drafter": "lookup"}, "match"), ({"verification": "rejection"}, "rejection"),
+    ],
+)  # fmt: skip
+def test_by_default_rounds_are_those_of_the_fastest_verification_that_can_be_replayed(
+    pair: Pair, prompts: list[Prompt], options: dict[str, Any], mode: str
+) -> None:
+    chosen = with_drafter(pair, options.pop("drafter")) if "drafter" in options else pair
+    assert plan_run(chosen, prompts, **{**OPTIONS, **options}).header.verification == mode
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "point"])
@@ -147,7 +162,7 @@ def test_completions_need_no_noise(pair: Pair, prompts: list[Prompt], drawn: dic
     [
         ({"verification": "typical"}, "--verification typical: expected a lossless one"),
         ({"verification": "block", "tree": "2,2"}, "--verification block: expected a chain"),
-        ({"draws": 2}, "--draws: expected 1 under match at temperature 0.7"),
+        ({"verification": "match", "draws": 2}, "--draws: expected 1 under match at temperature 0.7"),
         ({"verification": "block", "temperature": 0.0, "draws": 2}, "--draws: expected 1 under match at temperature 0"),
         ({"verification": "block", "draws": 0}, "--draws: expected 1 or more"),
         ({"verification": "rejection", "off_text": "approximate"}, "--off-text approximate: for --verification block"),

@@ -86,7 +86,7 @@ def test_dense_rows_hold_the_states_of_whole_forwards(
 def test_live_rows_hold_what_dense_ones_do(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float
 ) -> None:
-    options = {"tree": tree, "temperature": temperature}
+    options = {"tree": tree, "temperature": temperature, "verification": "match"}
     dense = by_anchor(run(pair, prompts[2:6], tmp_path / "dense", **options))
     live = by_anchor(run(pair, prompts[2:6], tmp_path / "live", collector="live", policy=ReadsDraftStates(), **options))
     differ = total = 0

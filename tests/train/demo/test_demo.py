@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import specstop.train.demo.demo as demonstration
 from conftest import make_prompts
 from specstop.collect.store.folder import open_trace
 from specstop.decode.compare.alternate import run_alternating
@@ -31,7 +32,7 @@ def done(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Demo:
     for side, seed in (("train", 21), ("test", 22)):
         lines = [json.dumps({"id": p.id, "prompt": p.text}) for p in make_prompts(30, side, seed)]
         (folder / "pair" / f"prompts-{side}.jsonl").write_text("\n".join(lines))
-    return demo(folder / "out", pair=folder / "pair", temperature=0.7, sizes=SIZES)
+    return demo(folder / "out", pair=folder / "pair", temperature=0.7, verification="match", sizes=SIZES)
 
 
 def test_it_leaves_what_every_command_reads(done: Demo) -> None:
@@ -53,6 +54,19 @@ def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) ->
     for line in done.live:
         assert line.same_text == line.tally.texts == SIZES.live
         assert line.measured > 0 < line.predicted
+
+
+def test_when_sampling_everything_is_for_the_fastest_lossless_verification(
+    done: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demonstration, "DEMO_HEADS", ("logistic",))
+    made = demo(tmp_path / "out", pair=done.folder.parent / "pair", temperature=0.7, sizes=SIZES)
+    headers = [open_trace(made.folder / f"traces-{side}").header for side in ("train", "test")]
+    policy = load_policy_folder(made.folder / "policies" / "logistic")
+    profile = Profile.load(made.folder / "profile.json")
+    assert [h.verification for h in headers] == ["block", "block"]
+    assert (policy.facts.verification, profile.verification) == ("block", "block")
+    assert all(line.same_text is None for line in made.live), "texts hang on what is drafted"
 
 
 def test_a_folder_in_use_is_refused(done: Demo) -> None:

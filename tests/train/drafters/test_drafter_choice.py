@@ -71,7 +71,7 @@ def traces(pair: Pair, twice: list[Prompt], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("two")
 
     def made(spec: str, name: str) -> TraceArrays:
-        options = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "draft": spec}
+        options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "draft": spec}
         return trace_arrays(collect(with_drafter(pair, spec), twice, folder / name, **options))
 
     return {spec: made(spec, str(at)) for at, spec in enumerate(("suffix", "model", "suffix?sure=0.4+model"))}

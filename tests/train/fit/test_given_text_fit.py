@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from base64 import b64encode
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ from conftest import NEW, make_prompts
 from contract_policies import DEPTH
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
+from specstop.decode.hf import generate
+from specstop.decode.hf.export import deploy_hf, generate_carried
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.modes import resolve_mode
+from specstop.policies.errors import SpecstopWarning
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import train, without_noise
@@ -22,6 +28,7 @@ from specstop.train.heads.calibration.logits import fit_kind, log_loss
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
 from specstop.train.heads.soft_classes import constant, two_classes
 from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.replay.traces.checking import tell_other_verification
 from specstop.train.report.evaluate import evaluate
 
 OPTIONS: dict[str, Any] = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "shards": 1}
@@ -81,8 +88,9 @@ def test_calibrators_and_losses_take_chances() -> None:
 
 @pytest.mark.parametrize("head", ["logistic", "mlp", "xgboost"])
 def test_a_head_is_fitted_settled_and_runs_under_its_verification(
-    pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
-) -> None:
+    pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     made = train(block[0], full_profile, head=head, out=tmp_path / head)
     policy = load_policy_folder(tmp_path / head)
     assert (policy.facts.verification, policy.facts.label) == ("block", "block")
@@ -95,3 +103,20 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
         settings = Settings(0.7, NEW, verification="auto")
         assert resolve_mode("auto", policy, settings.topology, 0.7) == "block"
         assert len(Speculator(pair, policy, settings).generate([5, 6, 7], 1).rounds) > 1
+        deploy_hf(tmp_path / head, tmp_path / "hf")
+        ran = []
+        monkeypatch.setattr(generate, "Speculator", lambda *a, **more: ran.append(Speculator(*a, **more)) or ran[-1])
+        files = {file.name: b64encode(file.read_bytes()).decode() for file in (tmp_path / "hf" / "policy").glob("*.*")}
+        asked = {"inputs": torch.tensor([[5, 6, 7]]), "do_sample": True, "temperature": 0.7, "max_new_tokens": 8}
+        generate_carried(pair.target, {**asked, "assistant_model": pair.draft}, files, None)
+        assert [speculator.mode.name for speculator in ran] == ["block"], "an exported policy, too"
+
+
+def test_a_profile_of_another_verification_is_told_of(block: tuple[Trace, Trace], profile: Profile) -> None:
+    header = block[0].header
+    for quiet in (profile, replace(profile, verification="block")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tell_other_verification(quiet, header)
+    with pytest.warns(SpecstopWarning, match="timed rounds under match .* those of block.* --verification block"):
+        tell_other_verification(replace(profile, verification="match"), header)

@@ -40,7 +40,7 @@ def hidden(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace,
     """Traces with hidden states to train on and to evaluate on, and a mixed one of the first prompts."""
     folder = tmp_path_factory.mktemp("hidden")
     both = ("draft_hidden", "target_hidden")
-    options = {"temperature": 0.7, "max_new_tokens": NEW, "shards": 2}
+    options = {"temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
     fit, held = make_prompts(16, "fit", 21), make_prompts(6, "held", 22)
     return (
         collect(pair, fit, folder / "fit", depth=DEPTH, vectors=both, **options),

@@ -66,8 +66,8 @@ def collected(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPa
             live = {} if policy is None else {"collector": "live", "policy": policy}
             out = folder / "-".join(map(str, key))
             done[key] = collect(
-                pair, prompts, out, depth=DEPTH, tree=TREES[tree], temperature=temperature, max_new_tokens=NEW,
-                shards=2, vectors=tuple(HIDDEN_STATES), **live,
+                pair, prompts, out, depth=DEPTH, tree=TREES[tree], temperature=temperature, verification="match",
+                max_new_tokens=NEW, shards=2, vectors=tuple(HIDDEN_STATES), **live,
             )  # fmt: skip
         return done[key]
 

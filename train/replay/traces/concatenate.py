@@ -19,6 +19,7 @@ _ALIKE = (
     "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
     "mix", "draws", "off_text",
 )  # fmt: skip
+_INSTEAD = {"verification": ", all with --verification match where temperature 0 is among them"}
 _BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
 _BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
 
@@ -61,7 +62,7 @@ def check_alike(first: Header, second: Header, where: str, other: str, names: Se
         if mine != theirs:
             raise TraceError(
                 f"--traces: {where} and {other} differ in {name} ({_short(mine)}, {_short(theirs)}); "
-                "expected one pair, recorded alike at several temperatures or on several prompts"
+                f"expected one pair, recorded alike at several temperatures or on several prompts{_INSTEAD.get(name, '')}"
             )
 
 
