@@ -3,14 +3,18 @@
     python benchmarks/drafters.py --check
     python benchmarks/drafters.py --pair pairs/a --out drafters.json
 
-On the embedded pair, greedy and at T = 0.7: each head drafter is trained on the pair's training prompts, then every drafter
-decodes the test prompts with chains of each length, with confidence rules, and with Medusa's published tree of 63 nodes
-(exact acceptance, and Medusa's typical one, which is LOSSY), all in alternation with plain decoding. For each: tokens a
-target call and speed over plain decoding, of its fastest setting and of the tree. The last line is one JSON object.
+On the embedded pair: each head drafter is trained on the pair's training prompts (or found in `--work`). By replay, greedy:
+for Medusa and Hydra the nodes of the published tree of 63 that a learned policy verifies, beside the whole tree and its best
+static part; suffix and draft model together, from the chance on that training prompts name. CTC's candidates as its released
+code makes them, beside ours. Then, greedy and at T = 0.7, every drafter decodes the test prompts with chains of each length,
+with confidence rules and with the tree of 63 nodes (exact acceptance, and Medusa's typical one, which is LOSSY), all in
+alternation with plain decoding. For each: tokens a target call and speed over plain decoding, of its fastest setting and of
+the tree. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import time
@@ -18,65 +22,118 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars, arguments
-from pairs import pair_folder
+from drafting.chosen import Ground, chosen_drafter, chosen_nodes
+from drafting.released import tokens_a_call
+from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
-from specstop.collect.prompts.read import encode, read_prompts
+from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import reading_room
-from specstop.decode import Generation, Pair, Settings, Speculator, Tally, load_pair, with_drafter
+from specstop.decode import Generation, Pair, Settings, Speculator, Tally, load_drafter, load_pair, with_drafter
 from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.drafters.heads.layer_network import CTCNetwork
+from specstop.decode.topology import parse_tree
 from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.policies.progress import Progress
 from specstop.train import FitOptions, train_drafter
+from specstop.train.drafters.run import KEPT_STATES
+from specstop.train.drafters.texts import record_texts
 
 DEPTH = 4
 TRAINED = ("medusa", "hydra", "ctc", "layer")
 OTHERS = ("model", "lookup", "suffix")
 TEMPERATURES = (0.0, 0.7)
 TREE = "medusa-63"
-MINUTES = 10.0
+MINUTES, NODES = 10.0, 1.05
 Prompts = list[tuple[str, list[int]]]
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    options = arguments(__doc__).parse_args()
-    count, tokens, epochs = (3, 24, 1) if options.quick else (40, 128, None)
+    parser = arguments(__doc__)
+    parser.add_argument("--work", type=Path, help="folder where drafters and traces are kept, and drafters found again")
+    parser.add_argument("--prompts", type=int, default=40, help="test prompts")
+    options = parser.parse_args()
+    count, tokens, epochs = (3, 24, 1) if options.quick else (options.prompts, 128, None)
     bars = Bars()
-    with progress_bars() as progress, tempfile.TemporaryDirectory() as room:
-        folder = pair_folder(options, progress)
+    with progress_bars() as progress, tempfile.TemporaryDirectory() as other:
+        folder, room = pair_folder(options, progress), options.work or Path(other)
         train = read_prompts(folder / "prompts-train.jsonl", 24 if options.quick else None)
+        test = read_prompts(folder / "prompts-test.jsonl", count)
         plain = load_pair(folder / "target", engine="plain")
-        fitted: dict[str, float] = {}
-        for kind in TRAINED:
-            began = time.monotonic()
-            work = FitOptions(epochs=epochs, checkpoints=Path(room) / f"work-{kind}")
-            made = train_drafter(
-                plain,
-                train,
-                Path(room) / kind,
-                kind,
-                depth=DEPTH,
-                max_new_tokens=tokens,
-                fit_options=work,
-                progress=progress,
-            )
-            fitted[kind] = time.monotonic() - began
-            shares = made.metrics["acceptance"]
-            print(f"{kind:<8} trained in {fitted[kind]:.0f} s; held-out acceptance", *(f"{s:.3f}" for s in shares))
-        bars.figures["seconds to train"] = {kind: round(seconds, 1) for kind, seconds in fitted.items()}
-        slowest = max(fitted.values())
-        bars.add(
-            "training", round(slowest, 1), slowest <= 60 * MINUTES, f"slowest {slowest:.0f} s, at most {MINUTES:g} min"
-        )
+        specs = trained(bars, plain, train, room, tokens, epochs, progress)
         pair = load_pair(folder / "target", folder / "draft")
-        specs = {name: name for name in OTHERS} | {kind: f"{kind}:{Path(room) / kind}" for kind in TRAINED}
-        drafters = {name: with_drafter(pair, spec) for name, spec in specs.items()}
-        read = read_prompts(folder / "prompts-test.jsonl", count)
-        ids = encode(read, pair.tokenizer, reading_room(pair, tokens + 64))
-        prompts = list(zip([p.id for p in read], ids, strict=True))
+        with tempfile.TemporaryDirectory(dir=room) as traces:
+            few = train[: 24 if options.quick else 4 * count]
+            ground = Ground(pair, few, test, tokens, DEPTH, effort(options), Path(traces), progress)
+            both = choices(bars, ground, specs)
+            as_released(bars, plain, test, Path(traces) / "texts", specs["ctc"], tokens, progress)
+        names = {name: name for name in OTHERS} | {"suffix+model": both} | specs
+        drafters = {name: with_drafter(pair, spec) for name, spec in names.items()}
+        ids = encode(test, pair.tokenizer, reading_room(pair, tokens + 64))
+        prompts = list(zip([p.id for p in test], ids, strict=True))
         for temperature in TEMPERATURES:
             measure(bars, drafters, prompts, temperature, tokens, progress)
     compared = f"{len(prompts)} prompts of {tokens} tokens, {len(drafters)} drafters, on {folder.name}"
     return bars.finish(options, compared, whole=len(prompts) >= 40)
+
+
+def trained(
+    bars: Bars, pair: Pair, prompts: list[Prompt], room: Path, tokens: int, epochs: int | None, progress: Progress
+) -> dict[str, str]:
+    """Return the spec of each head drafter, trained here unless it is there already."""
+    fitted: dict[str, float] = {}
+    for kind in TRAINED:
+        began, texts = time.monotonic(), room / "work-medusa" / KEPT_STATES
+        if (room / kind).is_dir():
+            made = load_drafter(room / kind)
+        else:
+            work = room / f"work-{kind}"
+            if kind != "medusa" and not work.exists() and texts.exists():
+                shutil.copytree(texts, work / KEPT_STATES)  # the same texts for all
+            made = train_drafter(
+                pair, prompts, room / kind, kind, depth=DEPTH, max_new_tokens=tokens,
+                fit_options=FitOptions(epochs=epochs, checkpoints=work), progress=progress,
+            )  # fmt: skip
+            fitted[kind] = time.monotonic() - began
+        took = f"in {fitted[kind]:.0f} s" if kind in fitted else "before"
+        print(f"{kind:<8} trained {took}; held-out acceptance", *(f"{s:.3f}" for s in made.metrics["acceptance"]))
+    bars.figures["seconds to train"] = {kind: round(seconds, 1) for kind, seconds in fitted.items()}
+    slowest = max(fitted.values(), default=0.0)
+    if fitted:
+        text = f"slowest {slowest:.0f} s, at most {MINUTES:g} min"
+        bars.add("training", round(slowest, 1), slowest <= 60 * MINUTES, text)
+    return {kind: f"{kind}:{room / kind}" for kind in TRAINED}
+
+
+def choices(bars: Bars, ground: Ground, specs: dict[str, str]) -> str:
+    """Print what is chosen by replay, and return the spec of suffix and model together."""
+    for kind in ("medusa", "hydra"):
+        found = chosen_nodes(ground, specs[kind], kind, TREE)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        text = f"learned nodes {found['ratio']:.3f} x the best static tree, {NODES:g} wanted (replayed; {shown})"
+        bars.add(f"{kind} nodes", found, found["ratio"] >= NODES, text)
+    found, held = chosen_drafter(ground)
+    better = max(held.first, held.other)
+    text = f"{held.rate:.0f} tokens/s on test prompts, the better of the two {better:.0f} (replayed), 0.99 of it wanted"
+    bars.add("suffix+model", [found.sure, held.rate, held.first, held.other], held.rate >= 0.99 * better, text)
+    sure = 1.0 if found.sure is None else found.sure
+    return f"suffix?sure={sure:g}+model"
+
+
+def as_released(
+    bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, spec: str, tokens: int, progress: Progress
+) -> None:
+    """Print tokens a target call of the CTC-drafter with its released candidates, and with ours."""
+    network = load_drafter(spec.partition(":")[2]).network
+    assert isinstance(network, CTCNetwork)
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    texts = record_texts(
+        pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
+    )
+    ends = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+    released, forward = tokens_a_call(network, texts, parse_tree(TREE), *ends)
+    bars.figures["ctc candidates"] = {"released": released, "forward": forward}
+    print(f"ctc in {TREE}, greedy: {released:.2f} tokens a call with the released candidates, {forward:.2f} with ours")
 
 
 def measure(
