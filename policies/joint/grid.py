@@ -98,8 +98,7 @@ class SingleStreamCosts:
 
 def batch_costs(profile: Profile) -> Costs:
     """Return what the batches of a profile cost: as measured, else as the tables of one stream tell (`SingleStreamCosts`)."""
-    measured: Costs | None = getattr(profile, "batch", None)
-    return SingleStreamCosts(profile) if measured is None else measured
+    return SingleStreamCosts(profile) if profile.batch is None else profile.batch
 
 
 def priced(who: str, profile: str | Path | Profile, draft: float, token: float) -> Grids:

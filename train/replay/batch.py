@@ -129,7 +129,6 @@ class BatchSource(TraceSource):
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, streams: int) -> None:
         super().__init__(arrays, policy, np.zeros((streams, 1), dtype=np.int64))
-        self._together = np.zeros(streams, dtype=np.int64)
         self.active = np.zeros(streams, dtype=bool)
 
     def open(self, stream: int, sequence: int) -> None:
@@ -141,7 +140,8 @@ class BatchSource(TraceSource):
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
         shown = super().step(depth, alive, history)
-        return DraftStep(shown.depth, shown.alive, shown.parent, shown.features, shown.hidden, self._together)
+        together = np.where(self.active, 0, -1)
+        return DraftStep(shown.depth, shown.alive, shown.parent, shown.features, shown.hidden, together)
 
 
 class _Batch:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
+from joint_policies import made_batch_policy
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Request, Settings, Speculator
@@ -17,6 +19,9 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
+from specstop.policies.joint.lengths import LoadLength, SmartSpec
+from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
@@ -53,7 +58,8 @@ class AboveMean(StopPolicy):
         return np.zeros(streams)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        assert len(np.unique(step.batch)) == 1, "one verification"
+        assert set(step.batch.tolist()) <= {0, -1}, "one verification"
+        assert not step.alive[step.batch < 0].any(), "no round"
         sure = step.features[..., 0].astype(np.float64)
         mean = sure[step.alive].mean() if step.alive.any() else 0.0
         return step.alive & ((sure >= mean) | (state[:, None] > 9e-3)), state
@@ -79,10 +85,37 @@ def test_rounds_are_those_of_the_live_batch(
     batch: int, temperature: float,
 ) -> None:  # fmt: skip
     """Eight texts, so that streams are refilled while others are in the midst of theirs."""
-    held, compared = arrays[temperature], 0
+    assert same_as_live(pair, prompts, prompt_ids, arrays[temperature], timed, batch, POLICIES) > 200
+
+
+@pytest.mark.parametrize("batch", [3, 4])
+def test_rounds_of_joint_policies_are_those_of_the_live_batch(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], arrays: dict[float, TraceArrays], timed: Profile,
+    batch: int,
+) -> None:  # fmt: skip
+    assert same_as_live(pair, prompts, prompt_ids, arrays[0.7], timed, batch, joint(timed)) > 200
+
+
+def joint(timed: Profile) -> list[StopPolicy]:
+    """Return one of each kind, that decide by these costs."""
+    learned = [
+        for_batches(made_batch_policy(names=("top1", "mean_accepted", feature), depth=DEPTH), send, timed)
+        for send, feature in (("best", "noisy_margin"), ("all", "drawn_prob"))
+    ]
+    fitted = AdaptiveVerification(DEPTH, profile=timed)
+    fitted.EVERY = 3  # type: ignore[misc]
+    return [LoadLength("1:5,2:3,3:2,4:1"), SmartSpec(profile=timed, max_depth=DEPTH), Tetris(2, 2), fitted, *learned]
+
+
+def same_as_live(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], held: TraceArrays, timed: Profile, batch: int,
+    policies: Sequence[StopPolicy],
+) -> int:  # fmt: skip
+    """Compare replayed batches with live ones, round by round, and return how many rounds they had."""
+    temperature, compared = held.header.temperature, 0
     at = {prompt.id: number for number, prompt in enumerate(prompts)}
     asked = [Request(prompt_ids[at[name]], stream_key(0, name)) for name in held.prompt_ids]
-    for policy in POLICIES:
+    for policy in policies:
         ended: list[tuple[int, int]] = []
 
         def end(number: int, text: Generation, stream: int, ended: list[tuple[int, int]] = ended) -> None:
@@ -101,7 +134,7 @@ def test_rounds_are_those_of_the_live_batch(
             assert set(own[:, COLUMNS.index("stream")].tolist()) <= {streams[number]}
             compared += len(said)
         assert made.calls < len(made.log), "verified together"
-    assert compared > 200
+    return compared
 
 
 def test_the_clock_is_shared_and_a_round_costs_what_the_batch_does(
@@ -187,7 +220,8 @@ def test_nothing_is_faster_than_the_bound(arrays: dict[float, TraceArrays], time
     held = arrays[0.7]
     free = dataclasses.replace(timed, decision_s={})
     least = batch_bound(held, free, batch).sum().item()
-    played = [replay_batch(held, policy, free, batch, at_once(held.sequences)).seconds.sum() for policy in POLICIES]
+    every = [*POLICIES, *joint(timed)]
+    played = [replay_batch(held, policy, free, batch, at_once(held.sequences)).seconds.sum() for policy in every]
     played += [
         replay_batch(held, FixedLength(k), free, batch, at_once(held.sequences)).seconds.sum() for k in range(DEPTH + 1)
     ]
