@@ -20,13 +20,13 @@ from specstop.policies.rules.chains import Derived
 
 MOST = 3
 LINEAR = tuple(1.0 + 0.08 * n for n in range(16))
-STEPPED = tuple(1.0 + 0.5 * (n >= 3) + 0.4 * (n >= 5) for n in range(16))
+STEPPED = tuple(1.0 + 0.9 * (n >= 3) + 0.9 * (n >= 5) for n in range(16))
 """Seconds of verifying so many drafted tokens of one stream; in a batch tokens count whosever they are."""
 
 COSTS = {"linear": LINEAR, "stepped": STEPPED}
 
 
-def made_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.05) -> Profile:
+def made_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.02) -> Profile:
     """Return a profile of these costs, at whatever context."""
     sides = (CostTable(at, (draft_s, draft_s), 0.0, tuple(verify_s)) for at in (10.0, 1000.0))
     return Profile(*sides, 0.0, 0.0, (0.0, 0.0))

@@ -198,8 +198,9 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
+    rate = 4.0 if verify_s is LINEAR else 1.0
     grid, rng = grids_of(made_profile(verify_s)).of(3, 2), np.random.default_rng(1)
-    rates, batches = np.full(len(grid.draft), 4.0), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
+    rates, batches = np.full(len(grid.draft), rate), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
     taken = set()
     for _ in range(40):
         values = np.ascontiguousarray(np.cumprod(rng.uniform(0.2, 1.0, (3, 2)), 1))
@@ -208,8 +209,8 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
         offered = np.ones((3, 2), dtype=bool)
         best_budgets(values, offered, batches.members, batches.starts, none, np.zeros(1), grid.verify, rates, budget)
         m = int(budget[0])
-        got = sum(sorted(values.flatten(), reverse=True)[:m]) - 4.0 * grid.verify[3, 3 + m]
-        assert got == pytest.approx(exhaustive(grid.verify, 3, values.flatten().tolist(), 4.0), abs=1e-12)
+        got = sum(sorted(values.flatten(), reverse=True)[:m]) - rate * grid.verify[3, 3 + m]
+        assert got == pytest.approx(exhaustive(grid.verify, 3, values.flatten().tolist(), rate), abs=1e-12)
         taken.add(m)
     assert len(taken) > 1
 
