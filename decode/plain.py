@@ -68,52 +68,92 @@ def plain_texts(
         PairError: the target gives logits that are not finite.
     """
     device, batch = pair.device, len(prompts)
-    longest = max(map(len, prompts))
-    model = open_cache(pair.target, longest + max_new_tokens, pair.vocabulary, hidden, batch)
+    model = open_cache(pair.target, max(map(len, prompts)) + max_new_tokens, pair.vocabulary, hidden, batch)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     stream = torch.tensor(list(keys), device=device)[:, None]
     ends = () if ignore_eos else pair.eos
-    eos = torch.tensor(ends, dtype=torch.int64, device=device)
     sampler = BatchSampler(shaping, temperature, [len(prompt) for prompt in prompts], ends, device)
-
-    out = torch.zeros(batch, max_new_tokens, dtype=torch.int64, device=device)
-    rows = torch.zeros(batch, max_new_tokens, pair.vocabulary, dtype=pair.logits_dtype, device=device)
-    kept = torch.zeros_like(rows) if noise and temperature > 0 else None
-    states = None
-    if hidden:
-        size = (batch, max_new_tokens, hidden_width(pair.target))
-        states = torch.zeros(size, dtype=torch.float16, device=device)
-    ended = torch.zeros(batch, dtype=torch.bool, device=device)
-    bad = torch.zeros_like(ended)
-    going = list(range(batch))
-    logits = rows.new_zeros(batch, pair.vocabulary)
+    texts = _Texts.begin(pair, ends, (batch, max_new_tokens), hidden, noise and temperature > 0)
+    logits = texts.rows.new_zeros(batch, pair.vocabulary)
     logits[:] = model.read_parts([Part(at, prompt, 1) for at, prompt in enumerate(prompts)])
-    last_states = model.states
-    ask = 1 if device.type == "cpu" else ENDED_EVERY
+    going = list(range(batch))
     for step in range(max_new_tokens):
-        bad |= ~logits.amax(-1).isfinite() & ~ended
-        rows[:, step] = logits
-        if states is not None and last_states is not None:
-            states[going, step] = stored(last_states[0])
-        drawn_with = None
-        if temperature > 0:
-            drawn_with = gumbel(stream, lengths + step, pair.vocabulary, pair.logits_dtype)
-            if kept is not None:
-                kept[:, step] = drawn_with
-        sampled = sampler(logits, partial(_prefixes, prompts, out[:, :step]))
-        out[:, step] = match_scores(sampled, drawn_with).argmax(-1)
-        ended |= torch.isin(out[:, step], eos)
+        drawn_with = gumbel(stream, lengths + step, pair.vocabulary, pair.logits_dtype) if temperature > 0 else None
+        texts.note(step, going, logits, model.states, drawn_with)
+        sampled = sampler(logits, partial(_prefixes, prompts, texts.tokens[:, :step]))
+        texts.add(step, match_scores(sampled, drawn_with).argmax(-1))
         last = step + 1 == max_new_tokens
-        if last or (step + 1) % ask == 0:
-            are_bad, have_ended = download(bad, ended)
-            if any(are_bad):
-                raise broken("target")
-            going = [at for at, has_ended in enumerate(have_ended) if not has_ended]
+        if last or (step + 1) % (1 if device.type == "cpu" else ENDED_EVERY) == 0:
+            going = texts.going()
             if last or not going:
                 break
-        logits[going] = model.read_parts([Part(at, out[at, step : step + 1]) for at in going])
-        last_states = model.states
-    return PlainTexts([cut_at(text, ends) for text in out[:, : step + 1].tolist()], rows, states, kept)
+        logits[going] = model.read_parts([Part(at, texts.tokens[at, step : step + 1]) for at in going])
+    return texts.made(step + 1)
+
+
+@dataclass
+class _Texts:
+    """What is decoded so far; on a device the host does not wait for it.
+
+    Attributes:
+        tokens: [B, N].
+        ends: [.] ids that end a text.
+        rows, states, noise: as of `PlainTexts`.
+        ended, bad: [B] bool, whether a text has ended, and whether the target gave a row that is not finite before that.
+    """
+
+    tokens: Tensor
+    ends: Tensor
+    rows: Tensor
+    states: Tensor | None
+    noise: Tensor | None
+    ended: Tensor
+    bad: Tensor
+
+    @classmethod
+    def begin(cls, pair: Pair, ends: Sequence[int], size: tuple[int, int], hidden: bool, noise: bool) -> _Texts:
+        """Return room for texts of `size` [B, N]."""
+        zeros = partial(torch.zeros, device=pair.device)
+        rows = zeros(*size, pair.vocabulary, dtype=pair.logits_dtype)
+        states = zeros(*size, hidden_width(pair.target), dtype=torch.float16) if hidden else None
+        ended, bad = zeros(2, size[0], dtype=torch.bool)
+        eos = torch.tensor(ends, dtype=torch.int64, device=pair.device)
+        return cls(
+            zeros(*size, dtype=torch.int64), eos, rows, states, torch.zeros_like(rows) if noise else None, ended, bad
+        )
+
+    def note(
+        self, step: int, going: list[int], logits: Tensor, states: Tensor | None, drawn_with: Tensor | None
+    ) -> None:
+        """Keep the rows [B, V] of a step, the states of the texts that go on, and the noise."""
+        self.bad |= ~logits.amax(-1).isfinite() & ~self.ended
+        self.rows[:, step] = logits
+        if self.states is not None and states is not None:
+            self.states[going, step] = stored(states[0])
+        if self.noise is not None and drawn_with is not None:
+            self.noise[:, step] = drawn_with
+
+    def add(self, step: int, tokens: Tensor) -> None:
+        """Append tokens [B]."""
+        self.tokens[:, step] = tokens
+        self.ended |= torch.isin(tokens, self.ends)
+
+    def going(self) -> list[int]:
+        """Return the texts that have not ended.
+
+        Raises:
+            PairError: one has met a row that is not finite.
+        """
+        bad, ended = download(self.bad, self.ended)
+        if any(bad):
+            raise broken("target")
+        return [at for at, has_ended in enumerate(ended) if not has_ended]
+
+    def made(self, steps: int) -> PlainTexts:
+        """Return the texts after so many steps."""
+        ends = self.ends.tolist()
+        texts = [cut_at(text, ends) for text in self.tokens[:, :steps].tolist()]
+        return PlainTexts(texts, self.rows, self.states, self.noise)
 
 
 def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor) -> list[list[int]]:

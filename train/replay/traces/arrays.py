@@ -13,13 +13,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ....collect.schema import UNKNOWN, Header, arrow_schema
+from ....collect.schema import UNKNOWN, Header
 from ....collect.store.folder import Trace
 from ....decode.topology import Topology
 from ....decode.verify.noise import stream_key
 from ....policies.errors import TraceError
 from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ....policies.features.history import HISTORY_FEATURES
+from .columns import Order, read_column, read_texts
 from .hidden_states import StoredVectors
 
 Array = np.ndarray[Any, Any]
@@ -170,9 +171,6 @@ class TraceArrays:
 _FAR = 1 << 32
 """More than any anchor."""
 
-_BLOCK_ROWS = 1 << 15
-"""Of a column, read at once."""
-
 
 def side_by_side(columns: Sequence[Tensor]) -> Tensor:
     """Return [N, K, F] of F columns [N, K]; without a copy where they lie side by side already, as in `trace_arrays`."""
@@ -186,6 +184,23 @@ def side_by_side(columns: Sequence[Tensor]) -> Tensor:
     if not lies or (len(columns) > 1 and first.stride(-1) < len(columns)):
         return torch.stack(list(columns), -1)
     return first.as_strided((*first.shape, len(columns)), (*first.stride(), 1))
+
+
+def _wanted(header: Header, features: Sequence[str] | None) -> list[str]:
+    """Return the recorded features to read, in the order in which a policy reads them."""
+    names = [*(features or ()), *header.anchor_features, *header.features]
+    asked = {*(names if features is None else features)}
+    if "above_token" in asked:
+        asked.add("anchor_token")  # the parent of the first token
+    return [name for name in dict.fromkeys(names) if name in asked]
+
+
+def _node_columns(trace: Trace, names: Sequence[str], place: Array, shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return columns [N, K], which lie side by side in memory: replay looks up all of a row's at once."""
+    block = np.empty((*shape, len(names)), dtype=np.float32)
+    for at, name in enumerate(names):
+        read_column(trace, name, np.float32, place, block[..., at])
+    return dict(zip(names, torch.from_numpy(block).unbind(-1), strict=True))
 
 
 def trace_arrays(
@@ -205,104 +220,44 @@ def trace_arrays(
     Raises:
         TraceError: a dense sequence misses an anchor, or one is there twice; a vector is not recorded.
     """
-    header = trace.header
-    names = [*(features or ()), *header.anchor_features, *header.features]  # the order a policy reads them in
-    asked = {*(names if features is None else features)}
-    if "above_token" in asked:
-        asked.add("anchor_token")  # that is what the first token was drawn behind
-    wanted = [n for n in dict.fromkeys(names) if n in asked]
-    sequence, anchor = (_read(trace, name, np.int64) for name in ("sequence", "anchor"))
-    order = np.lexsort((anchor, sequence))
-    place = np.argsort(order)  # where each row of the trace goes
-    sequence, anchor = sequence[order], anchor[order]
-    _, start, count = np.unique(sequence, return_index=True, return_counts=True)
-    follows = np.array_equal(anchor - np.repeat(anchor[start], count), np.arange(len(anchor)) - np.repeat(start, count))
-    twice = bool(((np.diff(anchor) == 0) & (np.diff(sequence) == 0)).any())
-    if twice or (header.has_every_anchor and not follows):
-        raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
+    header, order = trace.header, Order.read(trace)
 
     def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
-        return torch.from_numpy(_read(trace, name, kind, place)[of])
+        return torch.from_numpy(read_column(trace, name, kind, order.place)[of])
 
-    ids, groups = _texts(trace, "prompt_id", order[start]), _texts(trace, "group", order[start])
+    wanted = _wanted(header, features)
+    ids, groups = (read_texts(trace, name, order.of[order.start]) for name in ("prompt_id", "group"))
     tokens = read("tokens", np.int32)
-    node_names = [n for n in wanted if n in header.features]
-    block = np.empty((*tokens.shape, len(node_names)), dtype=np.float32)
-    for at, name in enumerate(node_names):
-        _read(trace, name, np.float32, place, block[..., at])
-    columns = {n: read(n, np.float32) for n in wanted if n in header.anchor_features}
+    columns = {name: read(name, np.float32) for name in wanted if name in header.anchor_features}
+    columns |= _node_columns(trace, [n for n in wanted if n in header.features], order.place, tokens.shape)
     live = header.collector == "live"
-    index = None if (order[1:] > order[:-1]).all() else torch.from_numpy(order)
-    found = {n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors}
+    index = None if (order.of[1:] > order.of[:-1]).all() else torch.from_numpy(order.of)
+    draws = (order.key % header.draws).tolist()
     made = TraceArrays(
         header=header,
         prompt_ids=ids,
         groups=groups,
-        keys=torch.tensor(
-            [
-                stream_key(header.seed, name, int(which) % header.draws)
-                for name, which in zip(ids, sequence[start], strict=True)
-            ]
-        ),
-        offset=torch.from_numpy(start.astype(np.int64)),
-        rows=torch.from_numpy(count.astype(np.int64)),
-        first_anchor=torch.from_numpy(anchor[start]),
-        prompt_tokens=read("prompt_tokens", np.int64, start),
-        text_tokens=read("text_tokens", np.int64, start),
+        keys=torch.tensor([stream_key(header.seed, name, draw) for name, draw in zip(ids, draws, strict=True)]),
+        offset=torch.from_numpy(order.start.astype(np.int64)),
+        rows=torch.from_numpy(order.count.astype(np.int64)),
+        first_anchor=torch.from_numpy(order.anchor[order.start]),
+        prompt_tokens=read("prompt_tokens", np.int64, order.start),
+        text_tokens=read("text_tokens", np.int64, order.start),
         accepted=read("accepted_length", np.int64),
         tokens=tokens,
         ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int32)),
         cut=read("cut", bool),
-        columns={**columns, **dict(zip(node_names, torch.from_numpy(block).unbind(-1), strict=True))},
+        columns=columns,
         path=None if header.tree.is_chain and not live else read("accepted", bool),
         drawn=read("drawn", bool) if live else None,
-        anchors=None if follows else torch.from_numpy(anchor),
+        anchors=None if order.follows else torch.from_numpy(order.anchor),
         extra={name: read(name, None) for name in extra},
-        vectors=found,
+        vectors={n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors},
     )
     for name in vectors or ():
         made.vector(name)
     pa.default_memory_pool().release_unused()  # pyarrow keeps what it read through for itself
     return made
-
-
-def _read(trace: Trace, name: str, kind: Any, place: Array | None = None, out: Array | None = None) -> Array:
-    """Return a column as an array [N] or [N, K].
-
-    It is read some rows at a time, so that no more than the array itself must fit into memory.
-
-    Args:
-        trace: that has it.
-        name: of the column.
-        kind: of the numbers; None = as stored.
-        place: [N], where each row goes; None = they stay in their order.
-        out: written to, in place of a new array.
-    """
-    of = arrow_schema(trace.header).field(name).type
-    if pa.types.is_fixed_size_list(of):
-        shape, each = [trace.row_count, of.list_size], of.value_type
-    else:
-        shape, each = [trace.row_count], of
-    made = np.empty(shape, each.to_pandas_dtype() if kind is None else kind) if out is None else out
-    start = 0
-    for part in trace.blocks(name, _BLOCK_ROWS):
-        flat = part.flatten() if pa.types.is_fixed_size_list(of) else part
-        values = flat.to_numpy(zero_copy_only=False)
-        here = slice(start, start + len(part))
-        made[here if place is None else place[here]] = values.reshape(len(part), *shape[1:])
-        start += len(part)
-    return made
-
-
-def _texts(trace: Trace, name: str, rows: Array) -> list[str]:
-    """Return a column of texts at these rows [S]."""
-    found: dict[int, str] = {}
-    wanted, start = np.sort(rows), 0
-    for part in trace.blocks(name, _BLOCK_ROWS):
-        here = wanted[np.searchsorted(wanted, start) : np.searchsorted(wanted, start + len(part))]
-        found |= zip(here.tolist(), map(str, part.take(here - start).to_pylist()), strict=True)
-        start += len(part)
-    return [found[row] for row in rows.tolist()]
 
 
 def typical_context(arrays: TraceArrays) -> float:
