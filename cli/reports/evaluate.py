@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...policies.errors import InputError
+from ..common import batch_sizes
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
 from ..options.sampling import UNUSED, with_shaping
@@ -34,6 +37,16 @@ def evaluate(
     achievable: Annotated[
         bool, typer.Option("--achievable", help="Add what a policy could reach that knows all features. Takes minutes.")
     ] = False,
+    batch: Annotated[
+        str | None,
+        typer.Option(help="Also compare with so many texts side by side: 1,2,4,8; the profile needs these sizes."),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            help="With --batch: requests a second, at random, or a JSON file of their times. Default: all at once."
+        ),
+    ] = None,
     shaping: Shaping = UNUSED,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -48,6 +61,7 @@ def evaluate(
     """
     from ...policies.latency.profile import Profile
 
+    sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
     costs = Profile.load(profile)
     from ...policies.storage.registry import load_policy
     from ...train.report.evaluate import evaluate as run, load_traces
@@ -62,6 +76,8 @@ def evaluate(
             sweep=sweep,
             achievable=achievable,
             shaping=shaping if shaping.facts else None,
+            batch=sizes,
+            arrivals=coming,
             seed=seed,
             overwrite=overwrite,
             progress=progress,
@@ -72,6 +88,26 @@ def evaluate(
     show_report(report)
     page = out / "report.html"
     output().print(f"The page: {page} (the same as report.md, report.json, report.csv, report.png beside it)")
+
+
+def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
+    """Return when requests arrive, by their number."""
+    from ...policies.files.atomic import read_json
+    from ...train.replay.arrivals import at_once, poisson, recorded
+
+    if told is None:
+        return at_once
+    if batch is None:
+        raise InputError("--arrivals: only batches have requests that wait for each other; give --batch too")
+    try:
+        rate = float(told)
+    except ValueError:
+        times = read_json(Path(told), "--arrivals")
+        if not isinstance(times, list) or not all(type(time) in (int, float) for time in times):
+            raise InputError(f"--arrivals: expected a rate, or a JSON list of seconds; {told} is neither") from None
+        return lambda count: recorded(times, count)
+    poisson(1, rate)
+    return lambda count: poisson(count, rate, seed)
 
 
 def show_report(report: Report) -> None:
@@ -90,8 +126,25 @@ def show_report(report: Report) -> None:
     ]
     table("By length", ("k", *map(str, range(len(report.fixed)))), by_length)
     console = output()
+    if (sides := report.details.get("batch")) is not None:
+        _show_batches(sides)
     for text in (*report.caveats, *report.findings):
         console.print(f"Note: {text}")
     console.print(headline(report))
+    if sides is not None:
+        console.print(sides["words"])
     if report.answer is not None:
         console.print(" ".join([f"How sure: {report.answer.sure}", *report.answer.why]))
+
+
+def _show_batches(found: dict[str, Any]) -> None:
+    """Print what each policy gains by batch size."""
+    from ...train.report.records import Ratio
+
+    rows = []
+    for at, size in enumerate(found["sizes"]):
+        best = f"fixed:{found['best_fixed'][at]}, {found['lines'][0]['tokens_per_s'][at]:.0f}"
+        ratios = (Ratio(**line["to_best_fixed"][at]).text() for line in found["lines"][1:])
+        rows.append((str(size), f"{found['plain'][at]:.0f}", best, *ratios))
+    heads = ("batch", "plain, tokens/s", "best fixed, tokens/s", *(line["name"] for line in found["lines"][1:]))
+    table("Texts side by side, best fixed length of that batch size = 1", heads, rows)

@@ -29,14 +29,16 @@ def poisson(count: int, rate: float, seed: int = 0) -> Array:
     return out
 
 
-def recorded(times: Sequence[float]) -> Array:
-    """Return [count] float64 seconds since the first of these times, which must not fall.
+def recorded(times: Sequence[float], count: int) -> Array:
+    """Return [count] float64 seconds since the first of these times, the first so many of them.
 
     Raises:
-        InputError: they fall, are none, or not finite.
+        InputError: they fall, are not finite, or are too few.
     """
     out = np.asarray(times, dtype=np.float64)
     if out.ndim != 1 or not len(out) or not np.isfinite(out).all() or (np.diff(out) < 0).any():
         raise InputError("arrivals: expected a list of times in seconds that do not fall")
-    since: Array = out - out[0]
+    if len(out) < count:
+        raise InputError(f"arrivals: expected {count} times, one a request, not {len(out)}")
+    since: Array = out[:count] - out[0]
     return since

@@ -23,6 +23,7 @@ from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
 from ..fit.tuning.rates import PRICED, solve_rate, tune_confidence
+from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
@@ -30,6 +31,7 @@ from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import tell_other_verification
 from .answer import answer, findings, noise_findings
+from .batches import Arrivals, by_batch
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
 from .insight import Entry, acceptance_bands
@@ -67,6 +69,8 @@ def evaluate(
     sweep: bool | None = None,
     transfer: Transfer | None = None,
     shaping: Shaping | None = None,
+    batch: Sequence[int] = (),
+    arrivals: Arrivals = at_once,
     overwrite: bool = False,
     progress: Progress = shown,
 ) -> Report:
@@ -92,6 +96,8 @@ def evaluate(
             and it takes seconds.
         transfer: a table of `whatif.transfer` to put into the report.
         shaping: what the traces must have been sampled from; None = whatever they were.
+        batch: also say what policies gain with so many texts side by side, of each of these sizes.
+        arrivals: when the requests of these batches arrive, by their number (`replay.arrivals`).
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
@@ -114,6 +120,10 @@ def evaluate(
         check_fit(policy, traces)
     tell_other_verification(profile, traces.header)
     live = traces.header.collector == "live"
+    if batch and not traces.header.has_every_anchor:
+        raise TraceError(
+            "--batch: expected dense traces, in which any round of a batch can be looked up; collect them so"
+        )
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
@@ -141,6 +151,11 @@ def evaluate(
                 traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress, draws=draws
             )
             report.details["sweep"] = swept.to_dict()
+        if batch:
+            asked = [(name, policy) for name, _, policy, _ in jobs]
+            report.details["batch"] = by_batch(
+                arrays, asked, profile, batch, arrivals=arrivals, seed=seed, progress=progress
+            )
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import cli, files
 from specstop.collect.store.folder import Trace
+from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
@@ -86,3 +87,50 @@ def test_rows_are_called_what_was_typed(sides: tuple[Trace, Trace], full_profile
     assert set(typed) <= set(names)
     twice = cli(*read, *options[:2] * 2, "--overwrite")
     assert twice.code == 2 and f"two policies are called '{typed[0]}'" in twice.err
+
+
+def test_policies_are_compared_by_batch_size(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path) -> None:
+    verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
+    side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), 1e-5, ((1, 1e-3), (4, 1.5e-3)), verify)
+    dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "profile.json")
+    read = [
+        "evaluate",
+        "--traces",
+        sides[1].folder,
+        "--profile",
+        tmp_path / "profile.json",
+        "--policy",
+        "confidence:0.5",
+    ]
+    answer = cli(*read, "--out", tmp_path / "r", "--batch", "1,4", "--no-sweep")
+    assert answer.code == 0, answer.err
+    said = " ".join(answer.out.split())
+    assert "Texts side by side, best fixed length of that batch size = 1" in said and "By batch size: " in said
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    found = report["details"]["batch"]
+    assert found["sizes"] == [1, 4] and found["requests"] == [12, 24], "twelve texts, and four batches of four or more"
+    best, *policies, bound = found["lines"]
+    assert [line["name"] for line in policies] == ["Hugging Face default", "confidence:0.5"]
+    alone = next(line for line in report["lines"] if line["name"] == "confidence:0.5")
+    assert policies[1]["tokens_per_s"][0] == pytest.approx(alone["tokens_per_s"]), "one stream is what the report is of"
+    assert policies[1]["to_best_fixed"][0]["value"] == pytest.approx(alone["to_best_fixed"]["value"])
+    assert bound["to_best_fixed"][0]["value"] >= policies[1]["to_best_fixed"][0]["value"]
+    for line in (best, *policies):
+        for mean, tail in zip(line["latency_s"], line["latency_p95_s"], strict=True):
+            assert 0 < mean["low"] < mean["value"] < tail["value"]
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / "r" / name).read_text()
+        assert "Texts side by side" in page and found["words"] in page
+    late = cli(*read, "--out", tmp_path / "late", "--batch", "4", "--arrivals", "0.5", "--no-sweep", "--json")
+    assert late.code == 0, late.err
+    spaced = json.loads(late.out)["details"]["batch"]["lines"][1]
+    assert spaced["latency_s"][0]["value"] < policies[0]["latency_s"][1]["value"], "who comes later waits less"
+    for options, message in (
+        (["--batch", "8"], "the largest batch measured is 4, not 8"),
+        (["--arrivals", "3"], "give --batch too"),
+        (["--batch", "2", "--arrivals", "-1"], "expected a rate above 0"),
+        (["--batch", "2", "--arrivals", tmp_path / "none.json"], "none.json"),
+    ):
+        answer = cli(*read, "--out", tmp_path / "refused", *options)
+        assert answer.code == 2 and message in answer.err, answer.err
+        assert not (tmp_path / "refused").exists()

@@ -185,7 +185,7 @@ def test_requests_wait_until_they_have_come_and_a_stream_is_free(
     assert apart.latency == pytest.approx(apart.seconds), "nobody waits"
     assert apart.latency.max() < now.latency.max()
     order = np.array([3, 1, 1])
-    some = replay_batch(held, FixedLength(2), timed, 2, recorded([7.0, 7.0, 8.0]), order)
+    some = replay_batch(held, FixedLength(2), timed, 2, recorded([7.0, 7.0, 8.0], 3), order)
     assert some.tokens.tolist() == held.text_tokens[order].tolist() and some.sequence.tolist() == [3, 1, 1]
 
 
@@ -194,10 +194,12 @@ def test_arrivals_are_keyed_and_checked() -> None:
     assert (np.diff(times) > 0).all() and times.tolist() == poisson(4000, 5.0, seed=1).tolist()
     assert times.tolist() != poisson(4000, 5.0, seed=2).tolist()
     assert times[-1] / 4000 == pytest.approx(0.2, rel=0.1)  # six standard errors
-    assert recorded([5.0, 5.0, 6.5]).tolist() == [0.0, 0.0, 1.5]
+    assert recorded([5.0, 5.0, 6.5, 9.0], 3).tolist() == [0.0, 0.0, 1.5]
     for wrong in ([], [2.0, 1.0], [0.0, float("nan")]):
         with pytest.raises(InputError, match="times in seconds that do not fall"):
-            recorded(wrong)
+            recorded(wrong, 1)
+    with pytest.raises(InputError, match="expected 3 times, one a request, not 2"):
+        recorded([1.0, 2.0], 3)
     with pytest.raises(InputError, match="expected a rate above 0"):
         poisson(3, 0.0)
 

@@ -233,6 +233,28 @@ def sweep(data: Data) -> list[Picture]:
     return [Picture(chart.svg(), title, tuple((series(at), line["name"]) for at, line in enumerate(lines)))]
 
 
+def batches(data: Data) -> list[Picture]:
+    """Each policy over the batch size."""
+    found: dict[str, Any] = data["details"]["batch"]
+    x, lines = [float(size) for size in found["sizes"]], found["lines"][1:-1][:_MOST_LINES]
+    if len(x) < 2 or not lines:
+        return []
+    title = "Speed by batch size, best fixed length of that size = 1, 95% intervals"
+    limits = room([end for line in lines for end in _ends(line["to_best_fixed"])], 1.0)
+    ticks = [(size, f"{size:g}") for size in x]
+    chart = Chart(
+        title, (x[0] / 1.05, x[-1] * 1.05), limits, "texts side by side", "times best fixed", x_ticks=ticks, log_x=True
+    )
+    chart.rule((x[0], 1.0), (x[-1], 1.0))
+    for at, line in enumerate(lines):
+        rows = list(zip(x, line["to_best_fixed"], strict=True))
+        _band(chart, rows, series(at))
+        _series(
+            chart, [(size, r["value"]) for size, r in rows], series(at), f"{line['name']} at {{0:g}}: {{1:.3f}}", 3.0
+        )
+    return [Picture(chart.svg(), title, tuple((series(at), line["name"]) for at, line in enumerate(lines)))]
+
+
 DRAWN: Mapping[str, Callable[[Data], list[Picture]]] = {
     "speed": speed,
     "acceptance": acceptance,
@@ -244,4 +266,5 @@ DRAWN: Mapping[str, Callable[[Data], list[Picture]]] = {
     "prompts": prompts,
     "sensitivity": sensitivity,
     "sweep": sweep,
+    "batch": batches,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..records import REFUSE, Ratio
+from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table
 
 _REFERENCES = ("plain decoding", "best fixed", "oracle bound")
@@ -388,7 +389,8 @@ def transfer(data: Data) -> Section | None:
 
 
 PARTS: Sequence[Callable[[Data], Section | None]] = (
-    speeds, parts, acceptance, lengths, reliability, time, stops, groups, prompts, sensitivity, sweep, transfer, losses,
+    speeds, batches, parts, acceptance, lengths, reliability, time, stops, groups, prompts, sensitivity, sweep, transfer,
+    losses,
 )  # fmt: skip
 
 

@@ -1,0 +1,167 @@
+"""What each policy gains by batch size: texts side by side, by exact replay of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ...policies.baselines.fixed import FixedLength
+from ...policies.contract import StopPolicy
+from ...policies.latency.profile import Profile
+from ...policies.progress import Progress, silent
+from ..replay.arrivals import at_once
+from ..replay.batch import BatchReplayed, check_batch, replay_batch
+from ..replay.bounds.batch import batch_bound
+from ..replay.traces.arrays import TraceArrays
+from .intervals import Resamples, Values
+from .records import Ratio
+
+FULL = 4
+"""Batches that there are requests for at least: the last ones run in a batch that is not full any more."""
+
+TAIL = 0.95
+
+Arrivals = Callable[[int], Values]
+"""The times at which so many requests arrive."""
+
+
+def by_batch(
+    arrays: TraceArrays,
+    policies: Sequence[tuple[str, StopPolicy]],
+    profile: Profile,
+    sizes: Sequence[int],
+    *,
+    arrivals: Arrivals = at_once,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Return, as JSON values, what policies gain at each batch size over the best fixed length of that size.
+
+    Args:
+        arrays: a dense trace of chains.
+        policies: (name, policy).
+        profile: with batches of these sizes.
+        sizes: texts side by side.
+        arrivals: of the requests.
+        seed: of the order of the texts and of the bootstrap.
+        progress: see `Progress`.
+
+    Returns:
+        `sizes`, `requests`, `best_fixed` (the length) and `plain` (tokens/s) by size; `lines`, of the best fixed length, the
+        policies and the bound, with figures by size; `use`, what is fastest there beyond doubt; `words`, the same as text.
+
+    Raises:
+        TraceError, InputError: as of `replay_batch`.
+    """
+    for size in sizes:
+        check_batch(arrays, profile, size)
+    depth = min(arrays.depth, profile.max_depth)
+    done, total = 0, len(sizes) * (depth + 1 + len(policies))
+    tables = []
+    for size in sizes:
+        order = deal(arrays, size, seed)
+        made = []
+        for policy in (*map(FixedLength, range(depth + 1)), *(policy for _, policy in policies)):
+            progress("batches", done, total)
+            made.append(replay_batch(arrays, policy, profile, size, arrivals(len(order)), order))
+            done += 1
+        bound = batch_bound(arrays, profile, size).numpy()[order]
+        tables.append(_Table(made[: depth + 1], made[depth + 1 :], bound, arrays, order, seed))
+    progress("batches", total, total)
+    names = [name for name, _ in policies]
+    lines = [
+        {"name": name, **{key: [table.figures(at)[key] for table in tables] for key in tables[0].figures(at)}}
+        for at, name in enumerate(["best fixed", *names, "oracle bound of the batch"])
+    ]
+    use = [table.use(names) for table in tables]
+    return {
+        "sizes": list(sizes),
+        "requests": [table.requests for table in tables],
+        "best_fixed": [table.best for table in tables],
+        "plain": [table.plain for table in tables],
+        "lines": lines,
+        "use": use,
+        "words": words(sizes, use),
+    }
+
+
+def deal(arrays: TraceArrays, size: int, seed: int) -> Values:
+    """Return which text each request is: all texts at random, again for `FULL` batches; once for one stream."""
+    chance = np.random.default_rng(seed)
+    repeats = 1 if size == 1 else max(1, -(-FULL * size // arrays.sequences))
+    return np.concatenate([chance.permutation(arrays.sequences) for _ in range(repeats)])
+
+
+def words(sizes: Sequence[int], use: Sequence[str]) -> str:
+    """Return what to use from which batch size on, in one sentence."""
+    parts = []
+    for name, some in groupby(zip(sizes, use, strict=True), key=lambda pair: pair[1]):
+        known = [str(size) for size, _ in some]
+        parts.append(f"{name} at {known[0]}" if len(known) == 1 else f"{name} from {known[0]} to {known[-1]}")
+    return "By batch size: " + ", ".join(parts) + "."
+
+
+class _Table:
+    """All that was replayed at one batch size."""
+
+    def __init__(
+        self,
+        fixed: Sequence[BatchReplayed],
+        policies: Sequence[BatchReplayed],
+        bound: Values,
+        arrays: TraceArrays,
+        order: Values,
+        seed: int,
+    ) -> None:
+        self._boot = Resamples([arrays.prompt_ids[at] for at in order], seed)
+        tokens = self._boot.total(fixed[0].tokens)
+        speeds = np.stack([tokens / self._boot.total(one.seconds) for one in fixed], 1)
+        self.best, self.plain, self.requests = int(speeds[0].argmax()), float(speeds[0, 0]), len(order)
+        self._best, self._plain = speeds.max(1), speeds[:, 0]  # picked again in every resample
+        self._made = [fixed[self.best], *policies, None]
+        asked = [tokens / self._boot.total(one.seconds) for one in policies]
+        self._speeds = [self._best, *asked, tokens / self._boot.total(bound)]
+
+    def figures(self, at: int) -> dict[str, Any]:
+        """Return the figures of one line; a bound has no latencies."""
+        speed, made = self._speeds[at], self._made[at]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = (speed - self._best) / (self._speeds[-1] - self._best)
+        known = {
+            "tokens_per_s": float(speed[0]),
+            "to_best_fixed": _plain(self._boot.interval(speed / self._best)),
+            "to_plain": _plain(self._boot.interval(speed / self._plain)),
+            "oracle_share": _plain(self._boot.interval(share)),
+        }
+        return known | {
+            "tokens_per_call": None if made is None else made.tokens_per_call,
+            "latency_s": None if made is None else _plain(self._mean(made.latency)),
+            "latency_p95_s": None if made is None else _plain(self._tail(made.latency)),
+        }
+
+    def _mean(self, latency: Values) -> Ratio:
+        return self._boot.interval(self._boot.total(latency) / self._boot.total(np.ones(len(latency))))
+
+    def _tail(self, latency: Values) -> Ratio:
+        """Return the 95th percentile over requests and its interval."""
+        order = np.argsort(latency)
+        weights = self._boot.total(np.eye(len(latency)))[:, order].cumsum(1)
+        at = (weights >= TAIL * weights[:, -1:]).argmax(1)
+        return self._boot.interval(latency[order][at])
+
+    def use(self, names: Sequence[str]) -> str:
+        """Return the fastest policy that is clear of the best fixed length; that length where there is none."""
+        found = [(self._speeds[at + 1][0], name) for at, name in enumerate(names) if self._is_clear(at + 1)]
+        return max(found)[1] if found else f"fixed:{self.best}" if self.best else "plain decoding"
+
+    def _is_clear(self, at: int) -> bool:
+        return self._boot.interval(self._speeds[at] / self._best).is_above
+
+
+def _plain(ratio: Ratio) -> dict[str, float | None]:
+    """Return a ratio as JSON has it; one that is none, as of a gap of nothing, as 0."""
+    return dataclasses.asdict(ratio if np.isfinite(ratio.value) else Ratio(0.0))
