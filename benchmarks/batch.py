@@ -1,4 +1,4 @@
-"""Texts decoded side by side: the same as alone, replayed as they ran, faster together, in memory that does not grow.
+"""Texts decoded side by side: the same as alone, replayed as they ran, policies by load, speed, memory that does not grow.
 
     python benchmarks/batch.py --check
     python benchmarks/batch.py --pair pairs/a --out batch.json
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from bars import Bars, arguments
+from loads import compare, gpu_like
 from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
@@ -33,6 +34,7 @@ from specstop.decode.loop import Request
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.pair import with_engine
 from specstop.decode.profile import measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
@@ -43,7 +45,8 @@ MODES = [("match", None), ("match", TREE), ("rejection", None), ("rejection", "2
 SPECS = ("fixed:3", "confidence:0.3", "product:0.2", "adaedl:0.3")
 SIZES, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)
 FEATURES = 3e-5
-PARTS = ("texts", "rounds", "rows", "speeds", "memory")
+PARTS = ("texts", "rounds", "loads", "rows", "speeds", "memory")
+LOADS = (1, 2, 4, 8, 16, 32)
 
 
 def main() -> int:
@@ -65,6 +68,9 @@ def main() -> int:
         if "rounds" in options.part:
             other = read_prompts(folder / "prompts-train.jsonl", count)
             replayed(pair, prompts, ids, other, tokens, Path(out), options, bars)
+        if "loads" in options.part:
+            other = read_prompts(folder / "prompts-train.jsonl", count)
+            loads(pair, prompts, other, tokens, Path(out), options, bars)
         if "rows" in options.part:
             collected(pair, prompts, tokens // 2, Path(out), options, bars)
     if "speeds" in options.part:
@@ -167,6 +173,23 @@ def replayed(
         "rounds of batches replayed as live", total, wrong == 0 and ties <= max(1, total / 2000) and enough,
         f"{total} rounds, {ties} ties, {wrong} wrong; 20,000, none wrong",
     )  # fmt: skip
+
+
+def loads(
+    pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, out: Path, options: argparse.Namespace,
+    bars: Bars,
+) -> None:  # fmt: skip
+    """Compare policies by batch size in replay, by costs measured here and by those of a machine like a GPU."""
+    sizes = LOADS[:2] if options.quick else LOADS
+    told = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH}
+    held, seen = (collect(pair, side, out / f"loads{at}", **told) for at, side in enumerate((prompts, other)))
+    known = encode(other, pair.tokenizer, reading_room(pair, tokens))
+    effort = Effort(repetitions=2) if options.quick else Effort(budget_s=240.0)
+    measured = measure_profile(pair, known, depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=24, effort=effort)
+    arrays, fit = trace_arrays(held), trace_arrays(seen)
+    for where, profile in (("this machine", measured), ("like a GPU", gpu_like(sizes, DEPTH))):
+        learned = train(seen, profile, head="logistic").policy
+        bars.figures[f"by batch size, {where}"] = compare(where, arrays, fit, learned, profile, sizes, options, bars)
 
 
 def collected(

@@ -114,11 +114,12 @@ class Speculator:
         check_sizes(policy, self._sizes)
         keeps = TARGET_HIDDEN in self._sizes, DRAFT_HIDDEN in self._sizes
         self.batch = batch
-        padded = profile.padded() if profile and chain else ()
+        padded = profile.padded() if profile and chain and batch == 1 else ()
+        filled = profile.batch.filled if profile and profile.batch and chain and batch > 1 else None
         trimming = policy.trims, is_trimming(policy)
         self._source = ModelSource(
             pair, self._drafter, self.mode, self.topology, self.settings, trimming, keeps, padded, source,
-            batch,
+            batch, filled,
         )  # fmt: skip
         self._runner = GuardedRunner(policy, profile, chain, self.settings.fallback, self.settings.guard, batch)
         self._runner.replaced = self._read_for

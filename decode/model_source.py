@@ -46,6 +46,7 @@ class ModelSource:
         padded: how many tokens a verification of so many is best filled up to, of one stream; none = it never is.
         source: makes the random source of a stream from (key, window); None = the keyed noise.
         streams: S.
+        filled: how many tokens in all a verification of (streams, tokens) is best filled up to; None = it never is.
 
     Attributes:
         texts: S, those that are decoded; None where there is none.
@@ -67,6 +68,7 @@ class ModelSource:
         padded: Sequence[int] = (),
         source: Callable[[int, int], Source] | None = None,
         streams: int = 1,
+        filled: Callable[[int, int], int] | None = None,
     ) -> None:
         self.pair, self.drafter, self.mode, self.topology, self.settings = pair, drafter, mode, topology, settings
         # What rejection sends to the target must not depend on tokens drawn later, so policies select level by level. For
@@ -78,7 +80,7 @@ class ModelSource:
             raise InputError(
                 f"{type(drafter).__name__} wants states of the target's layers: load it with --engine plain"
             )
-        self._padded = padded if streams == 1 else ()
+        self._padded, self._filled = padded, filled
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]
@@ -336,7 +338,7 @@ class ModelSource:
         for own in streams:
             tokens = [own.found.tokens[place] for place in own.sent]
             if own.sends_path:
-                padding = self._padding(len(own.text.tokens), len(own.sent) - 1)
+                padding = self._padding(streams) if own is streams[-1] else 0
                 parts.append(Part(own.number, tokens + tokens[-1:] * padding))
             else:
                 rows = [own.found.rows[place] for place in own.sent]
@@ -346,10 +348,15 @@ class ModelSource:
             logits = logits[:-padding]
         return logits, FiniteRows(logits)
 
-    def _padding(self, context: int, proposed: int) -> int:
-        """Return how many tokens to fill a verification up with: a larger one may be cheaper."""
-        size = self._padded[proposed] if proposed < len(self._padded) else proposed
-        return size - proposed if context + size <= self._readable else 0
+    def _padding(self, streams: Sequence[Stream]) -> int:
+        """Return how many tokens the last stream reads again to fill a verification up: a larger one may be cheaper."""
+        last, sent = streams[-1], sum(len(own.sent) for own in streams)
+        more = 0
+        if len(streams) == 1 and sent <= len(self._padded):
+            more = self._padded[sent - 1] + 1 - sent
+        elif len(streams) > 1 and self._filled is not None:
+            more = self._filled(len(streams), sent) - sent
+        return more if len(last.text.tokens) - 1 + len(last.sent) + more <= self._readable else 0
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """Append accepted paths, and the next roots unless they are deferred; compact both caches along the paths."""

@@ -108,7 +108,8 @@ def test_policies_are_compared_by_batch_size(sides: tuple[Trace, Trace], full_pr
     assert "Texts side by side, best fixed length of that batch size = 1" in said and "By batch size: " in said
     report = json.loads((tmp_path / "r" / "report.json").read_text())
     found = report["details"]["batch"]
-    assert found["sizes"] == [1, 4] and found["requests"] == [12, 24], "twelve texts, and four batches of four or more"
+    texts = report["facts"]["prompts"]
+    assert found["sizes"] == [1, 4] and found["requests"] == [texts, 2 * texts], "four batches of four or more"
     best, *policies, bound = found["lines"]
     assert [line["name"] for line in policies] == ["Hugging Face default", "confidence:0.5"]
     alone = next(line for line in report["lines"] if line["name"] == "confidence:0.5")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from specstop.decode.profile.batches import BatchScript
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts
+from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from torch import Tensor
 
@@ -148,3 +149,31 @@ def test_the_script_lets_every_stream_draft_every_length() -> None:
         assert len(set(drafting.tolist())) <= 1, "all that draft go equally deep"
         seen.add((len(drafting), int(lengths.max())))
     assert seen == set(script.deck), "each card once in a deck"
+
+
+def test_a_verification_of_a_batch_is_filled_up_to_a_cheaper_size(
+    pair: Pair, profile: Profile, patched: pytest.MonkeyPatch
+) -> None:
+    """Where nine tokens are cheaper than seven and eight, nine are read; the texts are the same."""
+    side = BatchTable(
+        20.0, ((1, 1e-3),), 0.0, ((1, 1e-3),), {3: ((3, 4e-3), (6, 5e-3), (7, 7e-3), (8, 7e-3), (9, 5e-3))}
+    )
+    dip = dataclasses.replace(profile, batch=BatchCosts(side, side))
+    requests, settings = [Request(prompt, 5) for prompt in PROMPTS[:4]], Settings(0.7, 20)
+    packed = CachedModel._read_packed
+    texts, sizes = [], []
+    for known in (profile, dip):
+        read: list[int] = []
+
+        def noted(self: CachedModel, parts: Sequence[Part], read: list[int] = read) -> Tensor:
+            if self.model is pair.target and len(parts) == 3:
+                read.append(sum(len(part.tokens) for part in parts))
+            return packed(self, parts)
+
+        patched.setattr(CachedModel, "_read_packed", noted)
+        policy = TEST_POLICIES["trimming"].limited(DEPTH)
+        texts.append([text.tokens for text in Speculator(pair, policy, settings, known, batch=3).run(requests)])
+        sizes.append(read)
+    patched.setattr(CachedModel, "_read_packed", packed)
+    assert texts[0] == texts[1]
+    assert sizes[1] == [9 if size in (7, 8) else size for size in sizes[0]] != sizes[0]

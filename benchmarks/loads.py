@@ -1,0 +1,126 @@
+"""Policies by batch size: what each gains over the best fixed length of that size, on this machine and on one like a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bars import Bars
+from specstop.decode.profile.decisions import add_decisions
+from specstop.policies.contract import StopPolicy
+from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
+from specstop.policies.joint.lengths import LoadLength, SmartSpec
+from specstop.policies.joint.survival import for_batches
+from specstop.policies.latency.batch import BatchCosts, BatchTable
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.storage.registry import load_policy
+from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.report.batches import by_batch
+
+CAPTURED = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
+"""Tokens of the verifications that a GPU has captured; others are filled up to the next of them."""
+
+FLAT, STEP_S, DRAFT, OUTSIDE_S = 64, 0.010, 0.12, (3e-4, 5e-6, 2e-6)
+"""Tokens up to which a verification costs the same, its seconds, a draft step as share of it, and what is outside models."""
+
+CLEAR = (4, 8)
+"""Batch sizes at which ours is to be above every other joint policy."""
+
+
+def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
+    """Return the costs of a machine whose calls are flat up to 64 tokens, then linear, in steps of captured sizes."""
+
+    def call(tokens: int) -> float:
+        return STEP_S * max(1.0, next(size for size in CAPTURED if size >= tokens) / FLAT)
+
+    def corners(least: int, most: int) -> tuple[tuple[int, float], ...]:
+        """Return both sides of every step."""
+        known = {least, most, *(n for size in CAPTURED for n in (size, size + 1) if least <= n <= most)}
+        return tuple((n, call(n)) for n in sorted(known))
+
+    drafts = tuple((n, DRAFT * seconds) for n, seconds in corners(1, max(sizes)))
+    verify = {size: corners(size, size * (depth + 1)) for size in sizes}
+    low = BatchTable(1.0, drafts, 0.0, drafts, verify)
+    batch = BatchCosts(low, dataclasses.replace(low, context=1000.0), OUTSIDE_S)
+    alone = CostTable(1.0, (DRAFT * STEP_S,) * 2, 0.0, tuple(call(n + 1) for n in range(depth + 1)))
+    outside = OUTSIDE_S[0] + OUTSIDE_S[1]
+    sides, facts = (alone, dataclasses.replace(alone, context=1000.0)), {"device": "like a GPU"}
+    return Profile(*sides, OUTSIDE_S[2], outside, (5e-3, 1e-5), facts=facts, batch=batch)
+
+
+def joint_policies(
+    learned: LearnedPolicy, profile: Profile, fit: TraceArrays, sizes: Sequence[int], depth: int
+) -> list[tuple[str, StopPolicy]]:
+    """Return every joint policy by name; the lengths by load are the best fixed ones of the texts to fit on."""
+    best = by_batch(fit, [], profile, sizes)["best_fixed"]
+    table = ",".join(f"{size}:{length}" for size, length in zip(sizes, best, strict=True))
+    each = max(1, best[len(best) // 2])
+    return [
+        ("tetris", Tetris(each, min(2, depth - each))),
+        ("adaptive verification", AdaptiveVerification(depth, profile=profile)),
+        ("smartspec", SmartSpec(profile=profile, max_depth=depth)),
+        ("length by load", LoadLength(table if table.startswith("1:") else f"1:{best[0]},{table}")),
+        ("one stream's rule", learned),
+        ("confidence:0.4", load_policy("confidence:0.4").limited(depth)),
+        ("ours", for_batches(learned, profile=profile)),
+    ]
+
+
+def compare(
+    where: str,
+    held: TraceArrays,
+    fit: TraceArrays,
+    learned: LearnedPolicy,
+    profile: Profile,
+    sizes: Sequence[int],
+    options: argparse.Namespace,
+    bars: Bars,
+) -> dict[str, Any]:
+    """Replay every policy at every batch size, print what it gains, and hold ours to its bars."""
+    depth = min(held.depth, profile.max_depth)
+    named = joint_policies(learned, profile, fit, sizes, depth)
+    profile = add_decisions(profile, [policy for _, policy in named], held.header.vocabulary)
+    found = by_batch(held, named, profile, sizes)
+    lines = {line["name"]: line for line in found["lines"]}
+    for at, size in enumerate(sizes):
+        print(
+            f"      {where}, batch {size}: plain {found['plain'][at]:.0f} tokens/s, best fixed:{found['best_fixed'][at]}"
+        )
+        for name, line in lines.items():
+            ratio, share = line["to_best_fixed"][at], line["oracle_share"][at]["value"]
+            print(f"        {name:<26} {_text(ratio)} of best fixed, share of the gap {share:.2f}")
+    ours, bound = lines["ours"], lines["oracle bound of the batch"]
+    least = min(ratio["value"] for ratio in ours["to_best_fixed"])
+    bars.add(
+        f"ours over best fixed of the batch size, least, {where}", round(least, 3), least >= 0.99 or options.quick,
+        f"{least:.3f}; at least .99",
+    )  # fmt: skip
+    plain = min(ratio["value"] for ratio in ours["to_plain"])
+    bars.add(
+        f"ours over plain decoding, least, {where}", round(plain, 3), plain >= 0.99 or options.quick, f"{plain:.3f}"
+    )
+    for at, size in enumerate(sizes):
+        if size not in CLEAR:
+            continue
+        others = {name: line["to_best_fixed"][at] for name, line in lines.items() if name not in (*NOT_JOINT, "ours")}
+        first = max(others, key=lambda name: float(others[name]["value"]))
+        gap = ours["to_best_fixed"][at]["value"] / others[first]["value"]
+        ceiling = bound["to_best_fixed"][at]["value"]
+        bars.add(
+            f"ours over the best other joint policy, {where}, batch {size}", round(gap, 3), gap > 1.0 or options.quick,
+            f"{gap:.3f} times {first}; nothing is above {ceiling:.3f} of best fixed",
+        )  # fmt: skip
+    return found
+
+
+NOT_JOINT = ("best fixed", "one stream's rule", "confidence:0.4", "oracle bound of the batch")
+
+
+def _text(ratio: dict[str, float | None]) -> str:
+    if ratio["low"] is None:
+        return f"{ratio['value']:.3f}"
+    return f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
