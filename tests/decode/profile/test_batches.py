@@ -159,7 +159,10 @@ def test_a_verification_of_a_batch_is_filled_up_to_a_cheaper_size(
         20.0, ((1, 1e-3),), 0.0, ((1, 1e-3),), {3: ((3, 4e-3), (6, 5e-3), (7, 7e-3), (8, 7e-3), (9, 5e-3))}
     )
     dip = dataclasses.replace(profile, batch=BatchCosts(side, side))
-    requests, settings = [Request(prompt, 5) for prompt in PROMPTS[:4]], Settings(0.7, 20)
+    requests, settings = (
+        [Request(prompt, at) for at, prompt in enumerate(PROMPTS[:4])],
+        Settings(0.7, 20, ignore_eos=True),
+    )
     packed = CachedModel._read_packed
     texts, sizes = [], []
     for known in (profile, dip):
