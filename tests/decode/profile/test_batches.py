@@ -154,10 +154,9 @@ def test_the_script_lets_every_stream_draft_every_length() -> None:
 def test_a_verification_of_a_batch_is_filled_up_to_a_cheaper_size(
     pair: Pair, profile: Profile, patched: pytest.MonkeyPatch
 ) -> None:
-    """Where nine tokens are cheaper than seven and eight, nine are read; the texts are the same."""
-    side = BatchTable(
-        20.0, ((1, 1e-3),), 0.0, ((1, 1e-3),), {3: ((3, 4e-3), (6, 5e-3), (7, 7e-3), (8, 7e-3), (9, 5e-3))}
-    )
+    """Where six tokens are cheaper than four and five, six are read; the texts are the same."""
+    sizes_s = {3: ((3, 4e-3), (4, 7e-3), (5, 7e-3), (6, 5e-3))}
+    side = BatchTable(20.0, ((1, 1e-3),), 0.0, ((1, 1e-3),), sizes_s)
     dip = dataclasses.replace(profile, batch=BatchCosts(side, side))
     requests, settings = (
         [Request(prompt, at) for at, prompt in enumerate(PROMPTS[:4])],
@@ -179,4 +178,4 @@ def test_a_verification_of_a_batch_is_filled_up_to_a_cheaper_size(
         sizes.append(read)
     patched.setattr(CachedModel, "_read_packed", packed)
     assert texts[0] == texts[1]
-    assert sizes[1] == [9 if size in (7, 8) else size for size in sizes[0]] != sizes[0]
+    assert sizes[1] == [6 if size in (4, 5) else size for size in sizes[0]] != sizes[0]
