@@ -41,7 +41,8 @@ from specstop.decode.engines import sglang as plugin
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.export import deploy_sglang as sglang, deploy_vllm as vllm
+from specstop.train.export import sglang, vllm
+from specstop.train.export.deploy import deploy
 from specstop.train.export.lockstep import Steps
 
 GROWTH = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -76,8 +77,8 @@ def main() -> int:
         figures["sglang files"] = rules = {}
         for name, profile in profiles.items():
             folder = Path(scratch) / name.replace(" ", "-")
-            vllm.deploy_vllm(traces, profile, folder / "vllm")
-            sglang.deploy_sglang(traces, profile, folder / "sglang")
+            deploy("vllm", traces, profile, folder / "vllm")
+            deploy("sglang", traces, profile, folder / "sglang")
             if vllm_files:
                 tables[name] = run(
                     "vLLM", name, bars.missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)

@@ -12,6 +12,7 @@ from ..policies.lazy import attach
 if TYPE_CHECKING:
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
+    from .export.deploy import deploy as deploy
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
     from .heads.fitting import FitOptions as FitOptions
@@ -32,6 +33,7 @@ __getattr__, __all__ = attach(
     {
         "drafters.choice": "SureChoice choose_sure",
         "drafters.run": "train_drafter",
+        "export.deploy": "deploy",
         "fit.run": "train",
         "fit.trained": "Trained",
         "heads.kinds.classifiers": "StopClassifier",

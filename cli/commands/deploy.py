@@ -108,27 +108,13 @@ def _deploy(
     held = load_traces(held_out) if held_out is not None else None
     shared: dict[str, Any] = {"held_out": held, "seed": seed, "overwrite": overwrite, "progress": progress}
     if to == "hf":
-        from ...train.export.folder import deploy_hf_replayed
+        from ...train.export.deploy import deploy_hf_replayed
 
         return deploy_hf_replayed(_named(policy, to), opened, costs, out, **shared)
+    from ...train.export.deploy import deploy as run
+
     stated = load_policy(policy) if policy is not None else None
-    if max_batch is not None:
-        shared["max_batch"] = max_batch
-    if to == "vllm":
-        from ...train.export.vllm import deploy_vllm
-
-        return deploy_vllm(opened, costs, out, stated, **shared)
-    if to == "sglang":
-        from ...train.export.sglang import deploy_sglang
-
-        return deploy_sglang(opened, costs, out, stated, **shared)
-    if to == "trtllm":
-        from ...train.export.trtllm import deploy_trtllm
-
-        return deploy_trtllm(opened, costs, out, stated, **shared)
-    from ...train.export.llama_cpp import deploy_llama
-
-    return deploy_llama(opened, costs, out, stated, **shared)
+    return run(to, opened, costs, out, stated, max_batch=max_batch, **shared)
 
 
 def _named(policy: str | None, to: str) -> str:

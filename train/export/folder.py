@@ -1,9 +1,10 @@
-"""What every export to a serving engine shares: figures on held-out prompts, and the folder with its page."""
+"""What every export to a serving engine shares: prompts to choose on and others to say figures on, replayed."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,11 @@ from typing import Any
 import torch
 
 from ...collect.store.folder import Trace
-from ...decode.hf.export import deploy_hf
 from ...policies.contract import StopPolicy
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ...policies.storage.registry import load_policy
 from ..fit.tuning.rates import solve_rate
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
@@ -31,11 +28,7 @@ from ..report.intervals import Resamples, Values
 from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
 from .lengths import Walked, walk_fixed
-from .page import FIGURES
 from .serving import Sides, split_sides
-
-PAGE = "README.md"
-EXPORT_SCHEMA = 1
 
 SEEN = (
     "Figures are on prompts that were held out of the choice made here. A policy trained on the same traces may have seen "
@@ -49,6 +42,15 @@ SAMPLED = (
 )
 
 
+@dataclass(frozen=True)
+class Written:
+    """What an engine gets: contents by path below the folder, the page, and the figures behind both."""
+
+    files: dict[str, str | bytes]
+    page: str
+    figures: dict[str, Any]
+
+
 class Export:
     """An export in the making: traces split by prompt, the fixed lengths replayed, the policy that it stands in for.
 
@@ -59,8 +61,11 @@ class Export:
         held_out: traces of other prompts to say figures on; None = a part of `traces` is held out.
         seed: of split and bootstrap.
         progress: see `Progress`.
+        out: the folder that is written at the end.
+        max_batch: the largest batch looked at; None = as the engine's module says.
 
     Attributes:
+        asked: the policy as given, or None.
         sides: to choose on and to say figures on.
         profile: with the policy's decisions.
         policy: as it was replayed, or None.
@@ -79,8 +84,11 @@ class Export:
         held_out: Trace | None = None,
         seed: int = 0,
         progress: Progress = silent,
+        out: Path = Path(),
+        max_batch: int | None = None,
     ) -> None:
         self.header, self.seed, self.progress = traces.header, seed, progress
+        self.asked, self.out, self.max_batch = policy, out, max_batch
         arrays = trace_arrays(traces)
         held = trace_arrays(held_out) if held_out is not None else None
         self.sides: Sides = split_sides(arrays, profile, held, seed)
@@ -153,74 +161,6 @@ class Export:
             "depth": self.depth,
             "profile": {k: v for k, v in self.profile.facts.items() if isinstance(v, (str, int, float))},
         }
-
-
-def deploy_hf_replayed(
-    policy: str | Path,
-    traces: Trace,
-    profile: Profile,
-    out: str | Path,
-    *,
-    held_out: Trace | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Write the folder of `decode.hf.export.deploy_hf` with the policy's replayed gains on its card.
-
-    Args:
-        policy: a policy folder, `hub:owner/name`, or a built-in.
-        traces, profile, held_out, seed, progress: see `Export`.
-        out, overwrite: see `deploy_hf`.
-
-    Raises:
-        InputError, PolicyError: see `deploy_hf`.
-        TraceError: the traces cannot be replayed.
-    """
-    chosen = load_policy(policy)
-    folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
-    export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
-    assert export.policy is not None
-    rounds = export.played(export.policy)
-    export.policy = None  # it is itself what is exported
-    gains = plain_values({"alone": export.alone(rounds), "facts": export.facts()})
-    return deploy_hf(policy, folder, gains=gains, overwrite=overwrite)
-
-
-def claimed(
-    out: str | Path,
-    traces: Trace,
-    profile: Profile,
-    policy: StopPolicy | None,
-    held_out: Trace | None,
-    *,
-    overwrite: bool,
-) -> Path:
-    """Return `out` as a folder that may be written, asked before any work is done; see `claim_folder`."""
-    read = [trace.folder for trace in (traces, held_out) if trace is not None]
-    sources = [profile.source, policy.source if policy is not None else None]
-    return claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
-
-
-def write_export(
-    out: Path, engine: str, files: Mapping[str, str | bytes], page: str, figures: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write an export's folder, whole or not at all, and return its figures as plain JSON values.
-
-    Args:
-        out: the folder; what is there is replaced.
-        engine: its name.
-        files: contents by path below the folder.
-        page: the README.
-        figures: ratios and facts.
-    """
-    plain: dict[str, Any] = {"schema": EXPORT_SCHEMA, "kind": "export", "engine": engine, **plain_values(figures)}
-    with staged_folder(out) as folder:
-        for name, text in files.items():
-            write_atomic(folder / name, text)
-        write_json(folder / FIGURES, plain)
-        write_atomic(folder / PAGE, page)
-    return plain
 
 
 def plain_values(value: Any) -> Any:

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...collect.store.folder import Trace
-from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
 from ..replay.traces.arrays import TraceArrays
-from .folder import Export, caveats, claimed, write_export
+from .folder import Export, Written, caveats
 from .lengths import Walked, draft_bound, walk_lengths
 from .page import alone_table, grid_text, page_text, policy_loss
 
@@ -75,40 +70,14 @@ def walk_shares(arrays: TraceArrays, rules: Sequence[Share]) -> Walked:
     return walk_lengths(arrays, drafted, verified)
 
 
-def deploy_llama(
-    traces: Trace,
-    profile: Profile,
-    out: str | Path,
-    policy: StopPolicy | None = None,
-    *,
-    held_out: Trace | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Write llama.cpp's arguments with the draft length and `p_min` that replay fastest.
-
-    Args:
-        traces: dense training traces of chains.
-        profile: what rounds cost.
-        out: folder for `llama.args`, `llama-older.args`, `README.md` and `figures.json`.
-        policy: whose loss is to be stated.
-        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
-        seed: of split and bootstrap.
-        overwrite: replace what is in `out`.
-        progress: see `Progress`.
-
-    Returns:
-        The figures.
+def make_files(export: Export) -> Written:
+    """Return llama.cpp's arguments: the draft length and `p_min` that replay fastest.
 
     Raises:
-        InputError: `out` is not empty.
-        TraceError: the traces are not dense ones of chains, or lack `top1`.
+        TraceError: the traces lack `top1`.
     """
-    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
-    if "top1" not in traces.header.features:
+    if "top1" not in export.header.features:
         raise TraceError("--traces: expected the feature top1 (and top2 to top10); collect them again with it")
-    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
     now, older = tuned(export), tuned(export, older=True)
     usual = Share(DEFAULT, min(DEFAULT_MAX, export.depth))
     walked = walk_shares(export.sides.held, [now, older, usual])
@@ -120,11 +89,11 @@ def deploy_llama(
         "older_settings": settings(older),
         "alone": alone,
         **beside,
-        "ten_likeliest": set(TOP) <= set(traces.header.features),
+        "ten_likeliest": set(TOP) <= set(export.header.features),
         "facts": export.facts(),
     }
-    files = {ARGS: args_text(now), OLDER_ARGS: args_text(older)}
-    return write_export(folder, "llama.cpp", files, page(export, now, older, alone, beside), figures)
+    files: dict[str, str | bytes] = {ARGS: args_text(now), OLDER_ARGS: args_text(older)}
+    return Written(files, page(export, now, older, alone, beside), figures)
 
 
 def tuned(export: Export, *, older: bool = False) -> Share:

@@ -10,21 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...collect.store.folder import Trace
 from ...decode.engines.sglang import KEY, rule_of
-from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
 from ..replay.traces.arrays import TraceArrays, typical_context
 from ..report.intervals import Resamples, Values
 from ..report.records import Ratio
 from .by_batch import WORTH, choose_lengths
-from .folder import Export, caveats, claimed, find_sizes, write_export
+from .folder import Export, Written, caveats, find_sizes
 from .lockstep import Steps, lockstep
 from .page import alone_table, grid_text, page_text, policy_loss
 from .serving import ASSUMPTIONS, batch_profile, measured_rows
@@ -43,48 +38,21 @@ DEFAULTS = {
 }
 """What SGLang uses without a file."""
 
+MAX_BATCH = 64
 
-def deploy_sglang(
-    traces: Trace,
-    profile: Profile,
-    out: str | Path,
-    policy: StopPolicy | None = None,
-    *,
-    max_batch: int = 64,
-    held_out: Trace | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Write SGLang's adaptive config with the candidate steps and thresholds that replay fastest.
 
-    Args:
-        traces: dense training traces of chains.
-        profile: latency of one request; `batch_profile` says how it is scaled.
-        out: folder for `adaptive.json`, `costed.json`, `README.md` and `figures.json`.
-        policy: whose loss is to be stated.
-        max_batch: the largest batch looked at; larger ones share its entry.
-        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
-        seed: of split, bootstrap and the order of the texts.
-        overwrite: replace what is in `out`.
-        progress: see `Progress`.
+def make_files(export: Export) -> Written:
+    """Return SGLang's adaptive configs: the candidate steps and thresholds that replay fastest.
 
-    Returns:
-        The figures.
-
-    Raises:
-        InputError: `out` is not empty, or `max_batch` is below 1.
-        TraceError: the traces are not dense ones of chains.
+    A batch larger than the largest one looked at shares its entry.
     """
-    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
-    sizes = [size for size in find_sizes(max_batch) if size & (size - 1) == 0]
-    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    sizes = [size for size in find_sizes(export.max_batch or MAX_BATCH) if size & (size - 1) == 0]
     lengths = choose_lengths(export, sizes)
     chosen = choose_steps(export, lengths)
     start = export.best
     config = {str(size): entry(rule) for size, rule in chosen.items()}
     batches = by_batch(export, chosen, lengths, start)
-    alone = export.alone(lockstep(export.sides.held, [chosen[1]], 1, start, seed).rounds(0))
+    alone = export.alone(lockstep(export.sides.held, [chosen[1]], 1, start, export.seed).rounds(0))
     figures = {
         "start": start,
         "alone": alone,
@@ -92,8 +60,11 @@ def deploy_sglang(
         "measured_rows": measured_rows(export.profile),
         "facts": export.facts(),
     }
-    files = {CONFIG: json.dumps(config, indent=2) + "\n", COSTED: json.dumps(costed(export, lengths), indent=2) + "\n"}
-    return write_export(folder, "sglang", files, page(export, chosen, start, alone, batches), figures)
+    files: dict[str, str | bytes] = {
+        CONFIG: json.dumps(config, indent=2) + "\n",
+        COSTED: json.dumps(costed(export, lengths), indent=2) + "\n",
+    }
+    return Written(files, page(export, chosen, start, alone, batches), figures)
 
 
 def entry(rule: Steps) -> dict[str, Any]:

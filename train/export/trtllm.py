@@ -8,68 +8,34 @@ for 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ...collect.store.folder import Trace
-from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
-from .folder import Export, caveats, claimed, find_sizes, write_export
+from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, page_text, policy_loss
 from .serving import ASSUMPTIONS, measured_rows
-from .vllm import Range, by_batch, choose_ranges, sizes_table
+from .vllm import MAX_BATCH, Range, by_batch, choose_ranges, sizes_table
 
 CONFIG, OLDER = "speculative_config.yaml", "speculative_config-older.yaml"
 
 
-def deploy_trtllm(
-    traces: Trace,
-    profile: Profile,
-    out: str | Path,
-    policy: StopPolicy | None = None,
-    *,
-    max_batch: int = 256,
-    held_out: Trace | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Write TensorRT-LLM's speculative config with the fastest fixed length for each batch size.
+def make_files(export: Export) -> Written:
+    """Return TensorRT-LLM's speculative configs: the fastest fixed length by batch size.
 
-    Args:
-        traces: dense training traces of chains.
-        profile: latency of one request; `batch_profile` says how it is scaled.
-        out: folder for the two configurations, `README.md` and `figures.json`.
-        policy: whose loss is to be stated.
-        max_batch: the largest batch looked at; larger ones decode without drafts.
-        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
-        seed: of split and bootstrap.
-        overwrite: replace what is in `out`.
-        progress: see `Progress`.
-
-    Returns:
-        The figures.
-
-    Raises:
-        InputError: `out` is not empty, or `max_batch` is below 1.
-        TraceError: the traces are not dense ones of chains.
+    A batch larger than the largest one looked at decodes without drafts.
     """
-    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
-    sizes = find_sizes(max_batch)
-    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    sizes = find_sizes(export.max_batch or MAX_BATCH)
     ranges = choose_ranges(export, sizes)
     alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
     batches = by_batch(export, ranges, sizes)
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
-    draft = traces.header.draft
-    files = {
+    draft = export.header.draft
+    files: dict[str, str | bytes] = {
         CONFIG: yaml.safe_dump({"speculative_config": config(draft, ranges, schedule(ranges))}, sort_keys=False),
         OLDER: yaml.safe_dump({"speculative_config": config(draft, ranges, older_schedule(ranges))}, sort_keys=False),
     }
-    return write_export(folder, "trtllm", files, page(export, ranges, alone, batches), figures)
+    return Written(files, page(export, ranges, alone, batches), figures)
 
 
 def schedule(ranges: Sequence[Range]) -> dict[int, int]:

@@ -10,19 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...collect.store.folder import Trace
-from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
 from .acceptance import fit_acceptance
 from .by_batch import choose_lengths
-from .folder import Export, caveats, claimed, find_sizes, write_export
+from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, grid_text, page_text, policy_loss
 from .proposer import proposer_files, proposer_use
 from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
@@ -31,56 +26,27 @@ CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
 VERSION = "0.33.0"
 """Whose parser the file was held against."""
 
+MAX_BATCH = 256
+
 Range = tuple[int, int, int]
 
 
-def deploy_vllm(
-    traces: Trace,
-    profile: Profile,
-    out: str | Path,
-    policy: StopPolicy | None = None,
-    *,
-    max_batch: int = 256,
-    held_out: Trace | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Write vLLM's speculative configs: the policy itself, and the fastest fixed length for each batch size.
+def make_files(export: Export) -> Written:
+    """Return vLLM's speculative configs: the policy itself where vLLM can run it, the fastest fixed length by batch size.
 
-    Args:
-        traces: dense training traces of chains.
-        profile: latency of one request; `batch_profile` says how it is scaled.
-        out: folder for `speculative_config.json`, `acceptance.json`, `README.md` and `figures.json`; with a policy that vLLM
-            can run also `proposer.json`, `additional_config.json` and the policy.
-        policy: to run there, and whose loss under the table is to be stated.
-        max_batch: the largest batch looked at; larger ones keep its length.
-        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
-        seed: of split and bootstrap.
-        overwrite: replace what is in `out`.
-        progress: see `Progress`.
-
-    Returns:
-        The figures.
-
-    Raises:
-        InputError: `out` is not empty, or `max_batch` is below 1.
-        TraceError: the traces are not dense ones of chains.
+    A batch larger than the largest one looked at keeps its length.
     """
-    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
-    sizes = find_sizes(max_batch)
-    export = Export(traces, profile, policy, held_out=held_out, seed=seed, progress=progress)
+    sizes = find_sizes(export.max_batch or MAX_BATCH)
     ranges = choose_ranges(export, sizes)
-    config = speculative_config(ranges, traces.header.draft)
+    config = speculative_config(ranges, export.header.draft)
     alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
     batches = by_batch(export, ranges, sizes)
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
     files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
         files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
-    own = {} if policy is None else proposer_files(policy, traces.header, export.depth, folder)
-    page = page_of(export, config, alone, batches, proposer_use(policy, own))
-    return write_export(folder, "vllm", {**files, **own}, page, figures)
+    own = {} if export.asked is None else proposer_files(export.asked, export.header, export.depth, export.out)
+    return Written({**files, **own}, page_of(export, config, alone, batches, proposer_use(export.asked, own)), figures)
 
 
 def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:

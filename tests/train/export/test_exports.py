@@ -23,16 +23,17 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.export.folder import deploy_hf_replayed, find_sizes
-from specstop.train.export.llama_cpp import Share, deploy_llama, shares, walk_shares
-from specstop.train.export.sglang import deploy_sglang, rules_around
-from specstop.train.export.vllm import deploy_vllm, length_at
+from specstop.train.export.deploy import deploy, deploy_hf_replayed
+from specstop.train.export.folder import find_sizes
+from specstop.train.export.llama_cpp import Share, shares, walk_shares
+from specstop.train.export.sglang import rules_around
+from specstop.train.export.vllm import length_at
 from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from timed import timed_profile
 
-ENGINES: dict[str, Any] = {"vllm": deploy_vllm, "sglang": deploy_sglang, "llama.cpp": deploy_llama}
+ENGINES = ("vllm", "sglang", "llama.cpp")
 PARTS = ("## Use", "## What to expect", "## What is lost", "## What is assumed", "## Where it comes from")
 
 
@@ -44,8 +45,8 @@ def written(
     folder = tmp_path_factory.mktemp("out")
     policy = Confidence(0.3, 4)
     return {
-        name: (folder / name, deploy(sides[0], full_profile, folder / name, policy, held_out=sides[1]))
-        for name, deploy in ENGINES.items()
+        name: (folder / name, deploy(name, sides[0], full_profile, folder / name, policy, held_out=sides[1]))
+        for name in ENGINES
     }
 
 
@@ -97,7 +98,7 @@ def test_tables_stay_readable_whatever_rows_cost(
     share: float, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
 ) -> None:
     costs = growing(profile, share)
-    deploy_vllm(sides[0], costs, tmp_path / "v", max_batch=24)
+    deploy("vllm", sides[0], costs, tmp_path / "v", max_batch=24)
     config = json.loads((tmp_path / "v" / "speculative_config.json").read_text())
     check_vllm(config)
     table = config["num_speculative_tokens_per_batch_size"]
@@ -105,14 +106,14 @@ def test_tables_stay_readable_whatever_rows_cost(
         assert all(length > 0 for *_, length in table), "rows cost nothing: drafting pays in every batch"
     if share == 2.0:
         assert table == [[1, 24, 0]], "a row more costs more than a step of its own: nothing is drafted"
-    deploy_sglang(sides[0], costs, tmp_path / "s", max_batch=4)
+    deploy("sglang", sides[0], costs, tmp_path / "s", max_batch=4)
     check_sglang(json.loads((tmp_path / "s" / "adaptive.json").read_text()))
 
 
 def test_lengths_fall_with_the_batch_where_rows_cost(
     sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
 ) -> None:
-    figures = deploy_vllm(sides[0], growing(profile, 0.05), tmp_path / "v", max_batch=64)
+    figures = deploy("vllm", sides[0], growing(profile, 0.05), tmp_path / "v", max_batch=64)
     lengths = [line["length"] for line in figures["batches"]]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
     assert figures["mix_to_common"]["value"] >= 1.0
@@ -135,14 +136,14 @@ def test_tables_of_noisy_profiles_do_not_rise_and_agree_with_their_page(
 ) -> None:
     costs = jagged(profile, seed)
     alone_best = None
-    for name, deploy in (("v", deploy_vllm), ("s", deploy_sglang)):
-        figures = deploy(sides[0], costs, tmp_path / name, max_batch=16, held_out=sides[1])
+    for name in ("vllm", "sglang"):
+        figures = deploy(name, sides[0], costs, tmp_path / name, max_batch=16, held_out=sides[1])
         lines, alone = figures["batches"], figures["alone"]
         most = [max(line["steps"]) if "steps" in line else line["length"] for line in lines]
         assert most == sorted(most, reverse=True)
         assert alone["to_best_fixed"]["high"] >= 1.0
         assert lines[0]["to_plain"] == pytest.approx(alone["to_plain"]["value"], rel=0.05), "prompts are read besides"
-        if name == "v":
+        if name == "vllm":
             assert most[0] == alone["best_fixed"] and alone["to_best_fixed"]["value"] == 1.0
             assert lines[0]["to_plain"] == pytest.approx(alone["to_plain"]["value"], rel=1e-12)
         else:
@@ -158,13 +159,13 @@ def test_a_length_that_is_clearly_faster_in_a_larger_batch_is_chosen(
     cliff = (4e-3, *[12e-3] * (len(profile.low.verify_s) - 1))
     low, high = (dataclasses.replace(t, verify_s=cliff, draft_s=(1e-5, 1e-5)) for t in (profile.low, profile.high))
     steep = dataclasses.replace(profile, low=low, high=high)
-    for name, deploy in (("v", deploy_vllm), ("s", deploy_sglang)):
+    for name in ("vllm", "sglang"):
         for noise in (0.02, 1.5):
             costs = timed_profile(steep, jitter=noise, each=2)
-            lines = deploy(sides[0], costs, tmp_path / f"{name}{noise}", max_batch=2)["batches"]
+            lines = deploy(name, sides[0], costs, tmp_path / f"{name}{noise}", max_batch=2)["batches"]
             most = [max(line["steps"]) if "steps" in line else line["length"] for line in lines]
             assert most[0] == 0 and (most[1] > 0 if noise < 1 else most[1] == 0)
-        blind = deploy(sides[0], steep, tmp_path / f"{name}-blind", max_batch=2)["batches"]
+        blind = deploy(name, sides[0], steep, tmp_path / f"{name}-blind", max_batch=2)["batches"]
         assert blind[1]["to_plain"] == 1.0, "no timings, so nothing is clear"
 
 
@@ -204,7 +205,7 @@ def test_the_pages_say_what_is_lost(written: dict[str, tuple[Path, dict[str, Any
 
 
 def test_without_a_policy_the_page_says_so(sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path) -> None:
-    figures = deploy_vllm(sides[0], profile, tmp_path / "v", max_batch=1)
+    figures = deploy("vllm", sides[0], profile, tmp_path / "v", max_batch=1)
     assert "policy_to_this" not in figures["alone"]
     assert "No policy was given" in (tmp_path / "v" / "README.md").read_text()
     assert "held-out prompts" in figures["alone"]["prompts"]
@@ -218,7 +219,7 @@ def test_a_policy_with_a_mangled_price_is_refused(
     policy.facts = dataclasses.replace(policy.facts, profile=record)
     bare = dataclasses.replace(full_profile, decision_s={})
     with pytest.raises(InputError, match="the policy's profile lacks or mangles 'opening'"):
-        deploy_vllm(sides[0], bare, tmp_path / "v", policy, max_batch=1)
+        deploy("vllm", sides[0], bare, tmp_path / "v", policy, max_batch=1)
     assert not (tmp_path / "v").exists()
 
 
@@ -280,11 +281,11 @@ def test_sizes_are_those_up_to_the_largest() -> None:
         find_sizes(0)
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_full_folder_is_left_alone(engine: str, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     with pytest.raises(InputError, match="not empty"):
-        ENGINES[engine](sides[0], profile, tmp_path)
+        deploy(engine, sides[0], profile, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
@@ -294,7 +295,7 @@ def test_traces_without_the_probability_are_refused(
     bare = copy.copy(sides[0])
     bare.header = dataclasses.replace(bare.header, features=("entropy",))
     with pytest.raises(TraceError, match="expected the feature top1"):
-        deploy_llama(bare, profile, tmp_path / "x")
+        deploy("llama.cpp", bare, profile, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

@@ -16,8 +16,8 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train import train
 from specstop.train.export.acceptance import CLAMP, fit_acceptance, log_odds
-from specstop.train.export.trtllm import deploy_trtllm, older_schedule, schedule
-from specstop.train.export.vllm import deploy_vllm
+from specstop.train.export.deploy import deploy
+from specstop.train.export.trtllm import older_schedule, schedule
 
 
 def test_a_policy_that_vllm_can_run_is_written_with_its_folder(
@@ -25,7 +25,7 @@ def test_a_policy_that_vllm_can_run_is_written_with_its_folder(
 ) -> None:
     trained = train(traces[0.0], profile, host="vllm", folds=2, out=tmp_path / "policy")
     policy = load_policy(tmp_path / "policy")
-    deploy_vllm(traces[0.0], profile, tmp_path / "out", policy, max_batch=2)
+    deploy("vllm", traces[0.0], profile, tmp_path / "out", policy, max_batch=2)
     drafts = json.loads((tmp_path / "out" / "proposer.json").read_text())
     assert drafts == {
         "method": "custom_class",
@@ -41,11 +41,11 @@ def test_a_policy_that_vllm_can_run_is_written_with_its_folder(
 def test_a_rule_is_named_and_what_vllm_cannot_run_is_said(
     traces: dict[float, Trace], profile: Profile, tmp_path: Path
 ) -> None:
-    deploy_vllm(traces[0.0], profile, tmp_path / "a", load_policy("confidence:0.3"), max_batch=1)
+    deploy("vllm", traces[0.0], profile, tmp_path / "a", load_policy("confidence:0.3"), max_batch=1)
     settings = read_settings(json.loads((tmp_path / "a" / "additional_config.json").read_text()))
     assert settings.policy == "confidence:0.3" and not (tmp_path / "a" / "policy").exists()
     sampled = train(traces[0.7], profile, folds=2).policy
-    deploy_vllm(traces[0.7], profile, tmp_path / "b", sampled, max_batch=1)
+    deploy("vllm", traces[0.7], profile, tmp_path / "b", sampled, max_batch=1)
     assert not (tmp_path / "b" / "proposer.json").exists()
     assert "cannot run in vLLM: it reads noisy_margin" in (tmp_path / "b" / "README.md").read_text()
 
@@ -54,7 +54,7 @@ def test_a_rule_is_named_and_what_vllm_cannot_run_is_said(
 def test_a_policy_that_never_drafts_has_no_class(
     length: int, traces: dict[float, Trace], profile: Profile, tmp_path: Path
 ) -> None:
-    deploy_vllm(traces[0.0], profile, tmp_path / "out", load_policy(f"fixed:{length}"), max_batch=1)
+    deploy("vllm", traces[0.0], profile, tmp_path / "out", load_policy(f"fixed:{length}"), max_batch=1)
     assert (tmp_path / "out" / "proposer.json").exists() == (length > 0)
 
 
@@ -95,7 +95,7 @@ def test_a_schedule_says_up_to_where_a_length_is_good() -> None:
 
 
 def test_trtllm_gets_the_lengths_that_vllm_gets(traces: dict[float, Trace], profile: Profile, tmp_path: Path) -> None:
-    figures = deploy_trtllm(traces[0.0], profile, tmp_path / "t", max_batch=16)
+    figures = deploy("trtllm", traces[0.0], profile, tmp_path / "t", max_batch=16)
     written = yaml.safe_load((tmp_path / "t" / "speculative_config.yaml").read_text())["speculative_config"]
     lengths = {line["batch"]: line["length"] for line in figures["batches"]}
     table = written["draft_len_schedule"]

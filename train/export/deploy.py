@@ -1,0 +1,141 @@
+"""`deploy`: what a serving engine can take of a policy, chosen on traces, written as the engine's own files with a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...collect.store.folder import Trace
+from ...decode.hf.export import deploy_hf
+from ...policies.contract import StopPolicy
+from ...policies.errors import InputError
+from ...policies.files.atomic import write_atomic, write_json
+from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.latency.profile import Profile
+from ...policies.limits import check_limits
+from ...policies.progress import Progress, silent
+from ...policies.storage.registry import load_policy
+from .folder import Export, Written, plain_values
+from .page import FIGURES
+
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "llama_cpp"}
+"""By name the module whose `make_files` is called."""
+
+PAGE = "README.md"
+EXPORT_SCHEMA = 1
+
+
+def deploy(
+    to: str,
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    policy: StopPolicy | None = None,
+    *,
+    max_batch: int | None = None,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write what a serving engine can take of a policy: its files, a page that says what is lost, the figures behind it.
+
+    Args:
+        to: of `ENGINES`.
+        traces: dense training traces of chains.
+        profile: latency of one request; `serving.batch_profile` says how it is scaled.
+        out: folder for the engine's files, `README.md` and `figures.json`.
+        policy: to run there, where the engine can, and whose loss is to be stated.
+        max_batch: the largest batch looked at; None = as is usual with the engine.
+        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
+        seed: of split, bootstrap and the order of the texts.
+        overwrite: replace what is in `out`.
+        progress: see `Progress`.
+
+    Returns:
+        The figures.
+
+    Raises:
+        InputError: `out` is not empty, `max_batch` is below 1, or there is no such engine.
+        TraceError: the traces are not dense ones of chains, or lack what the engine's rule reads.
+    """
+    if to not in ENGINES:
+        raise InputError(f"--to: expected one of {', '.join(ENGINES)}, not {to!r}")
+    if max_batch is not None:
+        check_limits(max_batch=max_batch)
+    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
+    export = Export(
+        traces, profile, policy, held_out=held_out, seed=seed, progress=progress, out=folder, max_batch=max_batch
+    )
+    written: Written = import_module(f".{ENGINES[to]}", __package__).make_files(export)
+    return write_export(folder, to, written.files, written.page, written.figures)
+
+
+def deploy_hf_replayed(
+    policy: str | Path,
+    traces: Trace,
+    profile: Profile,
+    out: str | Path,
+    *,
+    held_out: Trace | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Write the folder of `decode.hf.export.deploy_hf` with the policy's replayed gains on its card.
+
+    Args:
+        policy: a policy folder, `hub:owner/name`, or a built-in.
+        traces, profile, held_out, seed, progress: see `Export`.
+        out, overwrite: see `deploy_hf`.
+
+    Raises:
+        InputError, PolicyError: see `deploy_hf`.
+        TraceError: the traces cannot be replayed.
+    """
+    chosen = load_policy(policy)
+    folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
+    export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
+    assert export.policy is not None
+    rounds = export.played(export.policy)
+    export.policy = None  # it is itself what is exported
+    gains = plain_values({"alone": export.alone(rounds), "facts": export.facts()})
+    return deploy_hf(policy, folder, gains=gains, overwrite=overwrite)
+
+
+def claimed(
+    out: str | Path,
+    traces: Trace,
+    profile: Profile,
+    policy: StopPolicy | None,
+    held_out: Trace | None,
+    *,
+    overwrite: bool,
+) -> Path:
+    """Return `out` as a folder that may be written, asked before any work is done; see `claim_folder`."""
+    read = [trace.folder for trace in (traces, held_out) if trace is not None]
+    sources = [profile.source, policy.source if policy is not None else None]
+    return claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
+
+
+def write_export(
+    out: Path, engine: str, files: Mapping[str, str | bytes], page: str, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write an export's folder, whole or not at all, and return its figures as plain JSON values.
+
+    Args:
+        out: the folder; what is there is replaced.
+        engine: its name.
+        files: contents by path below the folder.
+        page: the README.
+        figures: ratios and facts.
+    """
+    plain: dict[str, Any] = {"schema": EXPORT_SCHEMA, "kind": "export", "engine": engine, **plain_values(figures)}
+    with staged_folder(out) as folder:
+        for name, text in files.items():
+            write_atomic(folder / name, text)
+        write_json(folder / FIGURES, plain)
+        write_atomic(folder / PAGE, page)
+    return plain
