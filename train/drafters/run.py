@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
-from ..heads.trainer import LAST, Report, fit_best, make_trainer, quiet
+from ..heads.trainer import LAST, Report, fit_best, make_trainer, quiet, work_folder
 from .acceptance import acceptance
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
@@ -92,7 +90,7 @@ def train_drafter(
     if len(chosen) < 2:
         raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
     begun = time.perf_counter()
-    with _work_folder(options) as folder:
+    with work_folder(options) as folder:
         texts = record_texts(
             pair, list(zip(chosen, ids, strict=True)), folder / KEPT_STATES,
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
@@ -166,17 +164,3 @@ def _heads(hidden: int, config: Any) -> int:
     while hidden % (2 * heads):
         heads -= 1
     return heads
-
-
-@contextlib.contextmanager
-def _work_folder(options: FitOptions) -> Iterator[Path]:
-    """Yield the folder for texts and checkpoints: the given one, or one that is gone afterwards."""
-    path = options.checkpoints
-    if path is not None:
-        if (path / LAST).exists() and not options.resume:
-            raise InputError(f"--checkpoints: {path} has those of another run; pass --resume, or choose another folder")
-        path.mkdir(parents=True, exist_ok=True)
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)

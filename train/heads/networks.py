@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ...policies.errors import TraceError
+from .batches import Batches
 from .fitting import FitTask
-from .kinds.mlp import _Batches, _work_folder
 from .rows import FitRows
-from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet
+from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet, work_folder
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class RowsDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return shuffled batches of the training rows."""
-        return DataLoader(_Batches(TensorDataset(*self.parts[0]), self.batch, self), batch_size=None)
+        return DataLoader(Batches(TensorDataset(*self.parts[0]), self.batch, self), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return the held-out rows in order."""
-        return DataLoader(_Batches(TensorDataset(*self.parts[1]), 1 << 14, None), batch_size=None)
+        return DataLoader(Batches(TensorDataset(*self.parts[1]), 1 << 14, None), batch_size=None)
 
 
 def train_network(
@@ -138,7 +138,7 @@ def train_network(
     decay = float(options.params.get("weight_decay", recipe.decay))
     module = RowsModule(network, rate, decay, recipe.rejection_weight, recipe.constant)
     data = RowsDataModule(rows, held_out, options.batch_size or recipe.batch, task.seed)
-    with torch.random.fork_rng(), quiet(), _work_folder(options) as folder:
+    with torch.random.fork_rng(), quiet(), work_folder(options) as folder:
         torch.manual_seed(task.seed)
         trainer, best = make_trainer(options, folder, epochs, [Report(f"train {name}", task.progress, epochs)])
         state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)

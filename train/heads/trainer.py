@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import signal
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -189,3 +190,17 @@ def quiet() -> Iterator[None]:
         yield
     for logger, level in zip(known, levels, strict=True):
         logger.setLevel(level)
+
+
+@contextmanager
+def work_folder(options: FitOptions) -> Iterator[Path]:
+    """Yield the folder for checkpoints: the given one, or one that is gone afterwards."""
+    path = options.checkpoints
+    if path is not None:
+        if (path / LAST).exists() and not options.resume:
+            raise InputError(f"--checkpoints: {path} has those of another run; pass --resume, or choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -11,11 +11,8 @@ head = module.to_head(names, basis, rows)
 from __future__ import annotations
 
 import itertools
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import lightning
 import torch
@@ -23,14 +20,14 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ....policies.errors import InputError
 from ....policies.heads.build import Basis, MLPHead
 from ....policies.progress import Progress, silent
 from ..basis import basis_columns, fit_basis
+from ..batches import Batches
 from ..exported import exported
 from ..fitting import FitOptions, FitTask
 from ..rows import FitRows
-from ..trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet
+from ..trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet, work_folder
 
 EPOCHS, BATCH, RATE, DECAY = 20, 1024, 2e-3, 1e-3
 WIDTH, LAYERS = 64, 2
@@ -118,44 +115,11 @@ class TraceDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return shuffled batches of the training rows."""
-        return DataLoader(_Batches(self._data(self.parts[0]), self.batch, self), batch_size=None)
+        return DataLoader(Batches(self._data(self.parts[0]), self.batch, self), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return the held-out rows in order."""
-        return DataLoader(_Batches(self._data(self.parts[1]), 1 << 16, None), batch_size=None)
-
-
-class Shuffled(Protocol):
-    """A data module that says how its rows are shuffled."""
-
-    seed: int
-    trainer: lightning.Trainer | None
-
-
-class _Batches(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
-    """Whole batches by index: a row at a time would spend the epoch in Python.
-
-    The order depends on seed and epoch alone, so that a resumed run goes on as it would have.
-    """
-
-    def __init__(self, data: TensorDataset, batch: int, shuffle: Shuffled | None) -> None:
-        self.data, self.batch, self.shuffle = data, batch, shuffle
-        self._passes = 0
-
-    def __len__(self) -> int:
-        return -(-len(self.data) // self.batch)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        count = len(self.data)
-        order = torch.arange(count)
-        if self.shuffle is not None:
-            trainer = self.shuffle.trainer
-            epoch = self._passes if trainer is None else trainer.current_epoch
-            self._passes += 1
-            generator = torch.Generator().manual_seed(hash((self.shuffle.seed, epoch)) % 2**63)
-            order = torch.randperm(count, generator=generator)
-        for at in order.split(self.batch):
-            yield self.data[at]
+        return DataLoader(Batches(self._data(self.parts[1]), 1 << 16, None), batch_size=None)
 
 
 def fit_mlp(
@@ -185,7 +149,7 @@ def fit_mlp(
     params = options.params
     rate = float(options.learning_rate or params.get("learning_rate", RATE))
     hidden = (int(params.get("width", WIDTH)),) * int(params.get("layers", LAYERS))
-    with torch.random.fork_rng(), quiet(), _work_folder(options) as folder:
+    with torch.random.fork_rng(), quiet(), work_folder(options) as folder:
         torch.manual_seed(seed)
         module = StopHeadModule(basis.width + 1, hidden, rate, float(params.get("weight_decay", DECAY)))
         trainer, best = make_trainer(options, folder, most, [Report("train mlp", progress, most)])
@@ -199,17 +163,3 @@ def fit_network(task: FitTask) -> tuple[MLPHead, dict[str, bytes]]:
     """Fit the network; see `Fitter`."""
     head = fit_mlp(task.rows, task.held_out, task.names, task.seed, progress=task.progress, options=task.options)
     return head, {}
-
-
-@contextmanager
-def _work_folder(options: FitOptions) -> Iterator[Path]:
-    """Yield the folder for checkpoints: the given one, or one that is gone afterwards."""
-    path = options.checkpoints
-    if path is not None:
-        if (path / LAST).exists() and not options.resume:
-            raise InputError(f"--checkpoints: {path} has those of another run; pass --resume, or choose another folder")
-        path.mkdir(parents=True, exist_ok=True)
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
