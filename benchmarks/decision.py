@@ -39,7 +39,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived
 from specstop.policies.storage.registry import BUILTINS, load_policy
-from specstop.train.fit.run import FEATURES
+from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten
 
 WIDE = (

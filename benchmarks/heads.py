@@ -45,7 +45,8 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.continuation.values import achievable_estimate
-from specstop.train.fit.run import FEATURES, train
+from specstop.train.fit.plan import FEATURES
+from specstop.train.fit.run import train
 from specstop.train.fit.thresholds import settle_thresholds
 from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
 from specstop.train.fit.tuning.rules import tuned_rules

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
-from ...policies.errors import InputError, TraceError, close_match
-from ...policies.features import feature
+from ...policies.errors import InputError, TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import Facts, LearnedPolicy
-from ...policies.limits import check_limits
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import load_policy_folder, save_policy
 from ..heads.calibration.scores import survival_scores
@@ -36,8 +33,8 @@ from ..heads.crossfit import (
     own_visits,
     prompt_folds,
 )
-from ..heads.fitting import HEAD_KINDS, FitOptions
-from ..heads.head_specs import Form, form, read_vectors, usual_features
+from ..heads.fitting import FitOptions
+from ..heads.head_specs import form, read_vectors, usual_features
 from ..heads.hosts import check_host, features_for
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
@@ -46,17 +43,12 @@ from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import tell_other_verification
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
-from .fit_rule import RULES, check_rule, is_tuned, passing_rule, ruled
+from .fit_rule import RULES, is_tuned, passing_rule, ruled
+from .plan import Plan, check_plan, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_rates
 from .trained import Trained, claimed
 from .tuning.rates import PRICED, best_of, fixed_grid, solve_rate
-
-FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
-"""What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
-
-WITHOUT_NOISE = {"noisy_margin": "drawn_prob", "noisy_lead": "", "noisy_score": ""}
-"""What stands in for features that only `match` traces hold; empty = nothing."""
 
 PATH_FEATURES = ("path_logprob",)
 """What a continuation policy reads besides: it keeps no product of probabilities that would tell of the path."""
@@ -64,33 +56,6 @@ PATH_FEATURES = ("path_logprob",)
 REFERENCES = 5
 FEW = 5000
 """Rounds of the policy's own below which those of fixed lengths count too."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `train` was asked for, checked; see there."""
-
-    head: str = "logistic"
-    rule: str = "derived"
-    threshold: float | None = None
-    features: tuple[str, ...] = FEATURES
-    name: str = "logistic"
-    seed: int = 0
-    folds: int = FOLDS
-    cross_fit: bool = True
-    passes: int | None = None
-    fit: FitOptions = field(default_factory=FitOptions)
-    vectors: tuple[str, ...] = ()
-
-    @property
-    def form(self) -> Form:
-        """What the head asks of training."""
-        return form(self.head)
-
-    @property
-    def grid(self) -> tuple[float, ...]:
-        """The thresholds that were published with the rule, where the head is used under its own."""
-        return self.form.thresholds if self.rule == self.form.rule else ()
 
 
 def train(
@@ -184,17 +149,6 @@ def train(
         plan, arrays, profile, temperatures(several), sources, folder, progress,
         None if mixed is None else mixed_arrays(mixed, several[0], names, plan.vectors),
     )  # fmt: skip
-
-
-def check_plan(plan: Plan) -> None:
-    """Refuse an unknown head, rule or feature, or numbers out of range, before anything is read."""
-    if plan.head not in HEAD_KINDS:
-        known = ", ".join(HEAD_KINDS)
-        raise InputError(f"--head: unknown head {plan.head!r}{close_match(plan.head, HEAD_KINDS)}; expected {known}")
-    check_rule(plan.rule, plan.threshold)
-    for wanted in plan.features:
-        feature(wanted)
-    check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)
 
 
 def train_arrays(
@@ -296,20 +250,6 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
     return settled
-
-
-def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
-    """Return `FEATURES`, `temperature` with traces of several, and none of earlier rounds where there are none."""
-    more = ("temperature",) if len(temperatures(traces)) > 1 else ()
-    names = without_noise((*FEATURES, *more), traces[0].header)
-    replayable = not any(trace.header.mix for trace in traces)
-    return tuple(name for name in names if replayable or name not in HISTORY_FEATURES)
-
-
-def without_noise(names: Sequence[str], header: Header) -> tuple[str, ...]:
-    """Return the names, those of noisy scores replaced or left out where traces were recorded without noise."""
-    found = [name if header.verification == "match" else WITHOUT_NOISE.get(name, name) for name in names]
-    return tuple(dict.fromkeys(name for name in found if name))
 
 
 def _fitted(

@@ -23,7 +23,8 @@ from specstop.decode.verify.modes import resolve_mode
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.fit.run import train, without_noise
+from specstop.train.fit.plan import without_noise
+from specstop.train.fit.run import train
 from specstop.train.heads.calibration.logits import fit_kind, log_loss
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
 from specstop.train.heads.soft_classes import constant, two_classes

@@ -21,7 +21,8 @@ from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.fit.run import FEATURES, train
+from specstop.train.fit.plan import FEATURES
+from specstop.train.fit.run import train
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -20,7 +20,8 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.fit.run import FEATURES, Trained, train
+from specstop.train.fit.plan import FEATURES
+from specstop.train.fit.run import Trained, train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -36,7 +36,8 @@ from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.concatenate import joined_arrays, temperatures
 from ..fit_rule import check_rule
-from ..run import FEATURES, Plan, check_plan, default_features, train_arrays, without_noise
+from ..plan import FEATURES, Plan, check_plan, default_features, without_noise
+from ..run import train_arrays
 from ..trained import Trained, claimed
 from .rates import fixed_grid
 from .study import Space, Study

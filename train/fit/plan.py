@@ -1,0 +1,78 @@
+"""What `train` is asked for: the head, what it reads, its rule; checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...collect.schema import Header
+from ...collect.store.folder import Trace
+from ...policies.errors import InputError, close_match
+from ...policies.features import feature
+from ...policies.features.history import HISTORY_FEATURES
+from ...policies.limits import check_limits
+from ..heads.crossfit import (
+    FOLDS,
+)
+from ..heads.fitting import HEAD_KINDS, FitOptions
+from ..heads.head_specs import Form, form
+from ..replay.traces.concatenate import temperatures
+from .fit_rule import check_rule
+
+FEATURES = ("mean_accepted", "mean_full", "last_accepted", "top1", "noisy_margin", "depth")
+"""What heads read unless told otherwise: few, because on a small pair every microsecond of a decision counts."""
+
+WITHOUT_NOISE = {"noisy_margin": "drawn_prob", "noisy_lead": "", "noisy_score": ""}
+"""What stands in for features that only `match` traces hold; empty = nothing."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `train` was asked for, checked; see there."""
+
+    head: str = "logistic"
+    rule: str = "derived"
+    threshold: float | None = None
+    features: tuple[str, ...] = FEATURES
+    name: str = "logistic"
+    seed: int = 0
+    folds: int = FOLDS
+    cross_fit: bool = True
+    passes: int | None = None
+    fit: FitOptions = field(default_factory=FitOptions)
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> Form:
+        """What the head asks of training."""
+        return form(self.head)
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """The thresholds that were published with the rule, where the head is used under its own."""
+        return self.form.thresholds if self.rule == self.form.rule else ()
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse an unknown head, rule or feature, or numbers out of range, before anything is read."""
+    if plan.head not in HEAD_KINDS:
+        known = ", ".join(HEAD_KINDS)
+        raise InputError(f"--head: unknown head {plan.head!r}{close_match(plan.head, HEAD_KINDS)}; expected {known}")
+    check_rule(plan.rule, plan.threshold)
+    for wanted in plan.features:
+        feature(wanted)
+    check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)
+
+
+def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
+    """Return `FEATURES`, `temperature` with traces of several, and none of earlier rounds where there are none."""
+    more = ("temperature",) if len(temperatures(traces)) > 1 else ()
+    names = without_noise((*FEATURES, *more), traces[0].header)
+    replayable = not any(trace.header.mix for trace in traces)
+    return tuple(name for name in names if replayable or name not in HISTORY_FEATURES)
+
+
+def without_noise(names: Sequence[str], header: Header) -> tuple[str, ...]:
+    """Return the names, those of noisy scores replaced or left out where traces were recorded without noise."""
+    found = [name if header.verification == "match" else WITHOUT_NOISE.get(name, name) for name in names]
+    return tuple(dict.fromkeys(name for name in found if name))
