@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from bars import Bars, arguments
+from joint_rounds import joint_rounds
 from loads import compare, gpu_like
 from pairs import pair_folder
 from replay import equality
@@ -45,7 +46,7 @@ MODES = [("match", None), ("match", TREE), ("rejection", None), ("rejection", "2
 SPECS = ("fixed:3", "confidence:0.3", "product:0.2", "adaedl:0.3")
 SIZES, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)
 FEATURES = 3e-5
-PARTS = ("texts", "rounds", "loads", "rows", "speeds", "memory")
+PARTS = ("texts", "rounds", "joint", "loads", "rows", "speeds", "memory")
 LOADS = (1, 2, 4, 8, 16, 32)
 
 
@@ -71,6 +72,9 @@ def main() -> int:
         if "loads" in options.part:
             other = read_prompts(folder / "prompts-train.jsonl", count)
             loads(pair, prompts, other, tokens, Path(out), options, bars)
+        if "joint" in options.part:
+            many = read_prompts(folder / "prompts-train.jsonl", 4 if options.quick else 320)
+            joint_rounds(pair, many, tokens, Path(out), options, bars)
         if "rows" in options.part:
             collected(pair, prompts, tokens // 2, Path(out), options, bars)
     if "speeds" in options.part:

@@ -9,7 +9,7 @@ from ...policies.errors import InputError, close_match
 from ...policies.joint.survival import for_batches
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.chains import AnyFork, BatchRule, Continuation, Derived, Rule, Threshold, derived_thresholds
+from ...policies.rules.chains import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Rates, replayed_rates
 from .tuning.rates import THRESHOLDS, solve_rate
@@ -23,9 +23,9 @@ RULES: dict[str, Callable[[float], Rule]] = {
     "step": lambda threshold: Threshold("step", threshold),
     "any": AnyFork,
     "continuation": Continuation,
-    "batch": lambda threshold: BatchRule(),
+    "batch": lambda threshold: Derived([threshold], 1),
 }
-"""Each rule by name, from a threshold; those of the derived rule are solved, the rule `batch` has none."""
+"""Each rule by name, from a threshold; those of the derived rule are solved, and `batch` takes its place in the end."""
 
 
 def check_rule(kind: str, threshold: float | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from specstop.train.fit.run import train
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.report.evaluate import evaluate
 
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
@@ -33,6 +35,23 @@ PLAIN = ("logistic", "mlp", "xgboost")
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_rule_for_batches_keeps_costs_and_acceptance(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="--threshold: the rule batch has none"):
+        train(sides[0], full_profile, rule="batch", threshold=0.3)
+    made = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
+    again = load_policy_folder(tmp_path / "p")
+    assert again.joint and again.rule.to_dict() == {"kind": "batch", "send": "best"}
+    assert full_profile.same_costs(again.facts.profile) and len(again.facts.acceptance) == DEPTH
+    arrays = trace_arrays(sides[1])
+    mine, theirs = (replay(arrays, policy, full_profile) for policy in (made, again))
+    assert torch.equal(mine.log, theirs.log)
+    assert len(mine.log[:, 2].unique()) > 1, "the policy decides something"
+    report = evaluate(sides[1], dataclasses.replace(full_profile, round_s=full_profile.round_s + 1e-3), [again])
+    assert report.line(again.name).note == "decides by the costs of this profile"
 
 
 @pytest.mark.parametrize("rule", ["derived", "survival", "step"])

@@ -1,0 +1,65 @@
+"""Live batches of policies that weigh their streams against each other, replayed round by round."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bars import Bars
+from specstop.collect.prompts.read import Prompt, encode
+from specstop.collect.run import collect, reading_room
+from specstop.decode import Pair
+from specstop.decode.profile import measure_profile
+from specstop.decode.profile.measuring import Effort
+from specstop.policies import StopPolicy
+from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
+from specstop.policies.joint.lengths import LoadLength, SmartSpec
+from specstop.train.fit.run import train
+from specstop.train.replay.arrivals import at_once
+from specstop.train.replay.batch import COLUMNS, replay_batch
+from specstop.train.replay.rounds import recorded_anchors
+from specstop.train.replay.traces.arrays import trace_arrays
+
+DEPTH = 6
+
+
+def joint_rounds(
+    pair: Pair, prompts: Sequence[Prompt], tokens: int, out: Path, options: argparse.Namespace, bars: Bars
+) -> None:
+    """Replay live traces of policies that weigh the streams of a batch against each other: each round as it was decoded."""
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    told: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH}
+    rough = Effort(repetitions=2)  # rounds are compared, not seconds
+    profile = measure_profile(pair, ids[:4], depth=DEPTH, temperature=0.7, new_tokens=16, batch=(1, 4, 8), effort=rough)
+    seen = collect(pair, prompts[:40], out / "seen", **told)
+    policies: list[StopPolicy] = [
+        LoadLength("1:6,4:4,8:2"), SmartSpec(profile=profile, max_depth=DEPTH), Tetris(2, 2),
+        AdaptiveVerification(4, profile=profile), train(seen, profile, rule="batch").policy,
+    ]  # fmt: skip
+    least = 0 if options.quick else 10_000
+    for policy in policies:
+        for batch in (4, 8):
+            texts = list(prompts) if batch == 4 else list(prompts)[::-1]
+            trace = collect(
+                pair, texts, out / f"{policy.cost_name}-{batch}", collector="live", policy=policy, batch=batch,
+                verification="match", shards=1, **told,
+            )  # fmt: skip
+            arrays = trace_arrays(trace, extra=("sent",))
+            assert arrays.drawn is not None
+            made = replay_batch(arrays, policy, profile, batch, at_once(arrays.sequences))
+            line = np.stack(
+                [made.log[:, COLUMNS.index(n)] for n in ("request", "anchor", "drafted", "verified", "accepted")]
+            )
+            owner = np.repeat(np.arange(arrays.sequences), arrays.rows.numpy())
+            verified = arrays.extra["sent"].sum(1)
+            counts = arrays.drawn.sum(1), verified, arrays.accepted.minimum(verified)
+            live = np.stack([owner, recorded_anchors(arrays), *(column.numpy() for column in counts)])
+            wrong = len(set(map(tuple, live.T.tolist())) ^ set(map(tuple, line.T.tolist())))
+            total = live.shape[1]
+            bars.add(
+                f"rounds of {policy.name}, batch {batch}, replayed as live", total, wrong == 0 and total >= least,
+                f"{total} rounds, {wrong} wrong; {least}, none wrong",
+            )  # fmt: skip
