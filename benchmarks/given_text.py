@@ -4,9 +4,10 @@
     python benchmarks/given_text.py --quick
 
 First the law: V = 3, depth 3, every choice of the loop, the collector and replay enumerated, random stop rules. Then a real
-pair: replay against live runs of the same prompts, and collection under each verification beside that under `match`. It runs
-from the repository root. Without `--pair` the embedded pair is used. The last line printed is one JSON object; with
-`--check` the exit code is 1 where a bar falls short.
+pair: what live rounds accept against what their own texts say; replay against live runs of the same prompts; and collection
+under each verification beside that under `match`. It runs from the repository root, on the embedded
+pair where there is no `--pair`.
+The last line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from scipy import stats
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.decode import Settings
-from specstop.decode.loop import Speculator
+from specstop.decode.loop import Request, Speculator
+from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
@@ -52,7 +54,7 @@ STOPS: tuple[Callable[[int], StopPolicy], ...] = (
     partial(TrimmingByRows, 4),
 )
 POLICIES: tuple[Callable[[], StopPolicy], ...] = (partial(FixedLength, 3), partial(Confidence, 0.4, 10))
-DEPTH = 10
+DEPTH, DRAWS, LENGTHS, BATCH = 10, 4, (3, 8), 16
 MOST_ERRORS = 3.0
 """Standard errors, clustered by prompt, that replay may be from live runs."""
 
@@ -90,6 +92,8 @@ def main() -> int:
         pair = load_pair(folder / "target", folder / "draft")
         prompts = read_prompts(folder / "prompts-test.jsonl", sizes.prompts)
         for temperature in sizes.temperatures:
+            for mode in MODES:
+                given_their_texts(pair, prompts, temperature, mode, sizes, bars)
             against_live(pair, prompts, temperature, sizes, bars)
         collecting(pair, prompts, sizes, bars)
     compared = (
@@ -138,21 +142,83 @@ def laws(sizes: Sizes, quick: bool, bars: Bars) -> None:
     print(f"      block with approximate rows off the text: total variation {', '.join(f'{far:.3f}' for far in told)}")
 
 
+def given_their_texts(
+    pair: Pair, prompts: Sequence[Prompt], temperature: float, mode: str, sizes: Sizes, bars: Bars
+) -> None:
+    """Compare how many tokens live rounds of fixed lengths accept with what is to be expected given their own texts.
+
+    The rounds of a text are independent given it, so this is the sharpest test of a live loop on a real pair, and it needs
+    nothing but the probabilities of the text under both models: no draw of ours.
+    """
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, sizes.tokens))
+    for length in LENGTHS:
+        settings = Settings(temperature, sizes.tokens, length, verification=mode)
+        speculator = Speculator(pair, FixedLength(length), settings, batch=BATCH)
+        gap, variance, rounds = np.zeros(length), np.zeros(length), 0
+        for run in range(sizes.runs):
+            asked = [Request(i, stream_key(200 + run, p.id)) for p, i in zip(prompts, ids, strict=True)]
+            for prompt, made in zip(ids, speculator.run(asked), strict=True):
+                anchors = [(r.anchor, r.accepted) for r in made.rounds if r.anchor + length < len(made.tokens)]
+                if not anchors:
+                    continue
+                p, q = own_probabilities(pair, prompt, list(made.tokens), temperature)
+                anchor, accepted = np.array(anchors).T
+                at = anchor[:, None] + np.arange(length)
+                survival = kept(p[at], q[at], mode == "block").cumprod(1)
+                gap += ((accepted[:, None] > np.arange(length)) - survival).sum(0)
+                variance += (survival * (1 - survival)).sum(0)
+                rounds += len(anchors)
+        z = gap / np.sqrt(variance.clip(1e-9))
+        most = float(stats.norm.isf(stats.norm.sf(MOST_ERRORS) / length))  # the largest of so many
+        bars.add(
+            f"{mode} T={temperature:g} fixed:{length}, given the text", {"z": z.tolist(), "rounds": rounds},
+            bool(np.abs(z).max() <= most),
+            f"{rounds} live rounds, acceptance by depth {' '.join(f'{value:+.2f}' for value in z)} standard errors from what "
+            f"their texts say; at most {most:.2f}",
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def own_probabilities(pair: Pair, prompt: list[int], text: list[int], temperature: float) -> tuple[Any, Any]:
+    """Return p and q [L] of the tokens of a text, each after the ones before."""
+    found = []
+    for model in (pair.target, pair.draft_model):
+        cached = CachedModel(model, len(prompt) + len(text), pair.vocabulary)
+        rows = cached.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
+        own = torch.tensor(text, device=pair.device)[:, None]
+        found.append(torch.softmax((rows / temperature).double(), -1).gather(-1, own)[:, 0].cpu().numpy())
+    return found[0], found[1]
+
+
+def kept(p: Any, q: Any, block: bool) -> Any:
+    """Return [R, K], the chance given the text that the draft has its token, had it those before; p and q [R, K] of them.
+
+    Written apart from `decode.verify`, which this is to test.
+    """
+    weight, chances = np.ones(len(p)), []
+    for at in range(p.shape[1]):
+        chances.append(np.minimum(1.0, q[:, at] / (weight * p[:, at])))
+        weight = np.minimum(1.0, weight * p[:, at] / q[:, at]) if block else weight
+    return np.stack(chances, 1)
+
+
 def against_live(pair: Pair, prompts: Sequence[Prompt], temperature: float, sizes: Sizes, bars: Bars) -> None:
     """Compare replay of a trace with live runs: tokens a call, drafted and accepted a round, clustered by prompt."""
     ids = encode(prompts, pair.tokenizer, reading_room(pair, sizes.tokens + DEPTH))
+    number = {prompt.id: at for at, prompt in enumerate(prompts)}
     for mode in MODES:
         with tempfile.TemporaryDirectory() as room:
             trace = collect(
                 pair, prompts, Path(room) / "t", depth=DEPTH, temperature=temperature, max_new_tokens=sizes.tokens,
-                verification=mode, draws=4, seed=1,
+                verification=mode, draws=DRAWS, seed=1,
             )  # fmt: skip
             arrays = trace_arrays(trace, ("drawn_prob",))
         for make in POLICIES:
             policy = make()
             played = replay(arrays, policy, no_costs())
             each = torch.stack([played.rounds, played.committed, played.drafted, played.accepted], 1).double()
-            offline = each.view(-1, 4, 4).mean(1).numpy()
+            offline = np.zeros((len(prompts), 4))  # a text of one token has no round
+            np.add.at(offline, [number[name] for name in arrays.prompt_ids], each.numpy() / DRAWS)
             settings = Settings(temperature, sizes.tokens, DEPTH, verification=mode)
             live = live_sums(Speculator(pair, policy, settings), prompts, ids, sizes.runs)
             z, chance = errors(offline, live)
