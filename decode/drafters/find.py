@@ -42,7 +42,7 @@ TRAINED: dict[str, Callable[[Pair, Any], Drafter]] = {
 }
 """By kind: what makes a drafter of a pair and the network in a folder, which is named after the colon."""
 
-TWO = re.compile(r"(suffix|lookup)(?:\?sure=([^+]*))?\+(.+)")
+TWO = re.compile(r"(suffix|lookup)(?:\?([^+]*))?\+(.+)")
 """Two drafters at once: one that costs nothing, from when on it is sure, and another one."""
 
 
@@ -123,11 +123,11 @@ def _identity(name: str, pair: Pair) -> str:
 def _sure(both: re.Match[str]) -> float:
     """Return the chance from which on the first of two drafters is sure."""
     try:
-        sure = SURE if both[2] is None else float(both[2])
+        sure = SURE if both[2] is None else float(both[2].removeprefix("sure="))
     except ValueError:
         sure = -1.0
-    if not 0.0 <= sure <= 1.0:
-        raise InputError(f"--drafter: {both[0]!r}: expected sure=, a chance between 0 and 1, not {both[2]!r}")
+    if not 0.0 <= sure <= 1.0 or not (both[2] or "sure=").startswith("sure="):
+        raise InputError(f"--drafter: {both[0]!r}: expected ?sure= and a chance between 0 and 1, not ?{both[2]}")
     return sure
 
 

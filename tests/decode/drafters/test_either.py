@@ -76,9 +76,9 @@ def test_they_are_found_by_name(pair: Pair) -> None:
     assert [needs_draft(name) for name in names] == [True, True, True, False, True, True]
 
 
-@pytest.mark.parametrize("sure", ["2", "-1", "much", ""])
-def test_a_chance_that_is_none_is_refused(pair: Pair, sure: str) -> None:
-    name = f"suffix?sure={sure}+model"
-    expected = f"--drafter: {name!r}: expected sure=, a chance between 0 and 1, not {sure!r}"
+@pytest.mark.parametrize("given", ["sure=2", "sure=-1", "sure=much", "sure=", "sure=nan", "0.5", "keep=1"])
+def test_a_chance_that_is_none_is_refused(pair: Pair, given: str) -> None:
+    name = f"suffix?{given}+model"
+    expected = f"--drafter: {name!r}: expected ?sure= and a chance between 0 and 1, not ?{given}"
     with pytest.raises(InputError, match=re.escape(expected)):
         find_drafter(name, pair)

@@ -121,15 +121,18 @@ def test_the_loss_is_what_it_says(pair: Pair) -> None:
         loss = loss_of(network)(batch, *ends(pair))
         assert float(loss) == pytest.approx((means[0] + 0.8 * means[1]) / 1.8)
     network = small_network("ctc", 16, 48, output, 4).double()
-    symbols, nats = positions(network, batch, *ends(pair)).exp(), [[]]
-    for which, text in enumerate(texts):
+    symbols, nats = positions(network, batch, *ends(pair)).exp(), [[], []]
+    for which, (text, made) in enumerate(zip(texts, whole, strict=True)):
+        for at in range(len(text) - 2):
+            p = made.logits[0, at + 1].softmax(-1)
+            nats[1].append(float(-(p * symbols[which, at, 0, :-1].log()).sum()))
         for at in range(len(text) - 3):
             said = symbols[which, at : at + 1]
             prefix = Prefixes.empty(said)
             for token in text[at + 2 : at + 4]:
                 prefix = prefix.extended(torch.tensor([0]), torch.tensor([token]), said)
             nats[0].append(-float((prefix.blank + prefix.token)[0, -1].log()) / 2)
-    assert float(loss_of(network)(batch, *ends(pair))) == pytest.approx(sum(nats[0]) / len(nats[0]))
+    assert float(loss_of(network)(batch, *ends(pair))) == pytest.approx(sum(sum(some) / len(some) for some in nats))
 
 
 @pytest.mark.parametrize("kind", TRAINED)
