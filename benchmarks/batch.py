@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from joint_rounds import joint_rounds
-from loads import compare, gpu_like
+from loads import CLEAR, compare, fixed_and, gpu_like, live
 from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
@@ -71,7 +71,7 @@ def main() -> int:
             replayed(pair, prompts, ids, other, tokens, Path(out), options, bars)
         if "loads" in options.part:
             other = read_prompts(folder / "prompts-train.jsonl", count)
-            loads(pair, prompts, other, tokens, Path(out), options, bars)
+            loads(pair, prompts, ids, other, tokens, Path(out), options, bars)
         if "joint" in options.part:
             many = read_prompts(folder / "prompts-train.jsonl", 4 if options.quick else 320)
             joint_rounds(pair, many, tokens, Path(out), options, bars)
@@ -180,10 +180,10 @@ def replayed(
 
 
 def loads(
-    pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, out: Path, options: argparse.Namespace,
-    bars: Bars,
+    pair: Pair, prompts: Sequence[Prompt], ids: Sequence[list[int]], other: Sequence[Prompt], tokens: int, out: Path,
+    options: argparse.Namespace, bars: Bars,
 ) -> None:  # fmt: skip
-    """Compare policies by batch size in replay, by costs measured here and by those of a machine like a GPU."""
+    """Compare policies by batch size in replay, by costs measured here and by those of a machine like a GPU; some live."""
     sizes = LOADS[:2] if options.quick else LOADS
     told = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH, "verification": "match"}
     held, seen = (collect(pair, side, out / f"loads{at}", **told) for at, side in enumerate((prompts, other)))
@@ -195,7 +195,13 @@ def loads(
     arrays, fit = trace_arrays(held), trace_arrays(seen)
     for where, profile in (("this machine", measured), ("like a GPU", gpu_like(sizes, DEPTH))):
         learned = train(seen, profile, head="logistic").policy
-        bars.figures[f"by batch size, {where}"] = compare(where, arrays, fit, learned, profile, sizes, options, bars)
+        found, named, priced = compare(where, arrays, fit, learned, profile, sizes, options, bars)
+        bars.figures[f"by batch size, {where}"] = found
+        if profile is measured:
+            asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
+            for size in [n for n in sizes if n in CLEAR] or sizes[-1:]:
+                live("embedded" if options.pair is None else options.pair.name, pair, asked, known, arrays,
+                     fixed_and(found, size, named), priced, size, options, bars)  # fmt: skip
 
 
 def collected(

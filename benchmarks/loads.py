@@ -7,8 +7,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from bars import Bars
+from specstop.decode import Pair, Settings, Speculator
+from specstop.decode.compare.alternate import TEXTS_A_PLACE, run_alternating
+from specstop.decode.profile import CalibrationRun
 from specstop.decode.profile.decisions import add_decisions
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
@@ -18,8 +23,11 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.registry import load_policy
+from specstop.train.replay.arrivals import at_once
+from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
 from specstop.train.report.batches import by_batch
+from specstop.train.report.intervals import Resamples
 
 CAPTURED = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has captured; others are filled up to the next of them."""
@@ -29,6 +37,9 @@ FLAT, STEP_S, DRAFT, OUTSIDE_S = 64, 0.010, 0.12, (3e-4, 5e-6, 2e-6)
 
 CLEAR = (4, 8)
 """Batch sizes at which ours is to be above every other joint policy."""
+
+NEAR = 0.07
+"""How far off the seconds of replay may be."""
 
 
 def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
@@ -79,7 +90,7 @@ def compare(
     sizes: Sequence[int],
     options: argparse.Namespace,
     bars: Bars,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[tuple[str, StopPolicy]], Profile]:
     """Replay every policy at every batch size, print what it gains, and hold ours to its bars."""
     depth = min(held.depth, profile.max_depth)
     named = joint_policies(learned, profile, fit, sizes, depth)
@@ -114,7 +125,19 @@ def compare(
             f"ours over the best other joint policy, {where}, batch {size}", round(gap, 3), gap > 1.0 or options.quick,
             f"{gap:.3f} times {first}; nothing is above {ceiling:.3f} of best fixed",
         )  # fmt: skip
-    return found
+    return found, named, profile
+
+
+def fixed_and(
+    found: dict[str, Any], size: int, named: Sequence[tuple[str, StopPolicy]]
+) -> list[tuple[str, StopPolicy]]:
+    """Return the best fixed length of a batch size, plain decoding, ours and the joint policy that is fastest beside it."""
+    at = found["sizes"].index(size)
+    rates = {line["name"]: line["tokens_per_s"][at] for line in found["lines"]}
+    policies = dict(named)
+    other = max((name for name in policies if name not in (*NOT_JOINT, "ours")), key=lambda name: float(rates[name]))
+    fixed = FixedLength(found["best_fixed"][at])
+    return [("best fixed", fixed), ("plain", FixedLength(0)), (other, policies[other]), ("ours", policies["ours"])]
 
 
 NOT_JOINT = ("best fixed", "one stream's rule", "confidence:0.4", "oracle bound of the batch")
@@ -124,3 +147,56 @@ def _text(ratio: dict[str, float | None]) -> str:
     if ratio["low"] is None:
         return f"{ratio['value']:.3f}"
     return f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+
+
+def live(
+    where: str,
+    pair: Pair,
+    prompts: Sequence[tuple[str, list[int]]],
+    other: Sequence[list[int]],
+    held: TraceArrays,
+    named: Sequence[tuple[str, StopPolicy]],
+    known: Profile,
+    size: int,
+    options: argparse.Namespace,
+    bars: Bars,
+) -> None:
+    """Decode the prompts under each policy in turns, and hold what replay predicts to what the clock says.
+
+    The first policy is what the others are compared with. The profile is measured between the turns.
+    """
+    header = held.header
+    settings = Settings(header.temperature, header.max_new_tokens, verification=header.verification)
+    at = {name: number for number, name in enumerate(held.prompt_ids)}
+    prompts = [(name, ids) for name, ids in prompts if name in at]
+    sizes = sorted({1, size // 2, size})
+    calibration = CalibrationRun(
+        pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=24, batch=sizes,
+        verification=header.verification,
+    )  # fmt: skip
+    runs = [Speculator(pair, policy, settings, known, batch=size) for _, policy in named]
+    found = run_alternating(runs, prompts, calibration=calibration, calibrate_every=1, batch=size)
+    profile = calibration.profile().with_decisions(known.decision_s)
+    boot = Resamples([name for name, _ in prompts])
+    first = boot.total([text.seconds for text in found[0]])
+    for (name, policy), texts in zip(named, found, strict=True):
+        spent = boot.total([text.seconds for text in texts])
+        chunks = [prompts[n : n + size * TEXTS_A_PLACE] for n in range(0, len(prompts), size * TEXTS_A_PLACE)]
+        orders = [np.array([at[name] for name, _ in chunk]) for chunk in chunks]
+        played = [replay_batch(held, policy, profile, size, at_once(len(order)), order) for order in orders]
+        predicted = sum(float(one.seconds.sum()) for one in played) / spent[0]
+        tokens = sum(len(text.tokens) for text in texts)
+        same = tokens == sum(int(one.tokens.sum()) for one in played)
+        ratio = boot.interval(first / spent)
+        print(
+            f"      live, {where}, batch {size}, {name}: {tokens / spent[0]:.0f} tokens/s, {ratio.text()} of {named[0][0]}"
+        )
+        bars.add(
+            f"replay's seconds over those live, {where}, batch {size}, {name}", round(predicted, 3),
+            (abs(predicted - 1.0) <= NEAR and same) or options.quick, f"{predicted:.3f}; within {NEAR:.0%}",
+        )  # fmt: skip
+        if name == "ours" and size == max(CLEAR):
+            bars.add(
+                f"ours over {named[0][0]} live, {where}, batch {size}", ratio.value, ratio.is_above or options.quick,
+                f"{ratio.text()}; clear of 1",
+            )  # fmt: skip
