@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.errors import InputError, TraceError
+from ...policies.latency.batch import BatchCosts
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
@@ -34,7 +35,7 @@ ASSUMPTIONS = (
     "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "
     "graphs and scheduler are others: ratios carry over better than rates.",
 )
-"""Of every figure by batch size."""
+"""Of every figure by batch size, where batches were not measured."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,24 @@ def split_sides(arrays: TraceArrays, profile: Profile, held_out: TraceArrays | N
 
 def measured_rows(profile: Profile) -> int:
     """Return the most rows of a target's forward pass that the profile has timed."""
+    if profile.batch is not None:
+        return max(points[-1][0] for points in profile.batch.low.verify_s.values())
     trees = [n for n, _ in (*profile.low.tree_verify_s, *profile.high.tree_verify_s)]
     return max(profile.max_depth, *trees) + 1 if trees else profile.max_depth + 1
+
+
+def assumptions(profile: Profile) -> tuple[str, ...]:
+    """Return what every figure by batch size rests on."""
+    if profile.batch is None:
+        return ASSUMPTIONS
+    sizes = ", ".join(map(str, profile.batch.sizes))
+    return (
+        f"Draft steps and verifications of {sizes} requests side by side were measured; {_BEYOND}",
+        *ASSUMPTIONS[-2:],
+    )
+
+
+_BEYOND = "between these sizes costs are linear, beyond the last one they go on as they rise with the tokens."
 
 
 def batch_profile(profile: Profile, batch: int) -> Profile:
@@ -101,6 +118,8 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         raise InputError(f"batch: expected 1 or more requests, not {batch}")
     if batch == 1:
         return profile
+    if profile.batch is not None:
+        return _measured_share(profile, profile.batch, batch)
     tables = (profile.low, profile.high)
     span = profile.high.context - profile.low.context
     filled = profile.padded()
@@ -143,6 +162,20 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         round_s=profile.round_s / batch,
         tree_outside_s=None,
     )
+
+
+def _measured_share(profile: Profile, costs: BatchCosts, batch: int) -> Profile:
+    """Return a share of rounds in which every request of the batch drafts as deep, by what batches cost."""
+
+    def share(context: float) -> CostTable:
+        tokens = batch * (np.arange(profile.max_depth + 1) + 1)
+        one, two = (float(costs.first_draft_s(batch, context, batch * n)) / batch for n in (1, 2))
+        later = float(costs.draft_s(batch, context)) / batch
+        verify = costs.verify_s(batch, tokens, context) / batch
+        return CostTable(context, (one, two), two - one, tuple(verify.tolist()), later)
+
+    low, high = (share(table.context) for table in (profile.low, profile.high))
+    return dataclasses.replace(profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None)
 
 
 class _Line:

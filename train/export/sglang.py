@@ -22,7 +22,7 @@ from .by_batch import WORTH, choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .lockstep import Steps, lockstep
 from .page import alone_table, grid_text, page_text, policy_loss
-from .serving import ASSUMPTIONS, batch_profile, measured_rows
+from .serving import assumptions, batch_profile, measured_rows
 
 CONFIG, COSTED = "adaptive.json", "costed.json"
 VERSION = "0.5.23"
@@ -263,7 +263,7 @@ def page(
     assumed = [
         "The traces are of the drafter that is deployed: lengths tuned on a draft model of its own say little about an EAGLE "
         "head.",
-        *ASSUMPTIONS,
+        *assumptions(export.profile),
         "The mean is over a batch that is always full and of these texts in random order; bursts, mixed lengths and CUDA "
         "graphs that pad the batch are not modelled.",
         *caveats(export),

@@ -14,7 +14,7 @@ import yaml
 
 from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, page_text, policy_loss
-from .serving import ASSUMPTIONS, measured_rows
+from .serving import assumptions, measured_rows
 from .vllm import MAX_BATCH, Range, by_batch, choose_ranges, sizes_table
 
 CONFIG, OLDER = "speculative_config.yaml", "speculative_config-older.yaml"
@@ -77,5 +77,5 @@ def page(export: Export, ranges: Sequence[Range], alone: Mapping[str, Any], batc
         "latency profile, scaled to each batch."
     )
     tables = [alone_table(alone), sizes_table(export, batches)]
-    assumed = [*ASSUMPTIONS, *caveats(export)]
+    assumed = [*assumptions(export.profile), *caveats(export)]
     return page_text("Draft lengths for TensorRT-LLM", what, use, tables, lost, assumed, export.facts())

@@ -20,7 +20,7 @@ from .by_batch import choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, grid_text, page_text, policy_loss
 from .proposer import proposer_files, proposer_use
-from .serving import ASSUMPTIONS, batch_profile, batch_seconds, measured_rows
+from .serving import assumptions, batch_profile, batch_seconds, measured_rows
 
 CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
 VERSION = "0.33.0"
@@ -157,7 +157,7 @@ def page_of(
         "Nothing is known here about larger batches under the policy: with lengths of its own for each request it could gain "
         "more there or less.",
     ]
-    assumed = [*ASSUMPTIONS, *caveats(export)]
+    assumed = [*assumptions(export.profile), *caveats(export)]
     what = (
         "Draft lengths by batch size for vLLM: the fixed lengths with the highest replayed throughput under the latency "
         "profile, scaled to each batch. A larger batch drafts no longer than a smaller one unless that is clearly faster."

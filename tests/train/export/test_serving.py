@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from made import made_trace
@@ -12,10 +13,18 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.train.export.lengths import walk_fixed, walk_lengths
-from specstop.train.export.serving import batch_profile, batch_seconds, measured_rows, split_sides
+from specstop.train.export.serving import (
+    ASSUMPTIONS,
+    assumptions,
+    batch_profile,
+    batch_seconds,
+    measured_rows,
+    split_sides,
+)
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
@@ -124,6 +133,23 @@ def test_measured_wide_passes_are_used() -> None:
     shared = batch_profile(wide, 40)
     assert 40 * shared.low.verify_s[0] == pytest.approx(20e-3)
     assert 40 * shared.low.draft_s[0] == pytest.approx(5e-3)
+
+
+def test_measured_batches_are_priced_as_they_were_measured(profile: Profile) -> None:
+    depth = profile.max_depth
+    verify = {n: ((n, 4e-3), (2 * n, 4e-3), (2 * n + 1, 6e-3), (n * (depth + 1), 6e-3 + 1e-3 * n)) for n in (2, 8)}
+    side = BatchTable(8.0, ((1, 1e-3), (8, 2e-3)), 1e-5, ((1, 8e-4), (8, 1.5e-3)), verify)
+    costs = BatchCosts(side, dataclasses.replace(side, context=40.0), (1e-4, 1e-5, 1e-6))
+    known = dataclasses.replace(profile, batch=costs)
+    for batch in (2, 4, 8, 16):
+        shared = batch_profile(known, batch)
+        k = np.arange(depth + 1)
+        found = batch * shared.round_seconds(0 * k + 20, k, k, 0 * k + 1, 0 * k, 0.0)
+        fed = batch * (k[:, None] > np.arange(depth))
+        said = costs.round_s(20.0 + 0 * k, batch + 0 * k, batch * (k + 1), fed, batch + 0 * k)
+        assert found == pytest.approx(said)
+    assert measured_rows(known) == 8 * (depth + 1)
+    assert "2, 8 requests side by side were measured" in assumptions(known)[0] and assumptions(profile) == ASSUMPTIONS
 
 
 def test_a_larger_batch_costs_a_request_less_and_the_engine_more(profile: Profile) -> None:
