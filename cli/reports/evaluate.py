@@ -141,10 +141,11 @@ def _show_batches(found: dict[str, Any]) -> None:
     """Print what each policy gains by batch size."""
     from ...train.report.records import Ratio
 
-    rows = []
-    for at, size in enumerate(found["sizes"]):
-        best = f"fixed:{found['best_fixed'][at]}, {found['lines'][0]['tokens_per_s'][at]:.0f}"
-        ratios = (Ratio(**line["to_best_fixed"][at]).text() for line in found["lines"][1:])
-        rows.append((str(size), f"{found['plain'][at]:.0f}", best, *ratios))
-    heads = ("batch", "plain, tokens/s", "best fixed, tokens/s", *(line["name"] for line in found["lines"][1:]))
-    table("Texts side by side, best fixed length of that batch size = 1", heads, rows)
+    best = zip(found["best_fixed"], found["lines"][0]["tokens_per_s"], strict=True)
+    rows = [
+        ("plain decoding, tokens/s", *(f"{rate:.0f}" for rate in found["plain"])),
+        ("best fixed, tokens/s", *(f"fixed:{length}, {rate:.0f}" for length, rate in best)),
+    ]
+    for line in found["lines"][1:]:
+        rows.append((line["name"], *(Ratio(**ratio).text() for ratio in line["to_best_fixed"])))
+    table("Texts side by side, best fixed length of that batch size = 1", ("batch", *map(str, found["sizes"])), rows)

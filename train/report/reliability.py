@@ -94,7 +94,7 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
         )
         _, state = policy.keep(step, state)
         if depth:
-            out[:, level] = state
+            out[:, level] = policy.latest(state)
     return torch.from_numpy(out)
 
 
@@ -138,7 +138,7 @@ def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, resu
             depths.append(_at_depth(depth, guess, path[:, level][known].numpy(), seed))
     total = sum(d.all.count for d in depths) or 1
     ece, perfect = (sum(getattr(d, name) * d.all.count for d in depths) / total for name in ("ece", "ece_perfect"))
-    return Reliability(policy.name, len(row), ece, perfect, tuple(depths))
+    return Reliability(policy.shown_name, len(row), ece, perfect, tuple(depths))
 
 
 def _ancestor(parent: tuple[int, ...], node: int, up: int) -> int:

@@ -16,6 +16,7 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
@@ -272,10 +273,12 @@ def test_survival_is_what_the_policy_keeps_in_mind(
     assert asked > 20
 
 
+@pytest.mark.parametrize("rule", ["derived", "batch"])
 def test_reliability_counts_what_was_accepted(
-    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, rule: str
 ) -> None:
     arrays = trace_arrays(sides[1])
+    learned = for_batches(learned, profile=full_profile) if rule == "batch" else learned
     played = play(arrays, learned, full_profile)
     found = reliability(learned, arrays, played.rounds, played.result, 0)
     log = played.result.log

@@ -187,12 +187,12 @@ def _prompts(facts: dict[str, Any]) -> str:
 
 
 def unique_names(policies: Sequence[StopPolicy], names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return a name for each policy: its own, and where several share one, what they were trained for behind it.
+    """Return a name for each policy: what it was called by; where several share one, with what they were trained for.
 
     Raises:
         InputError: that does not tell them apart either.
     """
-    names = [p.name for p in policies] if names is None else list(names)
+    names = [p.shown_name for p in policies] if names is None else list(names)
     full = [
         f"{name} (T = {temperature_text(policy)})"
         if names.count(name) > 1 and isinstance(policy, LearnedPolicy)

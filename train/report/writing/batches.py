@@ -12,29 +12,34 @@ def batches(data: Data) -> Section | None:
         return None
     where: Path = ("details", "batch")
     names = [line["name"] for line in found["lines"]]
-    columns = ("batch", "plain, tokens/s", "best fixed", "tokens/s", *names[1:])
-    speeds: list[tuple[Cell, ...]] = []
-    gaps: list[tuple[Cell, ...]] = []
-    waits: list[tuple[Cell, ...]] = []
-    for at, size in enumerate(found["sizes"]):
+    sizes = range(len(found["sizes"]))
+    columns = ("batch", *map(str, found["sizes"]))
 
-        def cells(name: str, lines: range, digits: int = 3, at: int = at) -> list[Cell]:
-            return [Spread((*where, "lines", i, name, at), digits) for i in lines]
+    def row(line: int, name: str, digits: int = 3) -> tuple[Cell, ...]:
+        return (names[line], *(Spread((*where, "lines", line, name, at), digits) for at in sizes))
 
-        best = (Num((*where, "plain", at), ".1f"), str(found["best_fixed"][at]))
-        rate = Num((*where, "lines", 0, "tokens_per_s", at), ".1f")
-        policies = range(1, len(names) - 1)
-        speeds.append((str(size), *best, rate, *cells("to_best_fixed", range(1, len(names)))))
-        gaps.append((str(size), *cells("oracle_share", policies, 2)))
-        timed: list[Cell] = []
-        for i in range(len(names) - 1):
-            mean, tail = ((*where, "lines", i, name, at) for name in ("latency_s", "latency_p95_s"))
-            timed.append((Spread(mean, 2), " / ", Spread(tail, 2)))
-        waits.append((str(size), *timed))
+    def rates(title: str, of: Path) -> tuple[Cell, ...]:
+        return (title, *(Num((*where, *of, at), ".1f") for at in sizes))
+
+    def waits(line: int) -> tuple[Cell, ...]:
+        places = [[(*where, "lines", line, name, at) for name in ("latency_s", "latency_p95_s")] for at in sizes]
+        return (names[line], *((Spread(mean, 2), " / ", Spread(tail, 2)) for mean, tail in places))
+
+    speeds = [
+        rates("plain decoding, tokens/s", ("plain",)),
+        ("best fixed length", *map(str, found["best_fixed"])),
+        rates("best fixed, tokens/s", ("lines", 0, "tokens_per_s")),
+        *(row(line, "to_best_fixed") for line in range(1, len(names))),
+    ]
+    gaps = [row(line, "oracle_share", 2) for line in range(1, len(names) - 1)]
     tables = (
         Table("Speed by batch size, best fixed length of that size = 1", columns, tuple(speeds)),
-        Table("Share of the gap between best fixed length and bound", ("batch", *names[1:-1]), tuple(gaps)),
-        Table("Seconds from arrival to the last token, mean / 95th percentile", ("batch", *names[:-1]), tuple(waits)),
+        Table("Share of the gap between best fixed length and bound", columns, tuple(gaps)),
+        Table(
+            "Seconds from arrival to the last token, mean / 95th percentile",
+            columns,
+            tuple(waits(line) for line in range(len(names) - 1)),
+        ),
     )
     return Section(
         "batch",
