@@ -19,7 +19,7 @@ from ..learned.policy import Facts, LearnedPolicy
 from ..learned.survival import SurvivalMaps
 from ..rules.chains import BatchRule, Rule
 from .grid import Grid, Grids, grids_of
-from .groups import batches_of
+from .groups import Batches, batches_of
 
 kernels = on_first_use("batches")
 
@@ -91,7 +91,8 @@ class BatchStop(LearnedPolicy):
             raise PolicyError(f"{name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
         self._grids: Grids = grids_of(profile)
         self._acceptance: Array = np.array(told.acceptance[:max_depth], dtype=np.float64)
-        self._rates: dict[int, Array] = {}
+        self._rates: dict[tuple[int, int], Array] = {}
+        self._pays: dict[tuple[int, int], bool] = {}
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
@@ -109,6 +110,8 @@ class BatchStop(LearnedPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the batch should draft on."""
         depth, alive = step.depth, step.alive
+        if depth == 0 and not self._may_pay(batches_of(step.batch, state.key)):
+            return np.zeros_like(alive), self._begun(state.key, step.batch)
         found = self.survive(step, state.latest if depth > 1 else None)
         survival, known = found[0], np.zeros((len(alive), 0))
         if depth:  # what is not alive ended its text or met a limit: drafted, though nothing was read of it
@@ -128,6 +131,20 @@ class BatchStop(LearnedPolicy):
         expected = np.where(kept, gains, NOT_DRAFTED)
         return kept, BatchState(state.key, step.batch, survival, expected, known)
 
+    def _may_pay(self, batches: Batches) -> bool:
+        """Whether drafting would pay for any of the batches if every token were accepted: else there is nothing to score."""
+        sizes = {(size, self.max_depth) for size in batches.sizes.tolist()}  # `limited` shares what is known
+        for size, depth in sizes - set(self._pays):
+            one, kept = batches_of(np.zeros(size, dtype=np.int64), np.arange(size)), np.zeros((size, 1), dtype=bool)
+            sure, ahead = np.ones((size, 1)), np.ones(depth)
+            grid = self._grids.of(size, depth)
+            kernels().draft_on(
+                one.members, one.starts, sure > 0, np.zeros((size, 0)), sure, self._trims_tokens, grid.first, grid.draft,
+                grid.verify, self._rate(grid), ahead, kept,
+            )  # fmt: skip
+            self._pays[size, depth] = bool(kept.any())
+        return any(self._pays[key] for key in sizes)
+
     def latest(self, state: State) -> Array:
         """See `LearnedPolicy.latest`."""
         found: Array = state.latest
@@ -140,15 +157,16 @@ class BatchStop(LearnedPolicy):
     def _rate(self, grid: Grid) -> Array:
         """Return [R] tokens a second of the best fixed length, by streams."""
         streams = np.arange(len(grid.draft))
-        if len(streams) not in self._rates:
+        key = len(streams), self.max_depth
+        if key not in self._rates:
             lengths = np.arange(self.max_depth + 1)
             tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))
             whole = self._grids.of(int(streams[-1]), self.max_depth)
             drafting = (lengths > 0) * whole.first[:, None] + np.maximum(lengths - 1, 0) * whole.draft[:, None]
             sent = streams[:, None] * (lengths + 1)
             seconds = drafting + whole.verify[streams[:, None], sent]
-            self._rates[len(streams)] = (streams[:, None] * tokens / seconds).max(1)
-        return self._rates[len(streams)]
+            self._rates[key] = (streams[:, None] * tokens / seconds).max(1)
+        return self._rates[key]
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round."""

@@ -262,6 +262,7 @@ def test_plain_decoding_is_left_only_for_what_is_expected_to_beat_it() -> None:
             policy.start(4, np.arange(4)),
         )  # fmt: skip
         assert kept.all() == drafts and kept.any() == drafts
+        assert policy._may_pay(batches_of(np.zeros(4, dtype=np.int64), np.arange(4))) == drafts
 
 
 def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
