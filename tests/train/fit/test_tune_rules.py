@@ -32,7 +32,8 @@ def settings(policy: StopPolicy) -> str:
 
 def test_each_rule_has_the_same_number_of_different_settings(arrays: TraceArrays, profile: Profile) -> None:
     at = place(arrays, profile, 200.0)
-    assert set(GRIDS) == set(BUILTINS) - {"fixed"}
+    of_batches = {"adaptive-verification", "load", "smartspec", "tetris"}  # say nothing of one text alone
+    assert set(GRIDS) == set(BUILTINS) - {"fixed"} - of_batches
     for name, grid in GRIDS.items():
         policies = grid(at)
         assert len({settings(policy) for policy in policies}) == len(policies) == BUDGET, name
