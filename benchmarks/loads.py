@@ -26,7 +26,7 @@ from specstop.policies.storage.registry import load_policy
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
-from specstop.train.report.batches import by_batch
+from specstop.train.report.batches import by_batch, deal
 from specstop.train.report.intervals import Resamples
 
 CAPTURED = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
@@ -119,11 +119,17 @@ def compare(
             continue
         others = {name: line["to_best_fixed"][at] for name, line in lines.items() if name not in (*NOT_JOINT, "ours")}
         first = max(others, key=lambda name: float(others[name]["value"]))
-        gap = ours["to_best_fixed"][at]["value"] / others[first]["value"]
+        order, policies = deal(held, size, 0), dict(named)
+        theirs, mine = (
+            replay_batch(held, policies[name], profile, size, at_once(len(order)), order).seconds
+            for name in (first, "ours")
+        )
+        boot = Resamples([held.prompt_ids[text] for text in order])
+        gap = boot.interval(boot.total(theirs) / boot.total(mine))
         ceiling = bound["to_best_fixed"][at]["value"]
         bars.add(
-            f"ours over the best other joint policy, {where}, batch {size}", round(gap, 3), gap > 1.0 or options.quick,
-            f"{gap:.3f} times {first}; nothing is above {ceiling:.3f} of best fixed",
+            f"ours over the best other joint policy, {where}, batch {size}", gap.value, gap.is_above or options.quick,
+            f"{gap.text()} times {first}, clear of 1; nothing is above {ceiling:.3f} of best fixed",
         )  # fmt: skip
     return found, named, profile
 
