@@ -17,6 +17,7 @@ from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
+from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import COLUMNS, replay_batch
@@ -42,24 +43,30 @@ def joint_rounds(
     least = 0 if options.quick else 10_000
     for policy in policies:
         for batch in (4, 8):
-            texts = list(prompts) if batch == 4 else list(prompts)[::-1]
-            trace = collect(
-                pair, texts, out / f"{policy.cost_name}-{batch}", collector="live", policy=policy, batch=batch,
-                verification="match", shards=1, **told,
-            )  # fmt: skip
-            arrays = trace_arrays(trace, extra=("sent",))
-            assert arrays.drawn is not None
-            made = replay_batch(arrays, policy, profile, batch, at_once(arrays.sequences))
-            line = np.stack(
-                [made.log[:, COLUMNS.index(n)] for n in ("request", "anchor", "drafted", "verified", "accepted")]
-            )
-            owner = np.repeat(np.arange(arrays.sequences), arrays.rows.numpy())
-            verified = arrays.extra["sent"].sum(1)
-            counts = arrays.drawn.sum(1), verified, arrays.accepted.minimum(verified)
-            live = np.stack([owner, recorded_anchors(arrays), *(column.numpy() for column in counts)])
-            wrong = len(set(map(tuple, live.T.tolist())) ^ set(map(tuple, line.T.tolist())))
-            total = live.shape[1]
+            total = wrong = 0
+            for first in range(0, len(prompts), 2 * batch):  # so many are one run of the live collector
+                folder = out / f"{policy.cost_name}-{batch}-{first}"
+                some = compared(pair, prompts[first : first + 2 * batch], policy, profile, batch, told, folder)
+                total, wrong = total + some[0], wrong + some[1]
             bars.add(
                 f"rounds of {policy.name}, batch {batch}, replayed as live", total, wrong == 0 and total >= least,
                 f"{total} rounds, {wrong} wrong; {least}, none wrong",
             )  # fmt: skip
+
+
+def compared(
+    pair: Pair, prompts: Sequence[Prompt], policy: StopPolicy, profile: Profile, batch: int, told: dict[str, Any], out: Path
+) -> tuple[int, int]:  # fmt: skip
+    """Return the rounds of a live batch, and how many of them and of its replay the other has not."""
+    trace = collect(
+        pair, prompts, out, collector="live", policy=policy, batch=batch, verification="match", shards=1, **told
+    )  # fmt: skip
+    arrays = trace_arrays(trace, extra=("sent",))
+    assert arrays.drawn is not None
+    made = replay_batch(arrays, policy, profile, batch, at_once(arrays.sequences))
+    line = made.log[:, [COLUMNS.index(name) for name in ("request", "anchor", "drafted", "verified", "accepted")]]
+    owner = np.repeat(np.arange(arrays.sequences), arrays.rows.numpy())
+    verified = arrays.extra["sent"].sum(1)
+    counts = arrays.drawn.sum(1), verified, arrays.accepted.minimum(verified)
+    live = np.stack([owner, recorded_anchors(arrays), *(column.numpy() for column in counts)], 1)
+    return len(live), len(set(map(tuple, live.tolist())) ^ set(map(tuple, line.tolist())))

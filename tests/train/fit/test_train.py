@@ -139,7 +139,11 @@ def test_fewer_features_and_a_name_of_its_own(
     [
         ({"head": "xgbost"}, InputError, r"xgbost.*did you mean 'xgboost'"),
         ({"features": ["drawn_porb"]}, PolicyError, "did you mean 'drawn_prob'"),
-        ({"rule": "surviva"}, InputError, "expected derived, survival, step, any, continuation or batch, not 'surviva'"),
+        (
+            {"rule": "surviva"},
+            InputError,
+            "expected derived, survival, step, any, continuation or batch, not 'surviva'",
+        ),
         ({"rule": "step", "threshold": 1.5}, PolicyError, "between 0 and 1"),
     ],
     ids=["head", "feature", "rule", "threshold"],
