@@ -5,7 +5,6 @@ A forgery that is read as another drafter must propose without failing: whatever
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from specstop.decode.drafters.folder import KINDS, TrainedDrafter, load_drafter,
 from specstop.decode.drafters.heads.layer_network import LayerNetwork
 from specstop.decode.drafters.heads.networks import Shape
 from specstop.decode.loop import Speculator
+from specstop.decode.models.hidden import KeepsStates
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
 from specstop.policies.baselines.fixed import FixedLength
@@ -62,8 +62,8 @@ def drafted(pair: Pair, folder: Path) -> str:
     read = load_drafter(folder)
     assert read.kind in TRAINED
     drafter = find_drafter(f"{read.kind}:{folder}", pair)
-    with contextlib.suppress(NotImplementedError):
-        drafter.keep_states()  # type: ignore[attr-defined]
+    if isinstance(drafter, KeepsStates):
+        drafter.keep_states()
     made = Speculator(pair, FixedLength(2), Settings(0.0, 6, 2), drafter=drafter).generate([3, 1, 4])
     rounds = [(r.drafted, r.verified, r.accepted) for r in made.rounds]
     return repr((read.kind, read.target, read.provenance, read.metrics, rounds, made.tokens))

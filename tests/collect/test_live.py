@@ -47,7 +47,8 @@ def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
 
 
 def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperature: float, **more: Any) -> Trace:
-    return collect(pair, prompts, out, depth=DEPTH, tree=tree, temperature=temperature, max_new_tokens=NEW, **more)
+    options = {"depth": DEPTH, "tree": tree, "temperature": temperature, "max_new_tokens": NEW, "verification": "match"}
+    return collect(pair, prompts, out, **{**options, **more})
 
 
 @pytest.mark.parametrize(("tree", "temperature", "shaping"), [*((*setup, Shaping()) for setup in SETUPS), *FILTERED])

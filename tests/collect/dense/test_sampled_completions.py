@@ -155,7 +155,7 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     assert pair.tokenizer is not None
     texts = written[kind]
     options = {"depth": DEPTH, "tree": tree, "temperature": TEMPERATURE, "max_new_tokens": NEW, "shaping": shaping}
-    trace = collect(pair, asked, tmp_path / "trace", completions=texts, **options)
+    trace = collect(pair, asked, tmp_path / "trace", completions=texts, verification="match", **options)
     assert trace.header.has_every_anchor
     arrays = trace_arrays(trace)
     lengths = [min(len(texts[name]), NEW) for name in arrays.prompt_ids]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,7 @@ def test_an_oracle_tells_positions_and_masks_apart() -> None:
     def read(positions: list[int], mask: torch.Tensor | None) -> torch.Tensor:
         class Slots:
             update = staticmethod(lambda keys, values, layer: (keys, values))
+            layers = (SimpleNamespace(packing=None),)
 
         ids = torch.tensor([[2, 0, 1]])
         return model(ids, mask, torch.tensor([positions]), Slots(), 1).logits[0, -1]
