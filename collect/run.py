@@ -252,14 +252,24 @@ def plan_run(
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},
         facts={**facts(pair), **told},
     )
-    work: list[list[Work]] = [[] for _ in range(count)]
+    work, read = _dealt(prompts, ids, seed, count), _read_by(pair, target, draft, policy)
+    return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * batch))
+
+
+def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shards: int) -> tuple[tuple[Work, ...], ...]:
+    """Return the work of each shard: prompts are dealt by their ids, so that some fall as they would among all."""
+    work: list[list[Work]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
-        work[int(_hash(prompt.id), 16) % count].append((sequence, prompt.id, prompt.group, tokens, key))
+        work[int(_hash(prompt.id), 16) % shards].append((sequence, prompt.id, prompt.group, tokens, key))
+    return tuple(map(tuple, work))
+
+
+def _read_by(pair: Pair, target: str, draft: str, policy: StopPolicy | None) -> tuple[str | Path | None, ...]:
+    """Return what a run reads: names or folders of models, drafter and policy, which no result may land on."""
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
     given = pair.drafter.rpartition("+")[2].partition(":")[2]  # a drafter's folder or file
-    read = (target, draft, *models, given or None, policy.source if policy is not None else None)
-    return Plan(header, tuple(map(tuple, work)), chosen.rows, chosen.begin, read, max(BATCH, 2 * batch))
+    return (target, draft, *models, given or None, policy.source if policy is not None else None)
 
 
 def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:

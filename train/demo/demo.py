@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...collect.prompts.read import encode, read_prompts
+from ...collect.prompts.read import Prompt, encode, read_prompts
 from ...collect.run import collect, facts, reading_room
 from ...collect.store.folder import Trace
 from ...decode.compare.alternate import run_alternating
@@ -126,26 +126,16 @@ def _offline(
     progress: Progress,
 ) -> Offline:  # fmt: skip
     """Do what `run_offline` does in `stage`, which is called `folder` once it is complete."""
-    target, draft = str(where / "target"), str(where / "draft")
-    models = load_pair(target, draft)
-    prompts, ids, traces = {}, {}, {}
+    models = load_pair(str(where / "target"), str(where / "draft"))
+    prompts, traces = {}, {}
     for side, count in (("train", sizes.train), ("test", sizes.test)):
         prompts[side] = read_prompts(where / f"prompts-{side}.jsonl", count)
-        ids[side] = encode(prompts[side], models.tokenizer, reading_room(models, sizes.tokens))
-        made = collect(
-            models,
-            prompts[side],
-            stage / f"traces-{side}",
-            target=target,
-            draft=draft,
-            depth=sizes.depth,
-            temperature=temperature,
-            verification=verification,
-            max_new_tokens=sizes.tokens,
-            seed=seed,
-            progress=_named(progress, side),
-        )
-        traces[side] = Trace(folder / f"traces-{side}", made.header, made.rows)  # by the name that it will have
+        out, tell = stage / f"traces-{side}", _named(progress, side)
+        made = _collected(models, where, prompts[side], out, temperature, verification, sizes, seed, tell)
+        traces[side] = Trace(folder / out.name, made.header, made.rows)  # by the name that it will have
+    room = reading_room(models, sizes.tokens)
+    ids = {side: encode(asked, models.tokenizer, room) for side, asked in prompts.items()}
+    settings = Settings(temperature, sizes.tokens, sizes.depth, verification=verification)
     profile = measure_profile(
         models,
         ids["train"][:PROFILE_PROMPTS],
@@ -156,16 +146,7 @@ def _offline(
         facts=facts(models),
         progress=progress,
     )
-    settings = Settings(temperature, sizes.tokens, sizes.depth, verification=verification)
-    profile = profile.with_measured_decisions(loop_decisions(models, [Confidence()], ids["train"], settings))
-    learned: list[StopPolicy] = []
-    for kind in DEMO_HEADS:
-        path = stage / "policies" / kind
-        train(traces["train"], profile, head=kind, out=path, seed=seed, progress=progress)
-        learned.append(load_policy_folder(path))
-    profile = profile.with_measured_decisions(loop_decisions(models, learned, ids["train"], settings))
-    profile.save(stage / "profile.json")
-    learned = [settle(stage / "policies" / kind, traces["train"], profile) for kind in DEMO_HEADS]
+    profile, learned = _trained(stage, traces["train"], profile, models, ids["train"], settings, seed, progress)
     report = evaluate(
         traces["test"],
         profile,
@@ -190,6 +171,42 @@ def _offline(
         ids["train"][:PROFILE_PROMPTS],
         settings,
     )
+
+
+def _collected(
+    models: Pair, where: Path, prompts: list[Prompt], out: Path, temperature: float, verification: str, sizes: Sizes,
+    seed: int, progress: Progress,
+) -> Trace:  # fmt: skip
+    """Collect one side's traces."""
+    return collect(
+        models,
+        prompts,
+        out,
+        target=str(where / "target"),
+        draft=str(where / "draft"),
+        depth=sizes.depth,
+        temperature=temperature,
+        verification=verification,
+        max_new_tokens=sizes.tokens,
+        seed=seed,
+        progress=progress,
+    )
+
+
+def _trained(
+    stage: Path, traces: Trace, profile: Profile, models: Pair, ids: list[list[int]], settings: Settings, seed: int,
+    progress: Progress,
+) -> tuple[Profile, list[StopPolicy]]:  # fmt: skip
+    """Train the demo's heads; return the profile with their decisions timed in the loop, and them settled for it."""
+    profile = profile.with_measured_decisions(loop_decisions(models, [Confidence()], ids, settings))
+    learned: list[StopPolicy] = []
+    for kind in DEMO_HEADS:
+        path = stage / "policies" / kind
+        train(traces, profile, head=kind, out=path, seed=seed, progress=progress)
+        learned.append(load_policy_folder(path))
+    profile = profile.with_measured_decisions(loop_decisions(models, learned, ids, settings))
+    profile.save(stage / "profile.json")
+    return profile, [settle(stage / "policies" / kind, traces, profile) for kind in DEMO_HEADS]
 
 
 def demo(
