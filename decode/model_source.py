@@ -25,7 +25,7 @@ from .models.packed import Part, TreeRows
 from .models.pair import Pair, readable
 from .policy.reader import Base, Level, Logits, Reader
 from .settings import Settings
-from .stream import Stream, Text
+from .stream import Stream, Text, sampled_rows
 from .topology import Topology
 from .verify.base import Verification
 from .verify.noise import KeyedSource, Source
@@ -240,7 +240,7 @@ class ModelSource:
             )
         proposal = self.feed(asked, places)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
-        sampled, untruncated = self._sampled(asked, places, raw)
+        sampled, untruncated = sampled_rows(asked, places, raw)
         if proposal.ids is not None:  # it may know of no token
             known = torch.isfinite(sampled).any(-1).tolist()
             rows = iter(known)
@@ -278,28 +278,6 @@ class ModelSource:
         logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best, untruncated)
         return [own.latest for own in streams], logits
 
-    def _sampled(
-        self, streams: Sequence[Stream], places: Sequence[Sequence[int]], raw: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return processed scores [R, V] of rows after places, and what they were before tokens were left out.
-
-        Each stream's own processors see its own prefixes.
-        """
-        if len(streams) == 1:
-            own, some, sampler = streams[0], places[0], streams[0].text.sampler
-            return sampler(raw, lambda: own.prefixes(some)), sampler.untruncated
-        if not any(own.text.sampler.reads_prefix for own in streams):
-            return streams[0].text.sampler(raw, list), None
-        out, kept, first = torch.empty_like(raw), None, 0
-        for own, some in zip(streams, places, strict=True):
-            rows = slice(first, first := first + len(some))
-            sampler = own.text.sampler
-            out[rows] = sampler(raw[rows], lambda own=own, some=some: own.prefixes(some))  # type: ignore[misc]
-            if sampler.untruncated is not None:
-                kept = torch.empty_like(raw) if kept is None else kept
-                kept[rows] = sampler.untruncated
-        return out, kept
-
     def feed(self, streams: Sequence[Stream], places: Sequence[Sequence[int]]) -> Proposal:
         """Return what the drafter proposes after places of streams."""
         return self.drafter.propose([own.number for own in streams], [own.found for own in streams], places)
@@ -321,7 +299,7 @@ class ModelSource:
         for own in streams:
             own.select(found.sent[own.number].tolist() if less[own.number] else None)
         raw, finite = self.read(streams)
-        sampled, _ = self._sampled(streams, [own.sent for own in streams], raw)
+        sampled, _ = sampled_rows(streams, [own.sent for own in streams], raw)
         with finite:
             results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
         first = 0

@@ -139,3 +139,26 @@ class Stream:
     def sends_path(self) -> bool:
         """Whether what is sent is a single path."""
         return len(self.sent) == self.found.depth[self.sent[-1]] + 1
+
+
+def sampled_rows(
+    streams: Sequence[Stream], places: Sequence[Sequence[int]], raw: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return processed scores [R, V] of rows after places, and what they were before tokens were left out.
+
+    Each stream's own processors see its own prefixes.
+    """
+    if len(streams) == 1:
+        own, some, sampler = streams[0], places[0], streams[0].text.sampler
+        return sampler(raw, lambda: own.prefixes(some)), sampler.untruncated
+    if not any(own.text.sampler.reads_prefix for own in streams):
+        return streams[0].text.sampler(raw, list), None
+    out, kept, first = torch.empty_like(raw), None, 0
+    for own, some in zip(streams, places, strict=True):
+        rows = slice(first, first := first + len(some))
+        sampler = own.text.sampler
+        out[rows] = sampler(raw[rows], lambda own=own, some=some: own.prefixes(some))  # type: ignore[misc]
+        if sampler.untruncated is not None:
+            kept = torch.empty_like(raw) if kept is None else kept
+            kept[rows] = sampler.untruncated
+    return out, kept

@@ -14,7 +14,7 @@ from ...policies.progress import Progress
 from ..common import find_target, open_pair
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars
-from ..options.config import config_saved, running_options, save_config
+from ..options.config import config_saved, save_config
 from ..options.prompts import (
     Asked,
     Chat,
@@ -258,7 +258,9 @@ def collect(
     if ray is not None:
         if dry_run or overwrite or repair or place.world > 1:
             raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
-        show_trace(_by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
+        from .ray_tasks import by_tasks
+
+        show_trace(by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
         return
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
@@ -324,20 +326,6 @@ def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: b
     with config_saved(out):
         trace = import_vllm(records, out, target=target, draft=draft, overwrite=overwrite)
     show_trace(trace, Place(), json)
-
-
-def _by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: bool) -> Trace:
-    """Collect by tasks of Ray; on a signal end them, and say how to go on."""
-    from .ray_tasks import collect_by_tasks
-
-    claim_folder(out, resume=resume, in_place=True)
-    own = ("ray", "ray_tasks", "resume")
-    options = {name: value for name, value in running_options().items() if name not in own}
-    with progress_bars(quiet) as progress, finish_first("what can be kept") as stop:
-        trace = collect_by_tasks(options, out, address, tasks, stop=stop, progress=progress)
-        if trace is None:
-            raise Interrupted(int(stop.number or 0), "interrupted; the same command with --resume goes on")
-    return trace
 
 
 def _record(

@@ -18,7 +18,11 @@ import yaml
 from ...collect.schema import Header
 from ...collect.store.folder import Trace, finished, read_header
 from ...policies.errors import InputError, SpecstopError, TraceError
+from ...policies.files.outputs import claim_folder
 from ...policies.progress import Progress
+from ..console.interrupt import Interrupted, finish_first
+from ..console.output import progress_bars
+from ..options.config import running_options
 
 LOCAL = "local"
 RETRIES = 100
@@ -126,3 +130,15 @@ def _tell(out: Path, known: int, progress: Progress) -> int:
     if done != known:
         progress("collect by tasks", done, header.shards)
     return done
+
+
+def by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: bool) -> Trace:
+    """Collect by tasks of Ray; on a signal end them, and say how to go on."""
+    claim_folder(out, resume=resume, in_place=True)
+    own = ("ray", "ray_tasks", "resume")
+    options = {name: value for name, value in running_options().items() if name not in own}
+    with progress_bars(quiet) as progress, finish_first("what can be kept") as stop:
+        trace = collect_by_tasks(options, out, address, tasks, stop=stop, progress=progress)
+        if trace is None:
+            raise Interrupted(int(stop.number or 0), "interrupted; the same command with --resume goes on")
+    return trace

@@ -25,7 +25,8 @@ from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, TREE_FEATURES
 from ...policies.features.hidden_states import DRAFT_HIDDEN
 from .gather import Unrolled, gather
-from .places import BYTES_PER_SCORE, Anchors, Job, Places
+from .job import BYTES_PER_SCORE, Anchors, Job
+from .places import Places
 from .proposals import keyed_draws
 
 __all__ = ["Anchors", "Unrolled", "Unroller", "closure", "node_features"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from ..errors import InputError
 from .atomic import MANIFEST, STAGE_PREFIX, naming, sync, write_atomic, write_json
 from .deferral import uninterrupted
+from .paths import chain, file_key, is_there, links, real
 
 RUN_FILE = "run.yaml"
 """The resolved options of the command that made a result."""
@@ -51,14 +52,14 @@ def claim_folder(
         InputError: `out` is a file, cannot be written, or is not empty; it is, holds or lies in an input; it is or holds the
             working folder or the home folder; or it holds what specstop did not write and `overwrite` would delete.
     """
-    path = _real(out)
+    path = real(out)
     try:
-        there = _is_there(path)
+        there = is_there(path)
         if there and not path.is_dir():
             raise InputError(f"--out: expected a folder, but {out} is a file; choose another name")
         refuse_inputs(out, inputs)
         for place, what in ((Path.cwd(), "working folder"), (Path(os.path.expanduser("~")), "home folder")):
-            if _key(path) in _chain(place):
+            if file_key(path) in chain(place):
                 raise InputError(f"--out: {out} is the {what}, or holds it; name a folder of its own for the result")
         full = not resume and not is_empty(path)
         if full and not overwrite:
@@ -89,9 +90,9 @@ def claim_file(
         InputError: `out` is a folder, cannot be written, or exists; it is an input or lies in one; or it is there and
             specstop did not write it.
     """
-    path = _real(out)
+    path = real(out)
     try:
-        there = _is_there(path)
+        there = is_there(path)
         if path.is_dir():
             raise InputError(f"--out: expected a file, but {out} is a folder; choose another name")
         if there and not overwrite:
@@ -112,19 +113,19 @@ def refuse_inputs(out: str | os.PathLike[str], inputs: Iterable[Input], option: 
         InputError: it does.
     """
     written = f"{option}: {out}"
-    mine, above = _key(out), set(_chain(out))
+    mine, above = file_key(out), set(chain(out))
     there = [os.path.expanduser(given) for given in inputs if given is not None]
     there = [given for given in there if os.path.lexists(given)]
     for given in there:
-        if mine == _key(given):
+        if mine == file_key(given):
             raise InputError(f"{written} is a file or folder which the command reads ({given}); choose another name")
-        if mine in {*_chain(given), *_chain(os.path.abspath(given), follow=False)}:
+        if mine in {*chain(given), *chain(os.path.abspath(given), follow=False)}:
             raise InputError(f"{written} holds {given}, which the command reads; choose another folder")
-        if _key(given) in above:
+        if file_key(given) in above:
             raise InputError(f"{written} lies in {given}, which the command reads; choose another folder")
     if os.path.isdir(out):
-        for link in (link for given in there for link in _links(given)):
-            if mine in _chain(link):
+        for link in (link for given in there for link in links(given)):
+            if mine in chain(link):
                 raise InputError(
                     f"{written} holds what {link} links to, which the command reads; choose another folder"
                 )
@@ -159,19 +160,19 @@ def staged_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         InputError: there is something at `out` by then that specstop did not write.
     """
-    path = _real(out)
+    path = real(out)
     stage = made = None
     try:
         with uninterrupted, naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
-            made = _key(stage)
+            made = file_key(stage)
         yield stage
         put_in_place(stage, path)
     except BaseException:
         with uninterrupted:
             if (
-                stage is not None and _key(stage) == made
+                stage is not None and file_key(stage) == made
             ):  # else it is in place, and what has its name is not to be lost
                 shutil.rmtree(stage, ignore_errors=True)
         raise
@@ -180,7 +181,7 @@ def staged_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
 @contextlib.contextmanager
 def adding(out: str | os.PathLike[str], name: str, text: str) -> Iterator[None]:
     """Within the block, add a file that it lacks to a result that takes the name `out`: both are there, or neither is."""
-    token = _added.set((_real(out), name, text))
+    token = _added.set((real(out), name, text))
     try:
         yield
     finally:
@@ -189,7 +190,7 @@ def adding(out: str | os.PathLike[str], name: str, text: str) -> Iterator[None]:
 
 def beside(out: str | os.PathLike[str]) -> Path:
     """Return where what is to replace `out` grows file by file: always the same folder, so that the run can be resumed."""
-    path = _real(out)
+    path = real(out)
     return path.with_name(f"{STAGE_PREFIX}{path.name}.new")
 
 
@@ -199,7 +200,7 @@ def put_in_place(stage: Path, out: str | os.PathLike[str]) -> None:
     Raises:
         InputError: specstop did not write all of what is there; nothing is changed.
     """
-    path = _real(out)
+    path = real(out)
     place, name, text = _added.get()
     with naming(path):
         if place == path and not (stage / name).exists():
@@ -231,13 +232,13 @@ def list_also(folder: Path, name: str) -> None:
 
 def missing_folders(out: str | os.PathLike[str]) -> list[Path]:
     """Return the folders that a result at `out` makes: itself and those above it that are not there, the innermost first."""
-    path = _real(out)
-    return [place for place in (path, *path.parents) if not _is_there(place)]
+    path = real(out)
+    return [place for place in (path, *path.parents) if not is_there(place)]
 
 
 def take_back(folder: Path, made: Iterable[Path]) -> None:
     """Delete a result, and the folders made for it (`missing_folders`); what specstop did not write stays."""
-    there = folder.exists() and _real(folder) not in (made := list(made))
+    there = folder.exists() and real(folder) not in (made := list(made))
     with uninterrupted:
         _delete_listed(folder)
         if there:
@@ -280,59 +281,20 @@ def _files(folder: Path) -> Iterator[str]:
             yield Path(parent, name).relative_to(folder).as_posix()
 
 
-def _links(folder: str) -> Iterator[str]:
-    """Yield the links in a folder and the folders below it."""
-    for parent, folders, names in os.walk(folder):
-        yield from (path for name in (*folders, *names) if os.path.islink(path := os.path.join(parent, name)))
-
-
-def _key(path: str | os.PathLike[str], *, follow: bool = True) -> tuple[int, int] | str:
-    """Return what is the same for all names of a file: device and inode, or of one that is not there its path."""
-    name = _real(path) if follow else Path(path)
-    try:
-        found = os.stat(name)
-    except (OSError, ValueError):
-        return str(name)
-    return found.st_dev, found.st_ino
-
-
-def _chain(path: str | os.PathLike[str], *, follow: bool = True) -> list[tuple[int, int] | str]:
-    """Return the keys of a file and of all folders that hold it."""
-    name = _real(path) if follow else Path(path)
-    return [_key(place) for place in (name, *name.parents)]
-
-
-def _real(path: str | os.PathLike[str]) -> Path:
-    """Return the path with its links followed; one that nothing can have stays as it is."""
-    try:
-        return Path(os.path.realpath(path))
-    except ValueError:
-        return Path(path)
-
-
 def _holds(path: Path, mark: bytes) -> bool:
     with path.open("rb") as file:
         head = file.read(4096)
     return mark in head or not head
 
 
-def _is_there(path: Path) -> bool:
-    """Whether something has that name; a name that nothing can have is an `OSError`."""
-    try:
-        os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def _try_writing(path: Path) -> None:
     """See that every missing name of the path is possible, and that the folder they are missing from can be written."""
     folder, names = path.parent, [path.name]
-    while not _is_there(folder):
+    while not is_there(folder):
         names.append(folder.name)
         folder = folder.parent
     for name in names:
-        _is_there(folder / name)
+        is_there(folder / name)
     with uninterrupted:
         os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
 

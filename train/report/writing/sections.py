@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ..records import REFUSE, Ratio
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table
+from .whatif import sensitivity, sweep, transfer
 
 _REFERENCES = ("plain decoding", "best fixed", "oracle bound")
 
@@ -294,31 +295,6 @@ def prompts(data: Data) -> Section | None:
     )
 
 
-def sensitivity(data: Data) -> Section | None:
-    """Other latencies."""
-    found = data["details"].get("sensitivity")
-    if not found:
-        return None
-    names = list(found[0]["ratios"])
-    rows = tuple(
-        (
-            one["what"] if one["factor"] == 1.0 else f"{one['what']} x {one['factor']:g}",
-            one["best_fixed"],
-            *(Spread(("details", "sensitivity", at, "ratios", name)) for name in names),
-        )
-        for at, one in enumerate(found)
-    )
-    return Section(
-        "sensitivity",
-        "If the latency were another",
-        (
-            "Speed against the best fixed length, chosen again, if a part of the profile were so many times what it is; "
-            "policies stop where they did.",
-        ),
-        (Table("Against the best fixed length", ("latency", "best fixed", *names), rows),),
-    )
-
-
 def losses(data: Data) -> Section | None:
     """The text where it went wrong."""
     found = data["details"].get("losses")
@@ -337,54 +313,6 @@ def losses(data: Data) -> Section | None:
             "the target proposed, which a trace does not hold.",
         ),
         (Table("Largest losses", ("prompt", "group", "too early, ms", "too late, ms", "vs best fixed"), tuple(rows)),),
-    )
-
-
-def sweep(data: Data) -> Section | None:
-    """Where each policy starts to pay."""
-    found = data["details"].get("sweep")
-    if not found:
-        return None
-    where: Path = ("details", "sweep")
-    rows: list[tuple[Cell, ...]] = []
-    for at in range(len(found["ratios"])):
-        point = (Num((*where, "ratios", at), ".3g"), Num((*where, "best_fixed", at), ".0f"))
-        rows.append((*point, *(Spread((*where, "lines", i, "to_best_fixed", at)) for i in range(len(found["lines"])))))
-    words = tuple(
-        f"{line['name']}: {line['verdict']}" + (f" ({line['note']})." if line["note"] else ".")
-        for line in found["lines"]
-    )
-    names = tuple(line["name"] for line in found["lines"])
-    return Section(
-        "sweep",
-        "If the draft were cheaper or more expensive",
-        (
-            "Speed against the best fixed length by the cost of a draft step over that of a one-token target step; the "
-            f"profile's own is {found['here']:.3g}.",
-            *words,
-        ),
-        (Table("By cost ratio", ("cost ratio", "best fixed", *names), tuple(rows)),),
-    )
-
-
-def transfer(data: Data) -> Section | None:
-    """Trained on one, used on another."""
-    found = data["details"].get("transfer")
-    if not found:
-        return None
-    rows: list[tuple[Cell, ...]] = []
-    for at, name in enumerate(found["rows"]):
-        cells: list[Cell] = []
-        for i, cell in enumerate(found["cells"][at]):
-            tail = f" {cell['verdict']}" + (", own" if cell["own"] else "")
-            cells.append((Spread(("details", "transfer", "cells", at, i, "to_best_fixed")), tail))
-        rows.append((name, found["trained_on"][at], *cells))
-    return Section(
-        "transfer",
-        "Trained on one, used on another",
-        ("Speed against the best fixed length of each column.",),
-        (Table("Transfer", ("policy", "trained on", *found["columns"]), tuple(rows)),),
-        open=True,
     )
 
 
