@@ -53,15 +53,22 @@ def find_pair(target: str | None, draft: str | None, progress: Progress = silent
 
 
 def open_pair(
-    target: str, draft: str | None, device: str, dtype: str, engine: str = "auto", drafter: str = "model"
+    target: str,
+    draft: str | None,
+    device: str,
+    dtype: str,
+    engine: str = "auto",
+    drafter: str = "model",
+    device_map: str | None = None,
 ) -> Pair:
     """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
     from ..decode.drafters.find import needs_draft, with_drafter
     from ..decode.models.pair import load_pair
 
     quiet_libraries()
-    alone = not needs_draft(drafter)
-    return with_drafter(load_pair(target, None if alone else draft, device=device, dtype=dtype, engine=engine), drafter)
+    small = draft if needs_draft(drafter) else None
+    pair = load_pair(target, small, device=device, dtype=dtype, engine=engine, device_map=device_map)
+    return with_drafter(pair, drafter)
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:

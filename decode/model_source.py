@@ -84,7 +84,7 @@ class ModelSource:
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]
-        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers, streams)
+        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers, streams, device=pair.device)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
@@ -104,7 +104,8 @@ class ModelSource:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self.target.capacity < capacity:
-            self.target = open_cache(self.pair.target, capacity, self.pair.vocabulary, self._layers, self._size)
+            pair, layers = self.pair, self._layers
+            self.target = open_cache(pair.target, capacity, pair.vocabulary, layers, self._size, device=pair.device)
         self.drafter.reserve(self._size, capacity)
         self.texts = [None] * self._size
 

@@ -68,7 +68,9 @@ def plain_texts(
         PairError: the target gives logits that are not finite.
     """
     device, batch = pair.device, len(prompts)
-    model = open_cache(pair.target, max(map(len, prompts)) + max_new_tokens, pair.vocabulary, hidden, batch)
+    model = open_cache(
+        pair.target, max(map(len, prompts)) + max_new_tokens, pair.vocabulary, hidden, batch, device=device
+    )
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     stream = torch.tensor(list(keys), device=device)[:, None]
     ends = () if ignore_eos else pair.eos

@@ -14,6 +14,7 @@ from ..options.shared import (
     Batch,
     Config,
     Device,
+    DeviceMap,
     Draft,
     Drafter,
     Dtype,
@@ -65,6 +66,7 @@ def bench(
         int, typer.Option(help="Use only so many prompts, from the first on: each policy decodes each of them.")
     ] = 20,
     device: Device = "cpu",
+    device_map: DeviceMap = None,
     dtype: Dtype = "float32",
     engine: Engine = "auto",
     json: Json = False,
@@ -85,8 +87,11 @@ def bench(
     with progress_bars(quiet or json) as progress:
         names = find_target(target, draft, drafter, progress)
         chosen = find_prompts(prompts, names[2], "test", limit)
-        pair = open_pair(*names[:2], device, dtype, engine, drafter)
-        stock = open_pair(*names[:2], device, dtype, "plain") if library else None
+        pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
+        stock = None
+        if library:
+            plain = pair.engines == ("plain", "plain")
+            stock = pair if plain else open_pair(*names[:2], device, dtype, "plain", device_map=device_map)
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,

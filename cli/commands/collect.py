@@ -36,6 +36,7 @@ from ..options.shared import (
     Config,
     Depth,
     Device,
+    DeviceMap,
     Draft,
     Drafter,
     Dtype,
@@ -209,6 +210,7 @@ def collect(
     seed: Seed = 0,
     shards: Shards = None,
     device: Device = "cpu",
+    device_map: DeviceMap = None,
     dtype: Dtype = "float32",
     engine: Engine = "auto",
     resume: Resume = False,
@@ -267,7 +269,7 @@ def collect(
     with progress_bars(quiet or json) as progress:
         names = find_target(target, draft, drafter, progress)
         chosen = asked.read(names[2])
-        pair = open_pair(*names[:2], place.device(device), dtype, engine, drafter)
+        pair = open_pair(*names[:2], place.device(device), dtype, engine, drafter, device_map)
         plan = plan_run(
             pair,
             apply_chat_template(chosen, pair.tokenizer) if chat else chosen,

@@ -16,6 +16,7 @@ from ..options.shared import (
     Batch,
     Config,
     Device,
+    DeviceMap,
     Draft,
     Drafter,
     Dtype,
@@ -70,6 +71,7 @@ def decode(
     seed: Seed = 0,
     limit: Limit = None,
     device: Device = "cpu",
+    device_map: DeviceMap = None,
     dtype: Dtype = "float32",
     engine: Engine = "auto",
     json: Json = False,
@@ -94,7 +96,7 @@ def decode(
         chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
     else:
         chosen = find_prompts(prompts, names[2], "test", limit or (None if prompts else 1))
-    pair = open_pair(*names[:2], device, dtype, engine, drafter)
+    pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
     settings = Settings(
         temperature,
         max_new_tokens,

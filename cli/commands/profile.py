@@ -19,6 +19,7 @@ from ..options.shared import (
     Config,
     Depth,
     Device,
+    DeviceMap,
     Draft,
     Drafter,
     Dtype,
@@ -72,6 +73,7 @@ def profile(
         int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
     ] = None,
     device: Device = "cpu",
+    device_map: DeviceMap = None,
     dtype: Dtype = "float32",
     engine: Engine = "auto",
     overwrite: Overwrite = False,
@@ -89,7 +91,7 @@ def profile(
     from ...policies.storage.registry import load_policy
 
     if add_policy:
-        pair_options = (target, draft, drafter, device, dtype, engine)
+        pair_options = (target, draft, drafter, device, dtype, engine, device_map)
         _add_policies(
             profile,
             add_policy,
@@ -113,7 +115,7 @@ def profile(
         names = find_target(target, draft, drafter, progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]
         chosen = find_prompts(prompts, names[2], "train", 32)
-        pair = open_pair(*names[:2], device, dtype, engine, drafter)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
         measured = measure_profile(
             pair,
             fitting(chosen, pair, 1, chat, long)[1],
@@ -143,7 +145,7 @@ def _add_policies(
     specs: list[str],
     out: Path | None,
     prompts: Path | None,
-    pair_options: tuple[str | None, str | None, str, str, str, str],
+    pair_options: tuple[str | None, str | None, str, str, str, str, str | None],
     *,
     chat: bool,
     long: str,
@@ -164,10 +166,10 @@ def _add_policies(
     costs = Profile.load(known)
     place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
     rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
-    target, draft, drafter, device, dtype, engine = pair_options
+    target, draft, drafter, device, dtype, engine, device_map = pair_options
     with progress_bars(quiet or json) as progress:
         names = find_target(target, draft, drafter, progress)
-        pair = open_pair(*names[:2], device, dtype, engine, drafter)
+        pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
         tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
         shaping = Shaping.of(costs.shaping)
         settings = Settings(

@@ -15,6 +15,7 @@ from ..options.prompts import Chat, Long
 from ..options.shared import (
     Config,
     Device,
+    DeviceMap,
     Dtype,
     Json,
     Limit,
@@ -67,6 +68,7 @@ def train_drafter(
     limit: Limit = None,
     seed: Seed = 0,
     device: Device = "cpu",
+    device_map: DeviceMap = None,
     dtype: Dtype = "float32",
     overwrite: Overwrite = False,
     json: Json = False,
@@ -87,7 +89,7 @@ def train_drafter(
     with progress_bars(quiet or json) as progress, config_saved(out):
         names = find_target(target, None, kind, progress)
         chosen = find_prompts(prompts, names[2], "train", limit)
-        pair = open_pair(names[0], None, device, dtype, "plain")
+        pair = open_pair(names[0], None, device, dtype, "plain", device_map=device_map)
         trained = run(
             pair, apply_chat_template(chosen, pair.tokenizer) if chat else chosen, out, kind,
             depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, fit_options=options,

@@ -32,7 +32,19 @@ Policies = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Folder or file that the result is written to.")]
 Device = Annotated[str, typer.Option(help="Device that the models run on: cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="Number type of the models: float32, bfloat16, float16 or float64.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(
+        help="Where accelerate puts the target's layers: auto (all GPUs, then host and disk), a device, or a JSON object of "
+        "devices by module. The draft stays on --device. Default: all on --device."
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Number type of the models: float32, bfloat16, float16 or float64. Quantised ones keep their own."
+    ),
+]
 Engine = Annotated[
     str, typer.Option(help="How models compute: auto, plain (transformers), packed (reordered weights), compact.")
 ]

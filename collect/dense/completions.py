@@ -121,7 +121,7 @@ def own_anchors(text: Sequence[int], own: Sequence[int], last: int, depth: int, 
 
 def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return [L, V], the target's rows that each token of the text would be drawn from, and their states [L, H] float16."""
-    model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary, hidden)
+    model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary, hidden, device=pair.device)
     rows = model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
     check_rows(rows)
     return rows, None if model.states is None else stored(model.states[0, -len(text) :])

@@ -91,7 +91,7 @@ class Unroller:
             off_text == "exact", choices,
         )  # fmt: skip
         reads = self._job.given_text and verification == "block" and off_text == "exact" and self.depth > 1
-        self._target = CachedModel(pair.target, 0, pair.vocabulary) if reads else None
+        self._target = CachedModel(pair.target, 0, pair.vocabulary, device=pair.device) if reads else None
 
     @property
     def depth(self) -> int:
@@ -137,11 +137,11 @@ class Unroller:
 
     def _room(self, tokens: int, nodes: int) -> tuple[CachedModel, CachedModel | None]:
         """Return the draft, and the target if it reads candidates, empty and with room for a text and a forward's rows."""
-        capacity = tokens + self._rows * nodes
+        capacity, pair = tokens + self._rows * nodes, self.pair
         if self._model.capacity < capacity:
-            self._model = CachedModel(self.pair.draft_model, capacity + 64, self.pair.vocabulary, bool(self._hidden))
+            self._model = CachedModel(pair.draft_model, capacity + 64, pair.vocabulary, bool(self._hidden))
         if self._target is not None and self._target.capacity < capacity:
-            self._target = CachedModel(self.pair.target, capacity + 64, self.pair.vocabulary)
+            self._target = CachedModel(pair.target, capacity + 64, pair.vocabulary, device=pair.device)
         for model in (self._model, self._target):
             if model is not None:
                 model.roll_back(0)

@@ -86,7 +86,7 @@ def packed_attention(
         attention_mask: [S, 1, n, slots] additive.
         scaling, kwargs: as of the model's own attention.
     """
-    packing, attend = _Call.packing, grouped_attention
+    packing, attend = _Call.packing.on(query.device), grouped_attention
     if _Call.eager:  # what a model adds to it, as a bound on the scores, it has in its own module
         attend = sys.modules[type(module).__module__].eager_attention_forward
     out, _ = attend(module, packing.spread(query), key, value, attention_mask, scaling=scaling, **kwargs)

@@ -63,6 +63,7 @@ class CachedModel:
             scores the others -inf and reads them as its first token.
         hidden: keep hidden states of each call in `states`: of these layers, as transformers counts them; True = the last.
         streams: S, texts that are read side by side.
+        device: that it is called from; None = the model's.
 
     Attributes:
         states: of the last call, if asked for; of several layers one after the other in each row. After `read` and
@@ -76,8 +77,9 @@ class CachedModel:
         vocabulary: int,
         hidden: bool | Sequence[int] = False,
         streams: int = 1,
+        device: torch.device | None = None,
     ) -> None:
-        self.model, self._device = model, torch.device(model.device)
+        self.model, self._device = model, torch.device(device or model.device)
         self.capacity = capacity
         self.vocabulary = vocabulary
         self.states: Tensor | None = None
@@ -91,19 +93,19 @@ class CachedModel:
         self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))
         self._windows = window_layers(model)
         # Told nothing, sdpa has a faster kernel for a single token and for a prompt on a GPU: no mask is read.
-        fast = model.device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
+        fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
         self._maskless_prompt = fast
         self._wide = wide_head(model)
-        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=model.device).tril_())
+        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
-        self._positions = torch.arange(capacity, device=model.device)[None]
-        self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=model.device)  # by slot
+        self._positions = torch.arange(capacity, device=self._device)[None]
+        self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
 
     def _behind_prefix(self, mask: Tensor) -> Tensor:
         """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
-        full = torch.cat([prefix, mask], 1)[None, None].to(self.model.device)
+        full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         return full if self._windows else backend_mask(full, self.model)
 
     @property

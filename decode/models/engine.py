@@ -23,6 +23,7 @@ from ...policies.errors import InputError
 from .compact import CompactModel, compact_refusal
 from .cpu.layouts import choose_layouts
 from .cpu.products import Product, can_pack
+from .placement import kept_as_is
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
@@ -53,7 +54,8 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     """
     if engine not in ENGINES:
         raise InputError(f"--engine: expected one of {', '.join(ENGINES)}, not {engine!r}")
-    unpackable, uncompact = can_pack(model.device, model.dtype), compact_refusal(model)
+    kept = kept_as_is(model)
+    unpackable, uncompact = kept or can_pack(model.device, model.dtype), kept or compact_refusal(model)
     if engine == "auto":
         return "compact" if not uncompact and not unpackable else "plain" if unpackable else "packed"
     refusal = {"packed": unpackable, "compact": uncompact}.get(engine)

@@ -8,9 +8,10 @@ takes a rectangle of queries, a row for each stream, against the buffers as they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -34,6 +35,13 @@ class Packing:
     streams: int
     count: int
     seen: int
+
+    def on(self, device: torch.device) -> Packing:
+        """Return the same for buffers on a device."""
+        if self.stream.device == device:
+            return self
+        place = None if self.place is None else self.place.to(device)
+        return replace(self, stream=self.stream.to(device), slot=self.slot.to(device), place=place)
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         """Write states [1, heads, T, width] into buffers, and return what attention reads of them."""
@@ -130,7 +138,7 @@ class SlotLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         slots = self._slots
         if slots.packing is not None:
-            return slots.packing.write(self.keys, self.values, key_states, value_states)
+            return slots.packing.on(key_states.device).write(self.keys, self.values, key_states, value_states)
         keys, values, start, count = self.keys, self.values, slots.lengths[slots.stream], key_states.shape[-2]
         if slots.streams > 1:
             keys, values = keys.narrow(0, slots.stream, 1), values.narrow(0, slots.stream, 1)

@@ -31,6 +31,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ...policies.errors import PairError
+from .placement import Places, call_from, is_plain, is_quantised, kept_as_is
 
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -90,37 +91,51 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, attention: str | None = None
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    places: Places | None = None,
 ) -> PreTrainedModel:
     """Build a model and load its weights, all of them.
 
     Args:
         checkpoint: from `open_checkpoint`.
-        device, dtype: of the model.
+        device, dtype: of the model; a quantised one keeps the types it was saved with.
         attention: backend; None = the library's choice.
+        places: where its layers lie (`placement.check_device_map`) if not on `device`, from which it is called all the same.
 
     Raises:
         PairError: a tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.
     """
     config, where = checkpoint.config, checkpoint.where
     with _library(checkpoint.option, checkpoint.name, "a model"):
-        options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": False}
-        held, packed = _held(where), getattr(config, "quantization_config", None) is not None
-        if held and not packed:
+        held, quantised = _held(where), is_quantised(config)
+        options = {
+            "dtype": "auto" if quantised else dtype,
+            "attn_implementation": attention,
+            "trust_remote_code": False,
+        }
+        if held and not quantised:
             _check_layers(config.get_text_config().to_dict(), len(held))
             with torch.device("meta"):
                 _check_numbers(AutoModelForCausalLM.from_config(config, **options), held)
         del held
+        if quantised and places is None:
+            places = {"": device}  # it cannot always be moved later
         library: Any = AutoModelForCausalLM
+        model: PreTrainedModel
         model, account = library.from_pretrained(
-            where, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            where, output_loading_info=True, ignore_mismatched_sizes=True, device_map=places, **options
         )
-        _check_account(model, account, packed)
-        moved: PreTrainedModel = model.to(device)
-        _check_finite(moved, dtype)
-    if device.type == "cpu":
-        _align(moved)
-    return moved
+        _check_account(model, account, quantised)
+        if places is None:
+            model = model.to(device)  # type: ignore[arg-type]
+        _check_finite(model)
+        call_from(model, device)
+    if device.type == "cpu" and not kept_as_is(model):
+        _align(model)
+    return model
 
 
 def _found(name: str | Path, option: str) -> str:
@@ -210,11 +225,11 @@ def _misshapen(name: str, file: Any, model: Any) -> ValueError:
     return ValueError(f"the weight files have {name} of shape {list(file)}, but config.json describes {list(model)}")
 
 
-def _check_account(model: PreTrainedModel, account: Mapping[str, Any], packed: bool) -> None:
+def _check_account(model: PreTrainedModel, account: Mapping[str, Any], quantised: bool) -> None:
     """Refuse what the library filled in or left out, naming a tensor.
 
-    A tensor that the model has no module for (a second head, a vision tower) is left out by right; so may be what `packed`
-    (quantised) weights bring beside them.
+    A tensor that the model has no module for (a second head, a vision tower) is left out by right; so may be what quantised
+    weights bring beside them.
     """
     for name, file, wanted in sorted(account["mismatched_keys"]):
         raise _misshapen(name, file, wanted)
@@ -222,7 +237,7 @@ def _check_account(model: PreTrainedModel, account: Mapping[str, Any], packed: b
         raise ValueError(f"the weight files lack {_some(missing)}, which config.json describes")
     modules = {name for name, _ in model.named_modules() if "." in name}
     odd = sorted(n for n in account["unexpected_keys"] if any(n.startswith(f"{m}.") for m in _parents(n) & modules))
-    if odd and not packed:
+    if odd and not quantised:
         raise ValueError(f"the weight files have {_some(odd)}, for which config.json leaves no place")
     for message in account["error_msgs"]:
         raise ValueError(message)
@@ -238,17 +253,22 @@ def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
-def _check_finite(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Refuse weights that are NaN or infinite, by name."""
-    named = [(n, p.detach()) for n, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+def _check_finite(model: PreTrainedModel) -> None:
+    """Refuse weights that are NaN or infinite, by name; quantised ones have neither, offloaded ones stay where they are."""
+    named = [
+        (name, p.detach())
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and p.dtype.itemsize > 1 and is_plain(p) and not p.is_meta
+    ]
     if not named:
         return
     # A sum is finite unless a weight is not, or all together are too large: only then each is looked at.
-    sums = torch.stack([p.sum(dtype=torch.promote_types(p.dtype, torch.float32)).double() for _, p in named])
+    each = [p.sum(dtype=torch.promote_types(p.dtype, torch.float32)).double() for _, p in named]
+    sums = torch.stack([one.to(each[0].device) for one in each])
     for at in (~sums.isfinite()).nonzero()[:, 0].tolist():
         name, parameter = named[at]
         if not bool(parameter.isfinite().all()):
-            kind = str(dtype).removeprefix("torch.")
+            kind = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(f"{name} has values that are NaN or infinite in {kind}")
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...policies.errors import InputError, PairError
 from .engine import choose_engine, speed_up
 from .loading import load_model, load_tokenizer, open_checkpoint
+from .placement import call_from, check_device_map, is_placed, place_of, tell_once, tensors
 
 DTYPES = {
     "float32": torch.float32,
@@ -42,8 +43,8 @@ class Pair:
     """Target p, draft q and their tokenizer.
 
     Attributes:
-        target, draft: causal language models in evaluation mode on one device; no draft where the candidates come from
-            elsewhere (prompt lookup).
+        target, draft: causal language models in evaluation mode, called from one device; no draft where the candidates come
+            from elsewhere (prompt lookup).
         tokenizer: of both.
         vocabulary: number of token ids that the target scores, padding beyond the tokenizer's tokens included, as its own
             `generate` has it; a draft that knows fewer never proposes the others.
@@ -51,6 +52,7 @@ class Pair:
         engines: how target and draft compute (`engine.ENGINES`).
         hashes: of target and draft, where an engine no longer tells them from the models.
         drafter: what proposes unless a run says otherwise (`drafters.find_drafter`).
+        home: the device that a target without a draft is called from, if not its own.
     """
 
     target: PreTrainedModel
@@ -61,11 +63,12 @@ class Pair:
     engines: tuple[str, str] = ("plain", "plain")
     hashes: tuple[str, ...] | None = None
     drafter: str = "model"
+    home: torch.device | None = None
 
     @cached_property
     def device(self) -> torch.device:
-        """Where both models are. A model looks through its weights to tell, so it is asked once."""
-        return torch.device(self.target.device)
+        """Where both models are called from. A model looks through its weights to tell, so it is asked once."""
+        return self.home or torch.device((self.draft or self.target).device)
 
     @property
     def draft_model(self) -> PreTrainedModel:
@@ -104,10 +107,12 @@ def _hashes(target: PreTrainedModel, draft: PreTrainedModel | None) -> tuple[str
 def model_hash(model: PreTrainedModel) -> str:
     """Return a hash of a model's parameter names and shapes and of a spread sample of their values."""
     digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in model.state_dict().items():
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
-        digest.update(f"{name} {tuple(parameter.shape)} ".encode() + sample.numpy().tobytes())
+    for name, tensor in tensors(model):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+        if sample.is_floating_point() and sample.dtype.itemsize == 1:
+            sample = sample.view(torch.uint8)  # not every type of eight bits can be converted
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode() + sample.to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -117,13 +122,18 @@ def join(
     """Check two loaded models against each other and return them as a pair; a target without a draft by itself.
 
     Raises:
-        PairError: they lie on different devices, or one is of a kind that cannot be rolled back or read a tree.
+        PairError: they lie on different devices (a target that accelerate has placed is called from the draft's), or one is
+            of a kind that cannot be rolled back or read a tree.
     """
+    tell_once("target", target)
+    if is_placed(target):
+        call_from(target, place_of(target))
     if draft is None:
         _check_kind("target", target)
         _check_tokens(tokenizer, [target])
-        return Pair(target.eval(), None, tokenizer, _width(target), _eos(target, tokenizer))
-    if target.device != draft.device:
+        return Pair(target.eval(), None, tokenizer, _width(target), _eos(target, tokenizer), home=place_of(target))
+    tell_once("draft", draft)
+    if target.device != draft.device and not is_placed(target):
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in (("target", target), ("draft", draft)):
         _check_kind(role, model)
@@ -191,25 +201,29 @@ def load_pair(
     dtype: str = "float32",
     attention: str | None = None,
     engine: str = "auto",
+    device_map: str | None = None,
 ) -> Pair:
     """Load a pair from two folders or hub names.
 
     Args:
         target, draft: folders or hub names; no draft where none is needed (prompt lookup).
-        device, dtype: of both models.
+        device, dtype: of both models; quantised ones keep the types they were saved with.
         attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
+        device_map: where the target's layers lie, if not on `device`: `auto` shares them out among all GPUs, the host and the
+            disk (see `placement`). Draft and loop stay on `device`.
 
     Raises:
         PairError: a folder is missing or no model, its config or a tensor is not what it must be, the tokenizers differ, or
             the models do not fit together.
     """
     kind = check_dtype(dtype)
-    where = check_device(device)
+    where, places = check_device(device), check_device_map(device_map)
     if draft is None:
         alone = open_checkpoint(target, "--target")
         tokenizer = load_tokenizer(alone)
-        return with_engine(join(load_model(alone, where, kind, attention), None, tokenizer), engine)
+        pair = join(load_model(alone, where, kind, attention, places), None, tokenizer)
+        return with_engine(dataclasses.replace(pair, home=where), engine)
     sides = [open_checkpoint(target, "--target"), open_checkpoint(draft, "--draft")]
     first, second = (load_tokenizer(side) for side in sides)
     if first.get_vocab() != second.get_vocab():
@@ -217,8 +231,8 @@ def load_pair(
             f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
             f"{len(second)}, not the same ones; choose a draft of the target's family"
         )
-    models = [load_model(side, where, kind, attention) for side in sides]
-    return with_engine(join(models[0], models[1], first), engine)
+    small = load_model(sides[1], where, kind, attention)  # first: the target is shared out among what memory it leaves
+    return with_engine(join(load_model(sides[0], where, kind, attention, places), small, first), engine)
 
 
 def with_engine(pair: Pair, engine: str = "auto") -> Pair:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .placement import is_plain
+
 _HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
@@ -43,6 +45,7 @@ def wide_head(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if model.device.type != "cuda" or model.dtype not in (torch.float16, torch.bfloat16) or not _HAS_OUT_DTYPE:
         return contextlib.nullcontext()
-    if type(head) is not nn.Linear or "forward" in vars(head):  # quantised, adapted, or moved about by accelerate
+    # Others are quantised, adapted, or moved about by accelerate.
+    if type(head) is not nn.Linear or not is_plain(head.weight) or "forward" in vars(head):
         return contextlib.nullcontext()
     return WideHead(head)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from ...decode.drafters.heads.layer_network import LayerNetwork
 from ...decode.drafters.heads.networks import Shape
 from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
+from ...decode.models.placement import own_copy
 from ...policies.errors import InputError, close_match
 from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
@@ -137,14 +137,14 @@ def _fitted(
 def _ends(pair: Pair) -> tuple[Any, Any]:
     """Return copies of the target's embeddings and output layer, float32 on the CPU, which is where Lightning begins."""
     modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
-    embedding, output = (copy.deepcopy(module).float().cpu().requires_grad_(False) for module in modules)
+    embedding, output = (own_copy(module).requires_grad_(False) for module in modules)
     return embedding, output
 
 
 def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
     config = pair.target.config.get_text_config()
-    hidden, output = hidden_width(pair.target), pair.target.get_output_embeddings().weight
+    hidden = hidden_width(pair.target)
     shape = Shape(hidden, pair.vocabulary, depth)
     if issubclass(_class(kind), LayerNetwork):
         inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
@@ -152,7 +152,7 @@ def new_network(pair: Pair, kind: str, depth: int) -> Any:
         if kind == "ctc":
             shape = dataclasses.replace(shape, depth=depth + SPARE)
     network: Any = KINDS[kind](shape)
-    network.start(*(() if isinstance(network, LayerNetwork) else (output[: pair.vocabulary].float().cpu(),)))
+    network.start(*(() if isinstance(network, LayerNetwork) else (_ends(pair)[1].weight[: pair.vocabulary],)))
     return network
 
 

@@ -22,6 +22,7 @@ from ..attention import attending_grouped
 from ..cache import CachedModel
 from ..kv_cache import SlotLayer, Slots
 from ..packed import PackedCall
+from ..placement import is_placed
 from .recorder import Recorder
 
 MOST_TOKENS = 64
@@ -145,7 +146,7 @@ class CapturedModel(CachedModel):
     """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens behind others when they come for the second time.
 
     Args:
-        model, capacity, vocabulary, hidden: as of `CachedModel`; the capacity is rounded up.
+        model, capacity, vocabulary, hidden, device: as of `CachedModel`; the capacity is rounded up.
         streams: as of `CachedModel`; of several the packed calls are recorded, not those of one of them.
         recorder: of the calls; CUDA graphs by default.
     """
@@ -158,13 +159,15 @@ class CapturedModel(CachedModel):
         hidden: bool | Sequence[int] = False,
         streams: int = 1,
         recorder: Callable[[torch.device], Recorder] = Recorder,
+        device: torch.device | None = None,
     ) -> None:
         kind = (vocabulary, hidden, streams, recorder, torch.is_inference_mode_enabled(), _addresses(model))
         kept = _KEPT.pop(model, None)
         memory = kept if kept is not None and kept.kind == kind and kept.capacity >= capacity else None
         del kept  # before another is made
         step = max(LEAST_SEEN, _seen(capacity) // 4)
-        super().__init__(model, memory.capacity if memory else -(-capacity // step) * step, vocabulary, hidden, streams)
+        capacity = memory.capacity if memory else -(-capacity // step) * step
+        super().__init__(model, capacity, vocabulary, hidden, streams, device)
         if memory is None:
             at = self._position_at
             memory = _Memory(self.capacity, kind, recorder(model.device), self._slots, self._positions, at)
@@ -301,10 +304,14 @@ def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
 
 
 def open_cache(
-    model: PreTrainedModel, capacity: int, vocabulary: int, hidden: bool | Sequence[int] = False, streams: int = 1
+    model: PreTrainedModel,
+    capacity: int,
+    vocabulary: int,
+    hidden: bool | Sequence[int] = False,
+    streams: int = 1,
+    device: torch.device | None = None,
 ) -> CachedModel:
     """Return the cached model for S streams: one that records its calls where all of the model lies on one GPU."""
-    spread = set(getattr(model, "hf_device_map", {}).values())
-    if model.device.type == "cuda" and len(spread) < 2:
-        return CapturedModel(model, capacity, vocabulary, hidden, streams)
-    return CachedModel(model, capacity, vocabulary, hidden, streams)
+    if model.device.type == "cuda" and not is_placed(model):
+        return CapturedModel(model, capacity, vocabulary, hidden, streams, device=device)
+    return CachedModel(model, capacity, vocabulary, hidden, streams, device)
