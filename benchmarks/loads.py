@@ -23,10 +23,10 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.registry import load_policy
-from specstop.train.replay.arrivals import at_once
+from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
-from specstop.train.report.batches import by_batch, deal
+from specstop.train.report.batches import by_batch
 from specstop.train.report.intervals import Resamples
 
 CAPTURED = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
@@ -119,7 +119,7 @@ def compare(
             continue
         others = {name: line["to_best_fixed"][at] for name, line in lines.items() if name not in (*NOT_JOINT, "ours")}
         first = max(others, key=lambda name: float(others[name]["value"]))
-        order, policies = deal(held, size, 0), dict(named)
+        order, policies = deal(held.sequences, size, 0), dict(named)
         theirs, mine = (
             replay_batch(held, policies[name], profile, size, at_once(len(order)), order).seconds
             for name in (first, "ours")

@@ -20,6 +20,7 @@ from ...policies.progress import Progress, silent
 from ..fit.tuning.rates import solve_rate
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
+from ..replay.known_lengths import Walked, walk_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
 from ..report.decision_costs import with_prices
@@ -27,7 +28,6 @@ from ..report.evaluate import check_fit
 from ..report.intervals import Resamples, Values
 from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
-from .lengths import Walked, walk_fixed
 from .serving import Sides, split_sides
 
 SEEN = (

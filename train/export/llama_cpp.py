@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...policies.errors import TraceError
+from ..replay.known_lengths import Walked, draft_bound, walk_lengths
 from ..replay.traces.arrays import TraceArrays
 from .folder import Export, Written, caveats
-from .lengths import Walked, draft_bound, walk_lengths
 from .page import alone_table, grid_text, page_text, policy_loss
 
 ARGS, OLDER_ARGS = "llama.args", "llama-older.args"

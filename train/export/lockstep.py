@@ -6,17 +6,15 @@ a text of the trace, takes min(A, k) + 1 tokens at each step, and gives its plac
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
+from ..replay.arrivals import deal
+from ..replay.known_lengths import KnownLengths, Walked
 from ..replay.traces.arrays import TraceArrays
-from .lengths import Walked, draft_bound
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -75,74 +73,30 @@ def lockstep(arrays: TraceArrays, rules: Sequence[Steps], batch: int, start: int
         start: the length to begin with; where a rule does not have it, the middle candidate, as the engine does.
         seed: of the order of the texts, which are dealt again where they are fewer than four batches.
     """
-    chance = np.random.default_rng(seed)
-    repeats = 1 if batch == 1 else max(1, -(-4 * batch // arrays.sequences))
-    order = np.concatenate([chance.permutation(arrays.sequences) for _ in range(repeats)])
-    run = _Batch(arrays, order, len(rules), batch)
+    order, runs = deal(arrays.sequences, batch, seed), range(len(rules))
+    source = KnownLengths(arrays, np.repeat(runs, batch), np.tile(order[:batch], len(rules)))
+    waiting = [deque(order[batch:].tolist()) for _ in runs]
     at = [rule.candidates.index(start) if start in rule.candidates else len(rule.candidates) // 2 for rule in rules]
     mean = [float(rule.candidates[a] - 1) for rule, a in zip(rules, at, strict=True)]
     counted = 0
-    while run.going.any():
+    while source.active.any():
         length = np.array([rule.candidates[a] for rule, a in zip(rules, at, strict=True)])
-        averages = run.step(length).mean(1)
+        source.begin()
+        averages = source.play(length[source.run], length[source.run]).reshape(len(rules), batch).mean(1)
+        _refill(source, waiting)
         counted += 1
         for i, rule in enumerate(rules):
             mean[i] = rule.followed(mean[i], int(length[i]), float(averages[i]))
             if rule.is_time(counted):
                 at[i], mean[i] = rule.moved(at[i], mean[i])
-    return run.walked()
+    return source.walked(len(rules))
 
 
-class _Batch:
-    """Requests of several runs side by side, [C, b]; a run ends when a place is free and no text is left.
-
-    Attributes:
-        going: [C] bool.
-    """
-
-    def __init__(self, arrays: TraceArrays, order: Ints, runs: int, batch: int) -> None:
-        self._arrays, self._order = arrays, order
-        self._accepted, self._bound = arrays.accepted.numpy(), draft_bound(arrays).numpy()
-        self._prompt, self._offset = arrays.prompt_tokens.numpy(), arrays.offset.numpy()
-        self._first, self._text = arrays.first_anchor.numpy(), arrays.text_tokens.numpy()
-        self._sequence = np.tile(order[:batch], (runs, 1))
-        self._anchor = self._first[self._sequence]
-        self._backlog = self._prompt[self._sequence] + self._anchor
-        self._next = np.full(runs, batch)
-        self.going = np.ones(runs, dtype=bool)
-        self._log: list[Ints] = []
-
-    def step(self, length: Ints) -> Ints:
-        """Play a step at `length` [C] and return [C, b] accepted tokens."""
-        row = self._offset[self._sequence] + self._anchor - self._first[self._sequence]
-        row = np.minimum(row, len(self._accepted) - 1)  # a run that has ended goes on without being counted
-        drafted = np.minimum(length[:, None], self._bound[row])
-        accepted: Ints = np.minimum(self._accepted[row], drafted)
-        left = self._text[self._sequence] - self._anchor
-        committed = np.minimum(accepted + 1, left)
-        context = self._prompt[self._sequence] + self._anchor
-        run = np.broadcast_to(np.arange(len(length))[:, None], row.shape)
-        columns = (run, self._sequence, context, drafted, drafted, self._backlog, committed)
-        self._log.append(np.stack([column[self.going].ravel() for column in columns]))
-        read = np.minimum(accepted, drafted - 1)
-        self._backlog = committed + np.where(drafted > 0, -read, self._backlog)
-        self._anchor = self._anchor + committed
-        for run_, place in zip(*np.nonzero((committed >= left) & self.going[:, None]), strict=True):
-            self._deal(int(run_), int(place))
-        return accepted
-
-    def _deal(self, run: int, place: int) -> None:
-        """Give a free place the next text; where none is left the run ends."""
-        if self._next[run] >= len(self._order):
-            self.going[run] = False
-            return
-        sequence = self._order[self._next[run]]
-        self._next[run] += 1
-        self._sequence[run, place] = sequence
-        self._anchor[run, place] = self._first[sequence]
-        self._backlog[run, place] = self._prompt[sequence] + self._first[sequence]
-
-    def walked(self) -> Walked:
-        """Return the rounds of all runs."""
-        columns = torch.from_numpy(np.concatenate(self._log, 1)).unbind(0)
-        return Walked(self._arrays, len(self._next), *columns)
+def _refill(source: KnownLengths, waiting: Sequence[deque[int]]) -> None:
+    """Give the places of texts that have ended to the next ones; a run ends when there are none."""
+    for stream in np.flatnonzero(source.over()).tolist():
+        run = source.run[stream]
+        if waiting[run]:
+            source.open(stream, waiting[run].popleft())
+        else:
+            source.active &= source.run != run

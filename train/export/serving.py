@@ -18,8 +18,8 @@ from ...policies.latency.batch import BatchCosts
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
+from ..replay.known_lengths import Walked
 from ..replay.traces.arrays import TraceArrays
-from .lengths import Walked
 
 HELD_OUT = 0.25
 FEWEST_PROMPTS = 8

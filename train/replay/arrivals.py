@@ -1,4 +1,4 @@
-"""When requests arrive: all at once, at random at a rate, or as they were recorded."""
+"""Which texts are requested, and when: all at once, at random at a rate, or as they were recorded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ import numpy as np
 from ...policies.errors import InputError
 
 Array = np.ndarray[Any, Any]
+
+FULL = 4
+"""Batches that there are requests for at least: the last ones run in a batch that is not full any more."""
+
+
+def deal(texts: int, size: int, seed: int) -> Array:
+    """Return which text each request is: all texts at random, again for `FULL` batches; once for one stream."""
+    chance = np.random.default_rng(seed)
+    repeats = 1 if size == 1 else max(1, -(-FULL * size // texts))
+    return np.concatenate([chance.permutation(texts) for _ in range(repeats)])
 
 
 def at_once(count: int) -> Array:

@@ -131,12 +131,6 @@ class BatchSource(TraceSource):
         super().__init__(arrays, policy, np.zeros((streams, 1), dtype=np.int64))
         self.active = np.zeros(streams, dtype=bool)
 
-    def open(self, stream: int, sequence: int) -> None:
-        """Begin a text in a free stream; one that ended with its first token has no round."""
-        self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
-        self.backlog[stream] = self._prompt[sequence] + self.anchor[stream]
-        self.active[stream] = self.anchor[stream] < self._text[sequence]
-
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
         shown = super().step(depth, alive, history)
@@ -219,4 +213,4 @@ class _Batch:
         )  # fmt: skip
         self._log.append(np.stack(columns, 1)[rows])
         self._rounds += 1
-        source.active = on & (source.anchor < source._text[source.sequence])
+        source.active = on & ~source.over()

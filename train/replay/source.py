@@ -73,7 +73,7 @@ class TraceSource:
         """Go on to the next text of each stream whose text has ended; return the streams that have."""
         begun = np.zeros(len(self.queues), dtype=bool)
         while True:
-            ended = self.active & (self.anchor >= self._text[self.sequence])
+            ended = self.over()
             if not ended.any():
                 return np.flatnonzero(begun)
             self._turn = self._turn + ended
@@ -84,6 +84,17 @@ class TraceSource:
             begun |= begins
             self.anchor = np.where(begins, self._first_anchor[self.sequence], self.anchor)
             self.backlog = np.where(begins, self.context(), self.backlog)
+
+    def over(self) -> Array:
+        """Return [R] bool, the streams with a round whose texts have ended."""
+        out: Array = self.active & (self.anchor >= self._text[self.sequence])
+        return out
+
+    def open(self, stream: int, sequence: int) -> None:
+        """Begin a text in a stream; one that ended with its first token has no round."""
+        self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
+        self.backlog[stream] = self._prompt[sequence] + self.anchor[stream]
+        self.active[stream] = self.anchor[stream] < self._text[sequence]
 
     def take(self, streams: Array) -> None:
         """Go on with these streams [R'] alone."""

@@ -13,15 +13,12 @@ from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
-from ..replay.arrivals import at_once
+from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound
 from ..replay.traces.arrays import TraceArrays
 from .intervals import Resamples, Values
 from .records import Ratio
-
-FULL = 4
-"""Batches that there are requests for at least: the last ones run in a batch that is not full any more."""
 
 TAIL = 0.95
 
@@ -63,7 +60,7 @@ def by_batch(
     done, total = 0, len(sizes) * (depth + 1 + len(policies))
     tables = []
     for size in sizes:
-        order = deal(arrays, size, seed)
+        order = deal(arrays.sequences, size, seed)
         made = []
         for policy in (*map(FixedLength, range(depth + 1)), *(policy for _, policy in policies)):
             progress("batches", done, total)
@@ -87,13 +84,6 @@ def by_batch(
         "use": use,
         "words": words(sizes, use),
     }
-
-
-def deal(arrays: TraceArrays, size: int, seed: int) -> Values:
-    """Return which text each request is: all texts at random, again for `FULL` batches; once for one stream."""
-    chance = np.random.default_rng(seed)
-    repeats = 1 if size == 1 else max(1, -(-FULL * size // arrays.sequences))
-    return np.concatenate([chance.permutation(arrays.sequences) for _ in range(repeats)])
 
 
 def words(sizes: Sequence[int], use: Sequence[str]) -> str:

@@ -9,8 +9,8 @@ import torch
 from made import made_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
-from specstop.train.export.lengths import Walked, walk_fixed
 from specstop.train.export.lockstep import Steps, lockstep
+from specstop.train.replay.known_lengths import Walked, walk_fixed
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 EXACT = 1e-12

@@ -16,7 +16,6 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.train.export.lengths import walk_fixed, walk_lengths
 from specstop.train.export.serving import (
     ASSUMPTIONS,
     assumptions,
@@ -25,6 +24,7 @@ from specstop.train.export.serving import (
     measured_rows,
     split_sides,
 )
+from specstop.train.replay.known_lengths import walk_fixed, walk_lengths
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 

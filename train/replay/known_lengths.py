@@ -1,21 +1,25 @@
-"""Rules whose draft length follows from the anchor's row alone: thousands of settings walked at once, priced by any profile.
+"""Replay of rules whose draft length is known without asking a policy: thousands of settings at once, priced by any profile.
 
-Replay asks a policy token by token. Where the length is known beforehand for every anchor, as of fixed lengths and of one
-threshold on recorded probabilities, walking the texts is all that is left; the tests hold it to replay. The rounds do not
-depend on what they cost, so one walk serves every profile.
+That is so of fixed lengths, of one threshold on recorded probabilities, and of an engine's rule that gives a whole batch one
+length. What is accepted and committed is the trace's say as in any replay. The rounds do not depend on what they cost, so
+that playing them once serves every profile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...policies.baselines.fixed import FixedLength
 from ...policies.latency.profile import Profile
-from ..replay.log import Rounds
-from ..replay.seconds import prompt_seconds, round_seconds
-from ..replay.traces.arrays import TraceArrays
+from .log import Rounds
+from .seconds import prompt_seconds, round_seconds
+from .source import Array, TraceSource
+from .traces.arrays import TraceArrays
 
 
 @dataclass(frozen=True)
@@ -84,39 +88,67 @@ def draft_bound(arrays: TraceArrays) -> Tensor:
     return torch.minimum(allowed, ends)
 
 
-def walk_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Walked:
-    """Walk all texts under C rules.
+@dataclass(frozen=True)
+class _Lengths:
+    """Tokens [R] that a round draws and sends."""
+
+    drafted: Array
+    verified: Array
+
+
+class KnownLengths(TraceSource):
+    """A trace as the source of rounds that draft as many tokens as they are told, the streams of C runs side by side.
 
     Args:
         arrays: a dense trace of chains.
-        drafted, verified: [C, N] by anchor; what EOS and the limit forbid is cut here.
+        run, sequence: [R] int64, whose stream each is, and its first text.
     """
-    bound = draft_bound(arrays)
-    drafted = torch.minimum(drafted.long(), bound)
-    verified = torch.minimum(verified.long(), drafted)
+
+    def __init__(self, arrays: TraceArrays, run: Array, sequence: Array) -> None:
+        super().__init__(arrays, FixedLength(0), sequence[:, None])
+        self.run, self._bound = run, draft_bound(arrays).numpy()
+        self._log: list[Array] = []
+
+    def play(self, drafted: Array, verified: Array) -> Array:
+        """Play the round that has begun and return [R] accepted tokens; what EOS and the limit forbid is cut."""
+        drafted = np.minimum(drafted, self._bound[self.row])
+        found: Any = _Lengths(drafted, np.minimum(verified, drafted))
+        on, before = self.active, (self.run, self.sequence, self.context(), drafted, found.verified, self.backlog)
+        accepted = self.verify(found)
+        committed, _ = self.commit(found)
+        self._log.append(np.stack([*before, committed])[:, on])
+        return accepted
+
+    def take(self, streams: Array) -> None:
+        """See `TraceSource.take`."""
+        super().take(streams)
+        self.run = self.run[streams]
+
+    def walked(self, runs: int) -> Walked:
+        """Return all rounds so far, of so many runs."""
+        columns = np.concatenate([np.zeros((7, 0), dtype=np.int64), *self._log], 1)
+        return Walked(self.arrays, runs, *torch.from_numpy(columns).unbind(0))
+
+
+def walk_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Walked:
+    """Replay all texts under C rules.
+
+    Args:
+        arrays: a dense trace of chains.
+        drafted, verified: [C, N] by anchor.
+    """
     runs, texts = len(drafted), arrays.sequences
-    run = torch.arange(runs).repeat_interleave(texts)
-    sequence = torch.arange(texts).repeat(runs)
-    anchor = arrays.first_anchor[sequence]
-    backlog = arrays.prompt_tokens[sequence] + anchor
-    parts: list[Tensor] = []
-    while len(run):
-        row = arrays.offset[sequence] + anchor - arrays.first_anchor[sequence]
-        drew, sent = drafted[run, row], verified[run, row]
-        accepted = torch.minimum(arrays.accepted[row], sent)
-        left = arrays.text_tokens[sequence] - anchor
-        committed = torch.minimum(accepted + 1, left)
-        context = arrays.prompt_tokens[sequence] + anchor
-        parts.append(torch.stack([run, sequence, context, drew, sent, backlog, committed]))
-        read = torch.minimum(accepted, drew - 1)
-        backlog = committed + torch.where(drew > 0, -read, backlog)
-        anchor = anchor + committed
-        on = committed < left
-        run, sequence, anchor, backlog = run[on], sequence[on], anchor[on], backlog[on]
-    return Walked(arrays, runs, *torch.cat(parts, 1).unbind(0))
+    source = KnownLengths(arrays, np.arange(runs).repeat(texts), np.tile(np.arange(texts), runs))
+    draws, sends = drafted.numpy(), verified.numpy()
+    while source.active.any():
+        source.take(np.flatnonzero(source.active))
+        source.begin()
+        source.play(draws[source.run, source.row], sends[source.run, source.row])
+        source.next_texts()
+    return source.walked(runs)
 
 
 def walk_fixed(arrays: TraceArrays, depth: int) -> Walked:
-    """Walk all texts under the fixed lengths 0..`depth`."""
+    """Replay all texts under the fixed lengths 0..`depth`."""
     length = torch.arange(depth + 1)[:, None].expand(-1, len(arrays.accepted))
     return walk_lengths(arrays, length, length)
