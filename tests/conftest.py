@@ -117,13 +117,8 @@ def plain_pair(pair_folder: Path) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
-
-
-@pytest.fixture(scope="session")
-def compact_pair(pair_folder: Path) -> Pair:
-    """The pair under its own forward, which takes a fourth of the time; modules that decode much use it as their `pair`."""
+def pair(pair_folder: Path) -> Pair:
+    """The pair under its own forward, which takes a fourth of the time; who looks into the models takes the plain one."""
     return load_pair(pair_folder / "target", pair_folder / "draft", dtype="float64", engine="compact")
 
 
@@ -154,23 +149,15 @@ def prompt_ids(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast) -> lis
     return [tokenizer(p.text)["input_ids"] for p in prompts]
 
 
+def collect_traces(pair: Pair, prompts: list[Prompt], folder: Path) -> dict[float, Trace]:
+    """Return a trace of depth `DEPTH` and `NEW` tokens by temperature."""
+    options = {"depth": DEPTH, "verification": "match", "max_new_tokens": NEW, "shards": 2}
+    return {t: collect(pair, prompts, folder / str(t), temperature=t, **options) for t in (0.0, 0.7)}
+
+
 @pytest.fixture(scope="session")
 def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
-    """A trace of depth `DEPTH` and `NEW` tokens by temperature."""
-    folder = tmp_path_factory.mktemp("traces")
-    return {
-        t: collect(
-            pair,
-            prompts,
-            folder / str(t),
-            depth=DEPTH,
-            temperature=t,
-            verification="match",
-            max_new_tokens=NEW,
-            shards=2,
-        )
-        for t in (0.0, 0.7)
-    }
+    return collect_traces(pair, prompts, tmp_path_factory.mktemp("traces"))
 
 
 @pytest.fixture

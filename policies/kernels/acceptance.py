@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from .compiled import copy_row, exact, kernel
 from .history import known_depths
 
 
@@ -26,7 +26,7 @@ def share_latest(members: Any, starts: Any, refits: Any, weights: Any, out: Any)
             if refits[mine[i]] > refits[latest]:
                 latest = mine[i]
         for i in range(mine.shape[0]):
-            out[mine[i]] = weights[latest]
+            copy_row(weights[latest], out[mine[i]])
 
 
 @exact
@@ -94,16 +94,19 @@ def learn(
             since = max(since, rounds[mine[i]])
         if since < constants[0]:
             continue
-        whole[:] = 0.0
-        for i in range(mine.shape[0]):
-            whole += sums[mine[i]]
-        latest = weights[mine[0]].copy()
+        for k in range(depths):
+            for j in range(whole.shape[1]):
+                whole[k, j] = 0.0
+                for i in range(mine.shape[0]):
+                    whole[k, j] += sums[mine[i], k, j]
+                    sums[mine[i], k, j] = 0.0
+        latest = weights[mine[0]]
         _refit(whole, constants[1], constants[2], latest)
         count = refits[mine[0]]
         for i in range(mine.shape[0]):
             count = max(count, refits[mine[i]])
         for i in range(mine.shape[0]):
-            weights[mine[i]] = latest
+            if i > 0:
+                copy_row(latest, weights[mine[i]])
             refits[mine[i]] = count + 1
             rounds[mine[i]] = 0
-            sums[mine[i]] = 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from .compiled import copy_row, exact, kernel
 
 
 @exact
@@ -23,13 +23,14 @@ def _gathered(values: Any, offered: Any, mine: Any, found: Any, places: Any) -> 
     count, nodes = 0, values.shape[1]
     for n in range(nodes):
         for i in range(mine.shape[0]):
-            if offered[mine[i], n]:
-                found[count] = values[mine[i], n]
-                places[count] = mine[i] * nodes + n
-                count += 1
-    order = np.argsort(-found[:count], kind="mergesort")
-    ordered, at = found[:count][order], places[:count][order]
-    found[:count], places[:count] = ordered, at
+            if not offered[mine[i], n]:
+                continue
+            value, at = values[mine[i], n], count
+            while at > 0 and found[at - 1] < value:  # depth by depth values fall, so that few are moved
+                found[at], places[at] = found[at - 1], places[at - 1]
+                at -= 1
+            found[at], places[at] = value, mine[i] * nodes + n
+            count += 1
     return count
 
 
@@ -144,7 +145,7 @@ def draft_on(
                     count += 1
         best, take = _worth(pool, count, streams, trims, rate, verify), 0
         for steps in range(1, ahead.shape[0] + 1):
-            grown[:count] = pool[:count]
+            copy_row(pool[:count], grown)
             have = count
             for r in range(rows):
                 for step in range(steps):

@@ -39,3 +39,10 @@ def inlined(function: _Function) -> _Function:
 def exact(function: _Function) -> _Function:
     """Compile a part of kernels whose operations stay in the order in which they are written, and that may meet NaN."""
     return cast(_Function, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+@exact
+def copy_row(source: Any, target: Any) -> None:
+    """Write a row to another. `target[:] = source` would take numba a quarter of a second to compile at each place."""
+    for i in range(source.shape[0]):
+        target[i] = source[i]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from .compiled import copy_row, exact, kernel
 
 
 @exact
@@ -98,4 +98,4 @@ def compare(by: int, strict: bool, together: bool, threshold: Any, alive: Any, f
             out[s, b] = alive[s, b] and passes
             any_passes = any_passes or out[s, b]
         if together and any_passes:
-            out[s] = alive[s]
+            copy_row(alive[s], out[s])

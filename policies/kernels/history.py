@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .compiled import exact, kernel
+from .compiled import copy_row, exact, kernel
 
 
 @exact
@@ -31,7 +31,7 @@ def add_round(
         record_after, weight_after: are written.
     """
     for s in range(record.shape[0]):
-        record_after[s] = record[s]
+        copy_row(record[s], record_after[s])
         weight_after[s] = weight[s]
         if not counts[s]:
             continue

@@ -35,7 +35,7 @@ def collect_and_hang(
 ) -> None:
     """Collect so many shards in a process of its own, then say so and wait to be killed, the next one half done."""
     torch.set_num_threads(1)
-    pair = load_pair(models / "target", models / "draft", dtype="float64")
+    pair = load_pair(models / "target", models / "draft", dtype="float64", engine="compact")
     plan = plan_run(pair, read_prompts(prompts), **OPTIONS)
     written, replace = [0], os.replace
 

@@ -37,11 +37,6 @@ FILTERED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pair(compact_pair: Pair) -> Pair:
-    return compact_pair
-
-
 def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
     return {(int(row["sequence"]), int(row["anchor"])): row for row in trace.rows.with_format("numpy")}
 

@@ -30,11 +30,6 @@ MODES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair(compact_pair: Pair) -> Pair:
-    return compact_pair
-
-
 def requests(prompt_ids: Sequence[list[int]]) -> list[Request]:
     return [Request(prompt, 7 * at - 3) for at, prompt in enumerate(prompt_ids)]
 

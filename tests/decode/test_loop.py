@@ -23,11 +23,6 @@ from specstop.policies.latency.profile import Profile
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 
-@pytest.fixture(scope="module")
-def pair(compact_pair: Pair) -> Pair:
-    return compact_pair
-
-
 def generate(
     pair: Pair,
     policy: StopPolicy,

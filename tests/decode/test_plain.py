@@ -10,6 +10,11 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @torch.no_grad()
 def slow_text(pair: Pair, prompt: list[int], key: int, new: int, temperature: float) -> tuple[list[int], torch.Tensor]:
     text, rows = list(prompt), []

@@ -23,6 +23,11 @@ from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCrite
 TREES = [None, "3,2,1", "fork:2x5"]
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture(scope="module")
 def twin(pair: Pair) -> Pair:
     """Draft and target are the same: every chain is accepted to its end."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..compiled import exact, kernel
+from ..compiled import copy_row, exact, kernel
 from ..history import known_depths
 
 _EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
@@ -42,7 +42,7 @@ def survive(
         seen_after: is written.
     """
     for s in range(alive.shape[0]):
-        seen_after[s] = seen[s]
+        copy_row(seen[s], seen_after[s])
         most = -np.inf
         for b in range(alive.shape[1]):
             survival[s, b] = 0.0
@@ -90,7 +90,8 @@ def take_step(
             # Curvature and slope at the weights from before the round, so that the order of depths does not count.
             a, b, d = a + spread * odds * odds, b + spread * odds, d + spread
             to_slope, to_level = to_slope + error * odds, to_level + error
-        weights_after[s], precision_after[s] = weights[s], precision[s]
+        copy_row(weights[s], weights_after[s])
+        copy_row(precision[s], precision_after[s])
         if some:  # the system of two unknowns, by determinants: a decayed prior keeps it positive
             size = a * d - b * b
             weights_after[s, 0] = slope + (d * to_slope - b * to_level) / size

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..compiled import exact, kernel
+from ..compiled import copy_row, exact, kernel
 from ..history import known_depths
 
 
@@ -23,7 +23,7 @@ def keep_likely(features: Any, alive: Any, depth: int, threshold: Any, seen: Any
         kept, seen_after: are written.
     """
     for s in range(alive.shape[0]):
-        seen_after[s] = seen[s]
+        copy_row(seen[s], seen_after[s])
         most = -np.inf
         for b in range(alive.shape[1]):
             kept[s, b] = alive[s, b] and features[s, b, 0] >= threshold[s]
@@ -74,7 +74,8 @@ def fit_threshold(
     """
     for s in range(threshold.shape[0]):
         samples, bits, n = probs_after[s], labels_after[s], count[s]
-        samples[:n], bits[:n] = probs[s, :n], labels[s, :n]
+        copy_row(probs[s, :n], samples)
+        copy_row(labels[s, :n], bits)
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
             if not np.isfinite(seen[s, j]):
                 continue

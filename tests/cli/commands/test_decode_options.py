@@ -130,7 +130,7 @@ def test_a_sampling_option_changes_the_text_and_no_tree_does(models: list[str], 
 
 
 @pytest.fixture(scope="module")
-def spelling(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def spelling(plain_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The pair with a tokenizer of letters, which can be searched for strings."""
     folder = tmp_path_factory.mktemp("letters")
     words = {chr(ord("A") + i) if i != 16 else "</s>": i for i in range(VOCABULARY - 10)}
@@ -143,7 +143,7 @@ def spelling(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     inner = Tokenizer(BPE(vocabulary, [], unk_token="a"))
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="a")
-    for name, model in (("target", pair.target), ("draft", pair.draft)):
+    for name, model in (("target", plain_pair.target), ("draft", plain_pair.draft)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     assert load_pair(folder / "target", folder / "draft").vocabulary == VOCABULARY

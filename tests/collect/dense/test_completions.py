@@ -93,7 +93,7 @@ def test_a_trace_of_given_answers_is_not_replayed_where_anchors_miss(
 
 
 def test_mixed_rows_are_those_of_a_loop_over_positions(
-    pair: Pair,
+    plain_pair: Pair,
     prompts: list[Prompt],
     prompt_ids: list[list[int]],
     texts: list[list[int]],
@@ -102,8 +102,8 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
 ) -> None:
     """Labels are those of the text; features those of the draft behind what `mixed` says that it read."""
     options = {"depth": 1, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
-    plain = collect(pair, prompts, tmp_path / "plain", **options).rows.with_format("numpy")
-    trace = collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options)
+    plain = collect(plain_pair, prompts, tmp_path / "plain", **options).rows.with_format("numpy")
+    trace = collect(plain_pair, prompts, tmp_path / "mixed", mix=0.3, **options)
     rows = list(trace.rows.with_format("numpy"))
     key = lambda row: (int(row["sequence"]), int(row["anchor"]))  # noqa: E731
     assert sorted(map(key, plain)) == sorted(map(key, rows))
@@ -120,8 +120,10 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
                 last = by_key[s, anchor - 1]
                 read.append(int(last["tokens"][0]) if row["mixed"] else texts[s][anchor - 1])
             with torch.no_grad():
-                logits = pair.draft(torch.tensor([read])).logits[0, -1:]
-            noise = gumbel(stream_key(0, prompts[s].id), torch.tensor([len(read)]), pair.vocabulary, torch.float64)
+                logits = plain_pair.draft(torch.tensor([read])).logits[0, -1:]
+            noise = gumbel(
+                stream_key(0, prompts[s].id), torch.tensor([len(read)]), plain_pair.vocabulary, torch.float64
+            )
             scores = torch.log_softmax(logits / 0.7, -1) + noise
             token = torch.tensor([int(row["tokens"][0])])
             expected = Rows(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, NEW, VOCABULARY, build_model
+from conftest import EOS, NEW, VOCABULARY, build_model, collect_traces
 from contract_policies import DEPTH
 from reference_features import Rows, compute
 from specstop.collect.dense.collector import Unroller, dense_rows
@@ -142,22 +142,22 @@ def test_labels_are_those_of_a_walk_along_the_text(
 
 @TEMPERATURES
 def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
-    pair: Pair, prompt_ids: list[list[int]], traces: dict[float, Trace], texts: dict[float, list[list[int]]],
-    temperature: float,
+    plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], texts: dict[float, list[list[int]]],
+    tmp_path: Path, temperature: float,
 ) -> None:  # fmt: skip
     """Every seventh row, one full forward per node."""
-    scale = temperature or 1.0
-    for (sequence, anchor), row in list(by_anchor(traces[temperature]).items())[::7]:
+    scale, trace = temperature or 1.0, collect_traces(plain_pair, prompts, tmp_path)[temperature]
+    for (sequence, anchor), row in list(by_anchor(trace).items())[::7]:
         key, text = stream_key(0, f"p{sequence}"), texts[temperature][sequence]
         prefix = prompt_ids[sequence] + text[:anchor]
         logprob = torch.zeros(1, dtype=torch.float64)
         for node in range(DEPTH):
             with torch.no_grad():
-                q_row = pair.draft(torch.tensor([prefix])).logits[0, -1:]
-                p_row = pair.target(torch.tensor([prefix])).logits[0, -1:]
+                q_row = plain_pair.draft(torch.tensor([prefix])).logits[0, -1:]
+                p_row = plain_pair.target(torch.tensor([prefix])).logits[0, -1:]
             scores = q_row
             if temperature:
-                noise = gumbel(key, torch.tensor([len(prefix)]), pair.vocabulary, torch.float64)
+                noise = gumbel(key, torch.tensor([len(prefix)]), plain_pair.vocabulary, torch.float64)
                 scores = torch.log_softmax(q_row / temperature, -1) + noise
             token = scores.argmax(-1)
             rows = Rows(q_row, temperature, scores, token, logprob, node + 1)

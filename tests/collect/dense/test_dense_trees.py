@@ -63,18 +63,18 @@ def search(
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("tree", ["3,2,1", ODD])
 def test_rows_are_those_of_a_search_without_cache(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, tree: str, temperature: float
+    plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, tree: str, temperature: float
 ) -> None:
-    trace = collect(pair, prompts, tmp_path, tree=tree, temperature=temperature, max_new_tokens=NEW)
+    trace = collect(plain_pair, prompts, tmp_path, tree=tree, temperature=temperature, max_new_tokens=NEW)
     topology = trace.header.tree
     assert topology.parent == parse_tree(tree).parent
     keys = [stream_key(0, prompt.id) for prompt in prompts]
-    texts = plain_texts(pair, prompt_ids, keys, NEW + topology.deepest, temperature).tokens
+    texts = plain_texts(plain_pair, prompt_ids, keys, NEW + topology.deepest, temperature).tokens
     second = deep = 0
     for row in list(trace.rows.with_format("numpy"))[::6]:
         s, anchor = int(row["sequence"]), int(row["anchor"])
         ahead = texts[s][anchor:]
-        slow = search(pair, topology, prompt_ids[s] + texts[s][:anchor], ahead, temperature, keys[s])
+        slow = search(plain_pair, topology, prompt_ids[s] + texts[s][:anchor], ahead, temperature, keys[s])
         for node in range(topology.nodes):
             assert row["tokens"][node] == slow["tokens"][node]
             assert bool(row["labelled"][node]) == slow["labelled"][node]

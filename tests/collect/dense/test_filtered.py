@@ -44,11 +44,6 @@ same_rounds = part("same_rounds", of="filtered")
 TOP_P = Shaping(top_p=0.8)
 
 
-@pytest.fixture(scope="module")
-def pair(compact_pair: Pair) -> Pair:
-    return compact_pair
-
-
 class Banning(LogitsProcessor):
     """Bans the token after the last one."""
 

@@ -63,23 +63,28 @@ def near_half(stored: np.ndarray[Any, Any], exact: np.ndarray[Any, Any]) -> None
 
 @pytest.mark.parametrize(("tree", "temperature"), [(None, 0.0), (None, 0.7), (TREE, 0.7)])
 def test_dense_rows_hold_the_states_of_whole_forwards(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path, tree: str | None, temperature: float
+    plain_pair: Pair,
+    prompts: list[Prompt],
+    prompt_ids: list[list[int]],
+    tmp_path: Path,
+    tree: str | None,
+    temperature: float,
 ) -> None:
     """Every ninth row; a node's state is that behind its parent, from which it was drawn."""
-    trace = run(pair, prompts[3:6], tmp_path, tree=tree, temperature=temperature)
+    trace = run(plain_pair, prompts[3:6], tmp_path, tree=tree, temperature=temperature)
     ids = prompt_ids[3:6]
     keys = [stream_key(0, p.id) for p in prompts[3:6]]
-    texts = plain_texts(pair, ids, keys, NEW, temperature).tokens
+    texts = plain_texts(plain_pair, ids, keys, NEW, temperature).tokens
     assert trace.header.vectors == {"draft_hidden": 16, "target_hidden": 16}
     for (s, anchor), row in list(by_anchor(trace).items())[::9]:
         prefix = ids[s] + texts[s][:anchor]
-        near_half(row["target_hidden"], last_states(pair.target, prefix)[-2])
+        near_half(row["target_hidden"], last_states(plain_pair.target, prefix)[-2])
         for node in range(len(row["tokens"])):
             path, above = [], trace.header.topology[node]
             while above >= 0:
                 path.append(int(row["tokens"][above]))
                 above = trace.header.topology[above]
-            near_half(row["draft_hidden"][node], last_states(pair.draft, prefix + path[::-1])[-1])
+            near_half(row["draft_hidden"][node], last_states(plain_pair.draft, prefix + path[::-1])[-1])
 
 
 @pytest.mark.parametrize(("tree", "temperature"), [(None, 0.0), (None, 0.7), (TREE, 0.0), (TREE, 0.7)])
@@ -129,19 +134,19 @@ def test_without_them_a_trace_is_what_it_was(pair: Pair, prompts: list[Prompt], 
 
 
 def test_the_published_data_paths_have_them_too(
-    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
+    plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     """SpecDec++ reads the draft's states behind its own tokens, DynaSD those of ten candidates of one token."""
-    mixed = by_anchor(run(pair, prompts[3:4], tmp_path / "mix", depth=1, mix=0.15, temperature=0.7))
-    text = plain_texts(pair, prompt_ids[3:4], [stream_key(0, "p3")], NEW, 0.7).tokens[0]
+    mixed = by_anchor(run(plain_pair, prompts[3:4], tmp_path / "mix", depth=1, mix=0.15, temperature=0.7))
+    text = plain_texts(plain_pair, prompt_ids[3:4], [stream_key(0, "p3")], NEW, 0.7).tokens[0]
     read = prompt_ids[3] + text[:1]
     for (_, anchor), row in sorted(mixed.items()):
-        near_half(row["draft_hidden"][0], last_states(pair.draft, read)[-1])
+        near_half(row["draft_hidden"][0], last_states(plain_pair.draft, read)[-1])
         next_ = mixed.get((0, anchor + 1))
         if next_ is not None:
             read = [*read, int(row["tokens"][0]) if next_["mixed"] else text[anchor]]
-        near_half(row["target_hidden"], last_states(pair.target, prompt_ids[3] + text[:anchor])[-2])
-    wide = by_anchor(run(pair, prompts[3:4], tmp_path / "wide", tree="10", temperature=1.0))
+        near_half(row["target_hidden"], last_states(plain_pair.target, prompt_ids[3] + text[:anchor])[-2])
+    wide = by_anchor(run(plain_pair, prompts[3:4], tmp_path / "wide", tree="10", temperature=1.0))
     for row in wide.values():
         assert (row["draft_hidden"] == row["draft_hidden"][:1]).all(), "all are drawn from one distribution"
 

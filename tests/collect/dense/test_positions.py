@@ -30,6 +30,11 @@ DEPTH = 3
 SPECS = ("lookup", "suffix", "medusa", "hydra", "ctc", "layer", "suffix?sure=0.3+model", "lookup?sure=0.9+medusa")
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture(scope="module")
 def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafters")

@@ -35,6 +35,11 @@ DEPTH, NEW, TEMPERATURE = 5, 24, 0.7
 TOP_P = Shaping(top_p=0.8, repetition_penalty=1.2)
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def drawn(logits: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Return [R] tokens drawn from rows of logits without our noise, and [R, V] noise given them."""
     rows = logits.expand(DRAWS, -1)

@@ -12,6 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation import candidate_generator
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.mark.parametrize("setting", [PLAIN, *SETTINGS], ids=lambda s: s.name)
 def test_greedy_text_is_the_targets_and_the_assistant_gets_its_settings_back(
     pair: Pair, prompt_ids: list[list[int]], setting: AssistedSetting

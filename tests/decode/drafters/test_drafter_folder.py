@@ -20,6 +20,11 @@ from specstop.policies.errors import InputError
 from specstop.policies.storage.safe_loading import digest
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def trained(pair: Pair, kind: str = "medusa") -> TrainedDrafter:
     output = pair.target.get_output_embeddings().weight.float()
     network = small_network(kind, output.shape[1], pair.vocabulary, output)

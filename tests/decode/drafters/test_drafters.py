@@ -28,6 +28,11 @@ from torch import Tensor
 TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None = None) -> dict[int, float]:
     """Weights of what lookup proposes behind the text, by token."""
     drafter = LookupDrafter(pair, longest)

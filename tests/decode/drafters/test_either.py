@@ -23,6 +23,11 @@ from specstop.policies.errors import InputError
 REPEATS, NEW_TEXT = [5, 8, 30, 31, 5, 8], [5, 8, 30, 31, 6, 7]
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @torch.inference_mode()
 def test_the_first_drafts_where_it_is_sure_and_the_other_elsewhere(pair: Pair) -> None:
     """Alone and in a batch, in which the rows of both stand in the order of the streams."""

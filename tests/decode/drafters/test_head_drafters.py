@@ -25,6 +25,11 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 SAME = {"atol": 1e-9, "rtol": 0.0}  # float64, in another order of operations
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def plain(pair: Pair, prompts: Sequence[list[int]], temperature: float) -> list[list[int]]:
     return plain_texts(pair, prompts, [stream_key(0, f"p{i}") for i in range(len(prompts))], NEW, temperature).tokens
 

@@ -22,6 +22,11 @@ from specstop.policies.storage.registry import load_policy
 K, PLACES = 5, 4
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def greedy(model: torch.nn.Module, text: list[int], count: int, vocabulary: int) -> tuple[list[int], list[float]]:
     """Return the likeliest next tokens and their probabilities, by forwards without a cache."""
     tokens, chances = list(text), []

@@ -35,7 +35,9 @@ def vllm_config(pair_folder: Path, vocabulary: int = 48, **settings: Any) -> Sim
     )
 
 
-def test_requests_that_commit_nothing_get_no_draft_and_the_others_their_own(pair_folder: Path, pair: Pair) -> None:
+def test_requests_that_commit_nothing_get_no_draft_and_the_others_their_own(
+    pair_folder: Path, plain_pair: Pair
+) -> None:
     proposer = Proposer(vllm_config(pair_folder, policy="fixed:3"))
     proposer.load_model(None)
     tokens = np.zeros((3, 64), dtype=np.int32)
@@ -46,7 +48,7 @@ def test_requests_that_commit_nothing_get_no_draft_and_the_others_their_own(pair
         for place in (0, 2):
             text = tokens[place, :4].tolist()
             for token in made[place]:
-                assert int(pair.draft_model(input_ids=torch.tensor([text])).logits[0, -1].argmax()) == token
+                assert int(plain_pair.draft_model(input_ids=torch.tensor([text])).logits[0, -1].argmax()) == token
                 text.append(token)
             assert len(made[place]) == 3 or made[place][-1] == 16
 

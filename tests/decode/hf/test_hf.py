@@ -33,6 +33,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def inputs(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """A batch padded on the left."""
     longest = max(map(len, prompts))

@@ -27,6 +27,11 @@ RULE = Threshold("step", 0.5)
 OPTIONS = {"max_new_tokens": 20, "do_sample": False}
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture
 def policy_folder(tmp_path: Path) -> Path:
     return save_policy(learned("mlp", RULE), tmp_path / "policy")

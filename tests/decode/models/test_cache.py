@@ -11,6 +11,11 @@ from specstop.decode.models.pair import Pair
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture(params=["sdpa", "eager"])
 def model(request: pytest.FixtureRequest, pair: Pair, eager_pair: Pair) -> torch.nn.Module:
     return (pair if request.param == "sdpa" else eager_pair).target

@@ -132,10 +132,10 @@ def test_a_broken_row_of_the_draft_never_reaches_the_text(
             decode(later, prompt, settings)
 
 
-def test_generate_ends_with_the_same_line(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    bad, ids = spoiled(pair.target, 5, math.nan), torch.tensor([prompt_ids[3]])
+def test_generate_ends_with_the_same_line(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
+    bad, ids = spoiled(plain_pair.target, 5, math.nan), torch.tensor([prompt_ids[3]])
     with pytest.raises(PairError, match=r"^the target's logits are not finite: "):
-        bad.generate(ids, custom_generate=specstop_generate, draft_model=pair.draft, max_new_tokens=NEW)
+        bad.generate(ids, custom_generate=specstop_generate, draft_model=plain_pair.draft, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("collector", ["dense", "live"])

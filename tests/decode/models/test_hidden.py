@@ -33,6 +33,11 @@ TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 HALF = 2.0**-11  # float16 keeps eleven bits
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 class Shown(StopPolicy):
     """Drafts all it may and remembers the states of each round, and the nodes that were drawn."""
 

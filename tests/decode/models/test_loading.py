@@ -24,6 +24,11 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture
 def folder(pair_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pair_folder, tmp_path / "pair"))

@@ -41,11 +41,6 @@ EXACT = 1e-6  # sums and differences of a clock near 1 s
 STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5, 4e-3, 1e-4
 
 
-@pytest.fixture(scope="module")
-def pair(compact_pair: Pair) -> Pair:
-    return compact_pair
-
-
 @pytest.fixture
 def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that only known work moves; its second entry is the price of a token of context to the target."""

@@ -32,11 +32,6 @@ POLICIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pair(compact_pair: Pair) -> Pair:
-    return compact_pair
-
-
 class Bigram(torch.nn.Module):
     """The next token's logits are the row of the last one; tells the cache how much it has read."""
 

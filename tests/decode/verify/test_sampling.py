@@ -39,6 +39,11 @@ TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 KEY = 91
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 def allowed(batch: int, ids: Tensor) -> list[int]:
     """Tokens that leave another remainder by 3 than the last one: the answer depends on the prefix."""
     assert batch == 0, "every row stands for the one text"

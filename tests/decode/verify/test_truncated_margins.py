@@ -16,6 +16,11 @@ from transformers import PrefixConstrainedLogitsProcessor
 TEMPERATURE, KEY, BOUND = 0.7, 91, 30.0
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 class Margins(StopPolicy):
     """Drafts all it may and remembers its margins, by round and node."""
 

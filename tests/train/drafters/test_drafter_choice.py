@@ -30,6 +30,11 @@ from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 TREE, DEPTH, NEW = "4,2,1", 3, 14
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture(scope="module")
 def twice(prompts: list[Prompt]) -> list[Prompt]:
     """Prompts that repeat themselves, so that suffixes are found."""

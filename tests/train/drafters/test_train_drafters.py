@@ -31,6 +31,11 @@ from specstop.train.heads.fitting import FitOptions
 DEPTH, NEW = 3, 16
 
 
+@pytest.fixture(scope="session")
+def pair(plain_pair: Pair) -> Pair:
+    return plain_pair
+
+
 @pytest.fixture(scope="module")
 def alone(pair_folder: Path) -> Pair:
     return load_pair(pair_folder / "target", engine="plain")

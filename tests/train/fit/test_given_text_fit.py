@@ -89,7 +89,7 @@ def test_calibrators_and_losses_take_chances() -> None:
 
 @pytest.mark.parametrize("head", ["logistic", "mlp", "xgboost"])
 def test_a_head_is_fitted_settled_and_runs_under_its_verification(
-    pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
+    plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     made = train(block[0], full_profile, head=head, out=tmp_path / head)
@@ -103,13 +103,13 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
     if head == "logistic":
         settings = Settings(0.7, NEW, verification="auto")
         assert resolve_mode("auto", policy, settings.topology, 0.7) == "block"
-        assert len(Speculator(pair, policy, settings).generate([5, 6, 7], 1).rounds) > 1
+        assert len(Speculator(plain_pair, policy, settings).generate([5, 6, 7], 1).rounds) > 1
         deploy_hf(tmp_path / head, tmp_path / "hf")
         ran = []
         monkeypatch.setattr(generate, "Speculator", lambda *a, **more: ran.append(Speculator(*a, **more)) or ran[-1])
         files = {file.name: b64encode(file.read_bytes()).decode() for file in (tmp_path / "hf" / "policy").glob("*.*")}
         asked = {"inputs": torch.tensor([[5, 6, 7]]), "do_sample": True, "temperature": 0.7, "max_new_tokens": 8}
-        generate_carried(pair.target, {**asked, "assistant_model": pair.draft}, files, None)
+        generate_carried(plain_pair.target, {**asked, "assistant_model": plain_pair.draft}, files, None)
         assert [speculator.mode.name for speculator in ran] == ["block"], "an exported policy, too"
 
 

@@ -115,11 +115,12 @@ class Study:
             "importances": plots.plot_param_importances,
         }
         for name, plot in pictures.items():
-            with warnings.catch_warnings(), pyplot.ioff():
+            # optuna sets its style for the whole process: pictures drawn afterwards would be grey.
+            with warnings.catch_warnings(), pyplot.ioff(), pyplot.rc_context():
                 warnings.simplefilter("ignore")  # "experimental" of optuna's matplotlib pictures
                 figure = plot(self._study, target_name="tokens/s").figure
-            figure.savefig(self.folder / f"tune_{name}.svg", bbox_inches="tight")
-            pyplot.close(figure)
+                figure.savefig(self.folder / f"tune_{name}.svg", bbox_inches="tight")
+                pyplot.close(figure)
 
 
 def _storage(folder: Path | None) -> optuna.storages.JournalStorage | None:
