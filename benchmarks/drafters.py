@@ -1,15 +1,17 @@
 """Drafters side by side: a draft model, lookup, suffix, and heads on the target's hidden states, trained here.
 
     python benchmarks/drafters.py --check
+    python benchmarks/drafters.py --work drafters --part replay --drafter medusa hydra --temperature 0
     python benchmarks/drafters.py --pair pairs/a --out drafters.json
 
-On the embedded pair: each head drafter is trained on the pair's training prompts (or found in `--work`). By replay, greedy:
-for Medusa and Hydra the nodes of the published tree of 63 that a learned policy verifies, beside the whole tree and its best
-static part; suffix and draft model together, from the chance on that training prompts name. CTC's candidates as its released
-code makes them, beside ours. Then, greedy and at T = 0.7, every drafter decodes the test prompts with chains of each length,
-with confidence rules and with the tree of 63 nodes (exact acceptance, and Medusa's typical one, which is LOSSY), all in
-alternation with plain decoding. For each: tokens a target call and speed over plain decoding, of its fastest setting and of
-the tree. The last line is one JSON object.
+Parts: `train` fits the head drafters on the pair's training prompts, or finds them in `--work`. `order` counts tokens a
+target call of chains and of the published tree of 63 nodes, for which the machine need not be quiet. `replay` chooses for
+each drafter on training prompts, and replays on test prompts: the best fixed length and a learned one, the published tree,
+its best static part and the nodes that a learned policy verifies, and the bound of someone who knows every accepted length.
+`live` decodes all of these in alternation with plain decoding, and Medusa's tree under typical acceptance, which is LOSSY:
+texts, rounds and speeds against what replay says. `together` is suffix and draft model at once. `released` counts what CTC's
+candidates bring as its released code makes them, and what heads know behind candidates that are not their first. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,170 +24,219 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars, arguments
-from drafting.chosen import Ground, chosen_drafter, chosen_nodes
-from drafting.released import tokens_a_call
+from drafting.chosen import CHAIN, FIXED, NODES, STATIC, WHOLE, Chosen, choose, told
+from drafting.ground import Ground
+from drafting.live import Live, decode, per_call
+from drafting.released import second_proposals, tokens_a_call
+from drafting.together import together
 from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import reading_room
-from specstop.decode import Generation, Pair, Settings, Speculator, Tally, load_drafter, load_pair, with_drafter
-from specstop.decode.compare.alternate import run_alternating
+from specstop.decode import Pair, load_drafter, load_pair
 from specstop.decode.drafters.heads.layer_network import CTCNetwork
 from specstop.decode.topology import parse_tree
-from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.policies.progress import Progress
 from specstop.train import FitOptions, train_drafter
 from specstop.train.drafters.run import KEPT_STATES
 from specstop.train.drafters.texts import record_texts
 
-DEPTH = 4
+DEPTH, TREE = 4, "medusa-63"
+SIZES = (63, 24, 8)
+"""Nodes of the trees that a learned choice may draft."""
+
 TRAINED = ("medusa", "hydra", "ctc", "layer")
-OTHERS = ("model", "lookup", "suffix")
-TEMPERATURES = (0.0, 0.7)
-TREE = "medusa-63"
-MINUTES, NODES = 10.0, 1.05
-Prompts = list[tuple[str, list[int]]]
+BOTH = "suffix+model"
+DRAFTERS = ("model", "lookup", "suffix", *TRAINED, BOTH)
+PARTS = ("train", "order", "replay", "live", "together", "released")
+MINUTES, BETTER, NEAR, MISS, ROUNDS = 10.0, 1.05, 0.99, 0.07, 10_000
+SETTINGS = (FIXED, CHAIN, WHOLE, STATIC, NODES)
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__)
-    parser.add_argument("--work", type=Path, help="folder where drafters and traces are kept, and drafters found again")
-    parser.add_argument("--prompts", type=int, default=40, help="test prompts")
+    parser.add_argument("--work", type=Path, help="folder where drafters are kept, and found again")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
+    parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS, help="drafters; a check needs all")
+    parser.add_argument("--temperature", nargs="+", type=float, help="temperatures; a check needs 0 and 0.7")
+    parser.add_argument("--prompts", type=int, default=40, help="test prompts; a check needs 40")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of a text")
     options = parser.parse_args()
-    count, tokens, epochs = (3, 24, 1) if options.quick else (options.prompts, 128, None)
+    if options.quick:
+        options.prompts, options.tokens, options.temperature = 4, 24, options.temperature or [0.7]
+    temperatures = options.temperature or [0.0, 0.7]
     bars = Bars()
     with progress_bars() as progress, tempfile.TemporaryDirectory() as other:
         folder, room = pair_folder(options, progress), options.work or Path(other)
-        train = read_prompts(folder / "prompts-train.jsonl", 24 if options.quick else None)
-        test = read_prompts(folder / "prompts-test.jsonl", count)
+        fit = read_prompts(folder / "prompts-train.jsonl", 24 if options.quick else None)
+        test = read_prompts(folder / "prompts-test.jsonl", options.prompts)
         plain = load_pair(folder / "target", engine="plain")
-        specs = trained(bars, plain, train, room, tokens, epochs, progress)
+        kinds = [kind for kind in TRAINED if kind in options.drafter]
+        specs = trained(bars, plain, fit, room, kinds, options.quick, progress)
+        if "released" in options.part:
+            on_texts(bars, plain, test, Path(other) / "texts", specs, options.tokens, progress)
         pair = load_pair(folder / "target", folder / "draft")
-        with tempfile.TemporaryDirectory(dir=room) as traces:
-            few = train[: 24 if options.quick else 4 * count]
-            ground = Ground(pair, few, test, tokens, DEPTH, effort(options), Path(traces), progress)
-            both = choices(bars, ground, specs)
-            as_released(bars, plain, test, Path(traces) / "texts", specs["ctc"], tokens, progress)
-        names = {name: name for name in OTHERS} | {"suffix+model": both} | specs
-        drafters = {name: with_drafter(pair, spec) for name, spec in names.items()}
-        ids = encode(test, pair.tokenizer, reading_room(pair, tokens + 64))
-        prompts = list(zip([p.id for p in test], ids, strict=True))
-        for temperature in TEMPERATURES:
-            measure(bars, drafters, prompts, temperature, tokens, progress)
-    compared = f"{len(prompts)} prompts of {tokens} tokens, {len(drafters)} drafters, on {folder.name}"
-    return bars.finish(options, compared, whole=len(prompts) >= 40)
+        few = fit[: (2 if options.quick else 4) * len(test)]
+        for temperature in temperatures:
+            with tempfile.TemporaryDirectory(dir=other) as traces:
+                ground = Ground(
+                    pair, few, test, options.tokens, DEPTH, TREE, temperature, effort(options),
+                    SIZES[1:2] if options.quick else SIZES, Path(traces), progress,
+                )  # fmt: skip
+                compare(bars, ground, specs, options.drafter, options.part)
+    whole = len(test) >= 40 and not set(PARTS) - set(options.part) and not set(DRAFTERS) - set(options.drafter)
+    compared = f"{len(test)} prompts of {options.tokens} tokens, {len(options.drafter)} drafters, on {folder.name}"
+    return bars.finish(options, compared, whole=whole and {0.0, 0.7} <= set(temperatures))
 
 
 def trained(
-    bars: Bars, pair: Pair, prompts: list[Prompt], room: Path, tokens: int, epochs: int | None, progress: Progress
+    bars: Bars, pair: Pair, prompts: list[Prompt], room: Path, kinds: list[str], quick: bool, progress: Progress
 ) -> dict[str, str]:
-    """Return the spec of each head drafter, trained here unless it is there already."""
+    """Return the spec of each head drafter, trained here unless it is there already; a run that was cut off goes on."""
     fitted: dict[str, float] = {}
-    for kind in TRAINED:
-        began, texts = time.monotonic(), room / "work-medusa" / KEPT_STATES
+    for kind in kinds:
+        began = time.process_time()
         if (room / kind).is_dir():
             made = load_drafter(room / kind)
         else:
             work = room / f"work-{kind}"
-            if kind != "medusa" and not work.exists() and texts.exists():
+            texts = next(room.glob(f"work-*/{KEPT_STATES}"), None)
+            if not work.exists() and texts is not None:
                 shutil.copytree(texts, work / KEPT_STATES)  # the same texts for all
             made = train_drafter(
-                pair, prompts, room / kind, kind, depth=DEPTH, max_new_tokens=tokens,
-                fit_options=FitOptions(epochs=epochs, checkpoints=work), progress=progress,
+                pair, prompts, room / kind, kind, depth=DEPTH, max_new_tokens=24 if quick else 128, progress=progress,
+                fit_options=FitOptions(epochs=1 if quick else None, checkpoints=work, resume=work.exists()),
             )  # fmt: skip
-            fitted[kind] = time.monotonic() - began
-        took = f"in {fitted[kind]:.0f} s" if kind in fitted else "before"
+            fitted[kind] = time.process_time() - began
+        took = f"in {fitted[kind]:.0f} s of CPU" if kind in fitted else "before"
         print(f"{kind:<8} trained {took}; held-out acceptance", *(f"{s:.3f}" for s in made.metrics["acceptance"]))
-    bars.figures["seconds to train"] = {kind: round(seconds, 1) for kind, seconds in fitted.items()}
+    bars.figures["CPU seconds to train"] = {kind: round(seconds, 1) for kind, seconds in fitted.items()}
     slowest = max(fitted.values(), default=0.0)
     if fitted:
-        text = f"slowest {slowest:.0f} s, at most {MINUTES:g} min"
-        bars.add("training", round(slowest, 1), slowest <= 60 * MINUTES, text)
-    return {kind: f"{kind}:{room / kind}" for kind in TRAINED}
+        text = f"slowest {slowest:.0f} s of CPU, at most {MINUTES:g} min on two cores"
+        bars.add("training", round(slowest, 1), slowest <= 2 * 60 * MINUTES, text)
+    return {kind: f"{kind}:{room / kind}" for kind in kinds}
 
 
-def choices(bars: Bars, ground: Ground, specs: dict[str, str]) -> str:
-    """Print what is chosen by replay, and return the spec of suffix and model together."""
-    for kind in ("medusa", "hydra"):
-        found = chosen_nodes(ground, specs[kind], kind, TREE)
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-        text = f"learned nodes {found['ratio']:.3f} x the best static tree, {NODES:g} wanted (replayed; {shown})"
-        bars.add(f"{kind} nodes", found, found["ratio"] >= NODES, text)
-    found, held = chosen_drafter(ground)
-    better = max(held.first, held.other)
-    text = f"{held.rate:.0f} tokens/s on test prompts, the better of the two {better:.0f} (replayed), 0.99 of it wanted"
-    bars.add("suffix+model", [found.sure, held.rate, held.first, held.other], held.rate >= 0.99 * better, text)
-    sure = 1.0 if found.sure is None else found.sure
-    return f"suffix?sure={sure:g}+model"
-
-
-def as_released(
-    bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, spec: str, tokens: int, progress: Progress
+def on_texts(
+    bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, specs: dict[str, str], tokens: int, progress: Progress
 ) -> None:
-    """Print tokens a target call of the CTC-drafter with its released candidates, and with ours."""
-    network = load_drafter(spec.partition(":")[2]).network
-    assert isinstance(network, CTCNetwork)
+    """Print what heads know behind candidates that are not their first, and what CTC's released candidates bring."""
     ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
     texts = record_texts(
         pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
     )
     ends = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
-    released, forward = tokens_a_call(network, texts, parse_tree(TREE), *ends)
-    bars.figures["ctc candidates"] = {"released": released, "forward": forward}
-    print(f"ctc in {TREE}, greedy: {released:.2f} tokens a call with the released candidates, {forward:.2f} with ours")
+    seconds = bars.figures["second proposals"] = {}
+    for kind, spec in specs.items():
+        network = load_drafter(spec.partition(":")[2]).network
+        seconds[kind] = after, behind = second_proposals(network, texts, *ends)
+        print(
+            f"{kind}, greedy: second proposals right {after:.1%} after the first candidate, {behind:.1%} after others"
+        )
+        if isinstance(network, CTCNetwork):
+            released, forward = tokens_a_call(network, texts, parse_tree(TREE), *ends)
+            bars.figures["ctc candidates"] = {"released": released, "forward": forward}
+            print(
+                f"ctc in {TREE}, greedy: {released:.2f} tokens a call with the released candidates, {forward:.2f} with ours"
+            )
 
 
-def measure(
-    bars: Bars, drafters: dict[str, Pair], prompts: Prompts, temperature: float, tokens: int, progress: Any
-) -> None:
-    """Decode with every drafter and setting in alternation, and note figures and bars of one temperature."""
-    policies: list[StopPolicy] = [*(FixedLength(k) for k in range(1, DEPTH + 1)), Confidence(0.3), Confidence(0.5)]
-    runs, names = [Speculator(drafters["model"], FixedLength(0), Settings(temperature, tokens))], [("plain", "", False)]
-    for name, pair in drafters.items():
-        for policy in policies:
-            runs.append(Speculator(pair, policy, Settings(temperature, tokens, DEPTH)))
-            names.append((name, policy.name, True))
-        for mode in ("match", *(["typical"] if temperature > 0 and name == "medusa" else [])):
-            settings = Settings(temperature, tokens, DEPTH, verification=mode, tree=TREE)
-            runs.append(Speculator(pair, FixedLength(DEPTH), settings))
-            names.append((name, f"{TREE}, {mode}{' (LOSSY)' if mode == 'typical' else ''}", mode == "match"))
-    texts = run_alternating(runs, prompts, progress=progress)
-    base = Tally.of(texts[0]).tokens_per_s
-    print(f"\nT = {temperature:g}: tokens a target call, speed over plain decoding ({base:.0f} tokens/s)")
-    best: dict[str, tuple[float, float, str]] = {}
-    trees: dict[str, float] = {}
-    for (name, setting, lossless), made in zip(names, texts, strict=True):
-        tally = Tally.of(made)
-        speed, per_call = tally.tokens_per_s / base, tally.block_efficiency
-        print(f"  {name:<8}{setting:<28}{per_call:6.2f}{speed:7.2f}")
-        if name != "plain" and lossless:
-            best[name] = max(best.get(name, (0.0, 0.0, "")), (speed, per_call, setting))
-            if setting.startswith(TREE):
-                trees[name] = per_call
-    key = f"T={temperature:g}"
-    bars.figures[key] = {name: {"speed": s, "per_call": c, "setting": how} for name, (s, c, how) in best.items()}
-    same = same_texts(texts, names)
-    bars.add(f"{key} texts", same, same == 1.0, f"{same:.1%} of lossless texts equal plain decoding, all wanted")
-    heads = max((best[kind][0], kind) for kind in TRAINED)
-    model = best["model"][0]
-    ratio = heads[0] / model
-    bars.add(
-        f"{key} heads", ratio, ratio > 1.0, f"{heads[1]} has {ratio:.2f} x the draft model's tokens/s, more wanted"
+def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str], parts: list[str]) -> None:
+    """Run the parts of one temperature."""
+    at = f"T={ground.temperature:g}"
+    figures: dict[str, Any] = bars.figures.setdefault(at, {})
+    if "order" in parts:
+        order(bars, ground, {name: specs.get(name, name) for name in names}, at)
+    if BOTH in names and {"together", "replay", "live"} & set(parts):
+        found = together(ground)
+        specs = {**specs, BOTH: found.spec}
+        better = max(found.alone.values())
+        alone = ", ".join(f"{name} {rate:.0f}" for name, rate in found.alone.items())
+        text = f"{found.spec}, length {found.length}: {found.rate:.0f} tokens/s, alone {alone}; {NEAR:g} of the better wanted"
+        bars.add(f"{at} {BOTH}", [found.spec, found.length, found.rate, found.alone], found.rate >= NEAR * better, text)
+    if not {"replay", "live"} & set(parts):
+        return
+    chosen: dict[str, Chosen] = {}
+    for name in names:
+        chosen[name] = choose(ground, specs.get(name, name))
+        figures[name] = replayed(name, chosen[name])
+        if name in ("medusa", "hydra"):
+            node_bar(bars, f"{at} {name} nodes", chosen[name], told(ground, specs[name], chosen[name]))
+    if "live" in parts:
+        lived = {name: decode(ground, specs.get(name, name), one) for name, one in chosen.items()}
+        live_bars(bars, at, lived, figures)
+
+
+def order(bars: Bars, ground: Ground, drafters: dict[str, str], at: str) -> None:
+    """Print tokens a target call of every drafter, and note whether they come in the order of the CTC-drafter's paper."""
+    found = per_call(ground, drafters)
+    print(f"{at}: tokens a target call in chains of {ground.depth} and in {ground.tree}")
+    for name, (chain, tree, _) in found.items():
+        print(f"  {name:<14}{chain:6.2f}{tree:7.2f}", flush=True)
+    bars.figures[f"{at} tokens a call"] = found
+    same, texts = sum(same for *_, same in found.values()), 2 * len(found) * len(ground.test)
+    bars.add(f"{at} order, texts", same, same == texts, f"{same} of {texts} texts equal plain decoding, all wanted")
+    names = [name for name in ("medusa", "hydra", "ctc") if name in found]
+    trees = [found[name][1] for name in names]
+    text = " < ".join(f"{name} {tree:.2f}" for name, tree in zip(names, trees, strict=True))
+    if len(names) > 1:
+        bars.add(f"{at} order", trees, trees == sorted(trees), f"tokens a call in {ground.tree}: {text} wanted")
+
+
+def replayed(name: str, chosen: Chosen) -> dict[str, Any]:
+    """Print and return what replay says of a drafter's settings."""
+    bound = chosen.bound / chosen.plain
+    print(f"{name}: tokens a target call, speed over plain decoding, replayed; no one has more than {bound:.2f}")
+    out: dict[str, Any] = {"bound": bound}
+    for setting in SETTINGS:
+        played = chosen.played[setting]
+        speed, sent = played.rate / chosen.plain, float(played.verified.sum() / played.rounds.sum())
+        print(
+            f"  {setting:<20}{played.block_efficiency:6.2f}{speed:7.2f}   {sent:.1f} verified, {played.name}",
+            flush=True,
+        )
+        out[setting] = {"per call": played.block_efficiency, "speed": speed, "verified": sent, "policy": played.name}
+    return out
+
+
+def node_bar(bars: Bars, name: str, chosen: Chosen, told: float) -> None:
+    """Note whether learned nodes are ahead of the best static tree, or by `told` cannot be."""
+    ratio = chosen.over(NODES, STATIC)
+    most = told / chosen.played[STATIC].rate
+    text = (
+        f"learned {ratio.value:.3f} [{ratio.low or 0:.3f}, {ratio.high or 0:.3f}] x the best static tree, {BETTER:g} wanted; "
+        f"learned on the test prompts themselves, decisions free: {most:.3f}"
     )
-    order = " < ".join(f"{kind} {trees[kind]:.2f}" for kind in ("medusa", "hydra", "ctc"))
-    ordered = trees["medusa"] < trees["hydra"] < trees["ctc"]
-    bars.add(f"{key} order", {k: trees[k] for k in trees}, ordered, f"tokens a call in {TREE}: {order} wanted")
+    bars.add(name, [ratio.value, ratio.low, ratio.high, most], ratio.value >= BETTER or most < BETTER, text)
 
 
-def same_texts(texts: list[list[Generation]], names: list[tuple[str, str, bool]]) -> float:
-    """Return the share of texts of lossless settings that equal the first setting's."""
-    pairs = [
-        a.tokens == b.tokens
-        for made, (_, _, lossless) in zip(texts, names, strict=True) if lossless
-        for a, b in zip(made, texts[0], strict=True)
-    ]  # fmt: skip
-    return sum(pairs) / len(pairs)
+def live_bars(bars: Bars, at: str, lived: dict[str, Live], figures: dict[str, Any]) -> None:
+    """Print what was decoded, and note its bars."""
+    for name, live in lived.items():
+        print(f"{at} {name}, live: tokens a target call, speed over plain decoding, predicted less measured")
+        for setting, (tokens, speed) in live.tallies.items():
+            miss = f"{live.miss[setting]:+.1%}" if setting in live.miss else ""
+            print(f"  {setting:<40}{tokens:6.2f}{speed:7.2f} {miss}", flush=True)
+        figures.setdefault(name, {})["live"] = live.tallies
+        worst = max(map(abs, live.miss.values()))
+        bars.add(f"{at} {name} predicted", live.miss, worst <= MISS, f"worst {worst:.1%}, within {MISS:.0%} wanted")
+        text = f"{live.rounds} rounds, {live.ties} ties, {live.wrong} wrong; {ROUNDS} wanted, none wrong"
+        bars.add(f"{at} {name} replay", live.rounds, not live.wrong and live.rounds >= ROUNDS, text)
+    same, texts = sum(live.same for live in lived.values()), sum(live.texts for live in lived.values())
+    bars.add(
+        f"{at} texts",
+        [same, texts],
+        same == texts,
+        f"{same} of {texts} lossless texts equal plain decoding, all wanted",
+    )
+    best = {name: max(live.tallies[setting][1] for setting in SETTINGS) for name, live in lived.items()}
+    heads = [name for name in TRAINED if name in best]
+    if heads and "model" in best:
+        head = max(heads, key=best.__getitem__)
+        ratio = best[head] / best["model"]
+        bars.add(f"{at} heads", ratio, ratio > 1.0, f"{head} has {ratio:.2f} x the draft model's tokens/s, more wanted")
 
 
 if __name__ == "__main__":

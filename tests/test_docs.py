@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 from conftest import make_prompts
+from small_drafters import small_network
 from specstop.cli.app import COMMANDS
+from specstop.decode.drafters import TrainedDrafter, save_drafter
+from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +74,27 @@ def test_every_block_of_the_pages_runs() -> None:
                 if words[0] == "specstop":
                     answer = cli(*words[1:])
                     assert answer.code == 0, (page, words, answer.err)
+
+
+@pytest.mark.usefixtures("module_cache")
+def test_the_published_systems_run_as_their_table_says(pair: Pair, place: Path) -> None:
+    """Every line of the table of `drafters.md`, with small heads; all but the lossy one give plain decoding's text."""
+    rows = re.findall(
+        r"^\| ([^|]*) \| `(--drafter (\w+):PATH [^`]*)` \|$", (ROOT / "docs/drafters.md").read_text(), re.M
+    )
+    assert [kind for _, _, kind in rows] == ["medusa", "medusa", "hydra", "ctc"]
+    output = pair.target.get_output_embeddings().weight.float()
+    plain = cli(
+        "decode", "--target", "target", "--max-new-tokens", "8", "--drafter", "lookup", "--policy", "fixed:0", "a b c"
+    )
+    for name, options, kind in rows:
+        network = small_network(kind, output.shape[1], pair.vocabulary, output, 4)
+        save_drafter(TrainedDrafter(kind, network, pair.fingerprint["target"]), place / kind)
+        words = shlex.split(options.replace("PATH", kind))
+        answer = cli("decode", "--target", "target", "--max-new-tokens", "8", *words, "a b c")
+        assert answer.code == 0, (name, answer.err)
+        lossy = "typical" in words
+        assert lossy == ("lossy" in name) and (lossy or answer.out == plain.out), name
 
 
 def documents() -> list[Path]:

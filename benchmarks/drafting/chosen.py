@@ -1,88 +1,118 @@
-"""What can be chosen once drafters are there, by exact replay: the nodes of their trees, and which of two drafts a round."""
+"""What can be chosen for a drafter, by exact replay: the length of its chains, the nodes of its trees, fixed or learned."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.run import collect, reading_room
-from specstop.decode import Pair, with_drafter
-from specstop.decode.profile import add_decisions, measure_profile
-from specstop.decode.profile.measuring import Effort
-from specstop.policies import FixedLength
+from specstop.decode import Settings, with_drafter
+from specstop.decode.profile import loop_decisions
+from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.latency.profile import Profile
-from specstop.policies.progress import Progress
-from specstop.train.drafters.choice import SureChoice, choose_sure
 from specstop.train.fit.run import train
+from specstop.train.fit.trees.choice import TreeChoice, choose_tree
+from specstop.train.fit.trees.fit import TreePlan
+from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import best_static_tree
-from specstop.train.replay.run import replay
+from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.subtrees import on_subtree
 from specstop.train.report.intervals import Resamples
+from specstop.train.report.records import Ratio
+
+from .ground import Ground
+
+FIXED, CHAIN, WHOLE, STATIC, NODES = (
+    "best fixed length",
+    "learned length",
+    "whole tree",
+    "best static tree",
+    "learned nodes",
+)
 
 
 @dataclass(frozen=True)
-class Ground:
-    """Where all of it is measured.
+class Setting:
+    """How a drafter may be run.
 
     Attributes:
-        pair: with its draft.
-        train, test: prompts.
-        tokens, depth: of a text, of a chain.
-        effort: of profiles.
-        room: for traces.
-        progress: see `Progress`.
+        policy, tree: for `Speculator`; no tree for chains.
+        test: the test prompts' trace of what it drafts.
     """
 
-    pair: Pair
-    train: list[Prompt]
-    test: list[Prompt]
-    tokens: int
-    depth: int
-    effort: Effort
-    room: Path
-    progress: Progress
-
-    def traces(self, drafter: str, name: str, tree: str | None = None) -> tuple[TraceArrays, TraceArrays, Profile, Any]:
-        """Return greedy dense traces of a drafter over training and test prompts, its profile, and the first as a trace."""
-        pair, made = with_drafter(self.pair, drafter), []
-        for side, prompts in (("train", self.train), ("test", self.test)):
-            made.append(
-                collect(
-                    pair, prompts, self.room / f"{name}-{side}", depth=self.depth, tree=tree, temperature=0.0,
-                    max_new_tokens=self.tokens, draft=drafter, progress=self.progress,
-                )
-            )  # fmt: skip
-        ids = encode(self.train, pair.tokenizer, reading_room(pair, self.tokens))
-        profile = measure_profile(pair, ids, depth=self.depth, tree=tree, effort=self.effort, progress=self.progress)
-        return trace_arrays(made[0]), trace_arrays(made[1]), profile, made[0]
+    policy: StopPolicy
+    tree: str | None
+    test: TraceArrays
 
 
-def chosen_nodes(ground: Ground, drafter: str, name: str, tree: str) -> dict[str, Any]:
-    """Return tokens a second on test prompts of a whole tree, of the best static part of it, and of learned nodes.
+@dataclass(frozen=True)
+class Chosen:
+    """What training prompts say is best, and what becomes of it on test prompts.
 
-    Tree, head and rule are found on training prompts.
+    Attributes:
+        settings, played: by name, `FIXED` and so on.
+        profile: what rounds cost, decisions of these policies included.
+        plain: tokens a second of plain decoding.
+        bound: tokens a second of someone who knows every accepted length, the better one of chains and trees.
     """
-    fitted, held, profile, trace = ground.traces(drafter, name, tree)
-    static, _ = best_static_tree(fitted, profile)
-    policy = train(trace, profile, rule="gain").policy
-    profile = add_decisions(profile, [policy], ground.pair.vocabulary)
-    whole, part, learned = (replay(held, one, profile) for one in (FixedLength(fitted.depth), static, policy))
-    boot = Resamples(held.prompt_ids)
-    ratio = boot.interval(boot.total(part.seconds) / boot.total(learned.seconds))
-    bound = float(learned.tokens.sum() / oracle_seconds(held, profile).sum())
-    return {
-        "whole tree": whole.rate, "static tree": part.rate, "static nodes": static.shape.nodes, "learned": learned.rate,
-        "learned nodes": float(learned.verified.sum() / learned.rounds.sum()), "oracle": bound,
-        "ratio": ratio.value, "low": ratio.low, "high": ratio.high,
-    }  # fmt: skip
+
+    settings: dict[str, Setting]
+    played: dict[str, Replayed]
+    profile: Profile
+    plain: float
+    bound: float
+
+    def over(self, name: str, other: str) -> Ratio:
+        """Return how much faster a setting is than another, with an interval over prompts."""
+        samples = Resamples(self.settings[name].test.prompt_ids)
+        mine, theirs = (samples.total(self.played[which].seconds.numpy()) for which in (name, other))
+        return samples.interval(theirs / mine)
 
 
-def chosen_drafter(ground: Ground) -> tuple[SureChoice, SureChoice]:
-    """Return from which chance on training prompts have the suffix draft beside the draft model; then on test ones."""
-    suffix, model = (ground.traces(name, f"chain-{name}") for name in ("suffix", "model"))
-    profiles, policy = (suffix[2], model[2]), FixedLength(ground.depth)
-    found = choose_sure(suffix[0], model[0], policy, profiles)
-    return found, choose_sure(suffix[1], model[1], policy, profiles, () if found.sure is None else (found.sure,))
+def choose(ground: Ground, drafter: str) -> Chosen:
+    """Return the settings of a drafter that are the fastest on training prompts, replayed on test prompts."""
+    (chain_trace, chains), (tree_trace, trees) = (ground.traces(drafter, tree) for tree in (None, ground.tree))
+    fit_chains, fit_trees = trace_arrays(chain_trace), trace_arrays(tree_trace)
+    profile = ground.profile(drafter)
+    grid = fixed_grid(fit_chains, profile)[1:]
+    best = 1 + max(range(len(grid)), key=lambda at: grid[at].rate)
+    static = best_static_tree(fit_trees, profile)[0]
+    length = train(chain_trace, profile, progress=ground.progress).policy
+    nodes = _nodes(ground, fit_trees, profile)
+    settings = {
+        FIXED: Setting(FixedLength(best), None, chains),
+        CHAIN: Setting(length, None, chains),
+        WHOLE: Setting(FixedLength(ground.depth), ground.tree, trees),
+        STATIC: Setting(static, ground.tree, trees),
+        NODES: Setting(nodes.policy, nodes.arrays.tree.name, on_subtree(trees, nodes.nodes)),
+    }
+    for name in (CHAIN, NODES):
+        profile = _with_decisions(ground, drafter, settings[name], profile)
+    played = {name: replay(one.test, one.policy, profile) for name, one in settings.items()}
+    bound = max(float(played[FIXED].tokens.sum() / oracle_seconds(test, profile).sum()) for test in (chains, trees))
+    plain = replay(chains, FixedLength(0), profile).rate
+    return Chosen(settings, played, profile, plain, bound)
+
+
+def told(ground: Ground, drafter: str, chosen: Chosen) -> float:
+    """Return tokens a second of nodes learned on the test prompts themselves, decisions free.
+
+    No other policy that reads these features and generalises has more, but for what the family of heads leaves out.
+    """
+    free = chosen.profile.with_decisions({TreePlan().name: 0.0})
+    found = _nodes(ground, ground.traces(drafter, ground.tree)[1], free)
+    return replay(found.arrays, found.policy, free).rate
+
+
+def _nodes(ground: Ground, arrays: TraceArrays, profile: Profile) -> TreeChoice:
+    """Return the tree policy and the tree that are the fastest on prompts left out of the fit."""
+    return choose_tree(TreePlan(), arrays, prompt_folds(arrays, FOLDS, 0), profile, ground.sizes)
+
+
+def _with_decisions(ground: Ground, drafter: str, setting: Setting, profile: Profile) -> Profile:
+    """Return the profile with what a policy's decisions cost in the loop."""
+    pair = with_drafter(ground.pair, drafter)
+    settings = Settings(ground.temperature, ground.tokens, ground.depth, tree=setting.tree)
+    timed = loop_decisions(pair, [setting.policy], ground.ids(ground.fit), settings, effort=ground.effort)
+    return profile.with_measured_decisions(timed)

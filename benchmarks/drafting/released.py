@@ -1,20 +1,33 @@
 """The CTC-drafter's candidates as its released code makes them, on greedy texts, beside those of the forward algorithm.
 
 The released code places the ten likeliest symbols of each position in Medusa's tree, collapses every path (equal neighbours
-are one, blanks fall away) and masks what is left out; the longest path that the target agrees with is accepted.
+are one, blanks fall away) and masks what is left out; the longest path that the target agrees with is accepted. And what a
+drafter knows behind candidates that are not its first one: CTC's positions are drawn once, behind the likeliest symbols.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from specstop.decode.drafters.heads.ctc import Prefixes
 from specstop.decode.drafters.heads.layer_network import CTCNetwork
 from specstop.decode.topology import Topology
+from specstop.train.drafters.acceptance import right_proposals
 from specstop.train.drafters.proposals import Module, positions
 from specstop.train.drafters.texts import Batch, Text
+
+
+def second_proposals(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> tuple[float, float]:
+    """Return how often a drafter's second proposal, fed the text's token, is right: where its first one was, where not.
+
+    Behind the first candidate of a tree the one share counts, behind its siblings the other.
+    """
+    right = torch.cat(list(right_proposals(network, texts, embedding, output)))
+    first, second = right[:, 0], right[:, 1].double()
+    return float(second[first].mean()), float(second[~first].mean())
 
 
 @torch.inference_mode()

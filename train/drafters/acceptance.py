@@ -23,20 +23,24 @@ def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: M
         texts: those decoded greedily count, behind their prompts.
         embedding, output: of the target.
     """
-    hits: list[Tensor] = []
+    hits = [right.cumprod(1) for right in right_proposals(network, texts, embedding, output)]
+    return torch.cat(hits).double().mean(0).tolist() if hits else []
+
+
+@torch.no_grad()
+def right_proposals(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Iterator[Tensor]:
+    """Yield by text [P, K] bool: at P positions, whether each depth's proposal is the text's, fed the tokens before it."""
+    best = _by_prefix if isinstance(network, CTCNetwork) else _by_scores
     for text in texts:
         if not text.greedy or len(text.tokens) < text.prompt + 3:
             continue
-        batch = Batch.of([text])
-        best = _by_prefix if isinstance(network, CTCNetwork) else _by_scores
         right, first = [], max(0, text.prompt - 1)  # the first root that the target has drawn
-        for depth, tokens in enumerate(best(network, batch, embedding, output)):
+        for depth, tokens in enumerate(best(network, Batch.of([text]), embedding, output)):
             known = len(text.tokens) - 2 - depth
             right.append(tokens[:known] == text.tokens[2 + depth :])
         last = min(map(len, right))
         if first < last:
-            hits.append(torch.stack([row[first:last] for row in right], 1).cumprod(1))
-    return torch.cat(hits).double().mean(0).tolist() if hits else []
+            yield torch.stack([row[first:last] for row in right], 1)
 
 
 def _by_scores(network: Any, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:

@@ -35,7 +35,7 @@ class SureChoice:
 
     Attributes:
         sure: for `suffix?sure=...+model`; None = the other drafter alone is the fastest.
-        rate: tokens a second, replayed.
+        rate: tokens a second of `sure`, replayed.
         first, other: tokens a second of each alone.
         rates: of every chance that was tried.
     """
@@ -45,6 +45,13 @@ class SureChoice:
     first: float
     other: float
     rates: dict[float, float]
+
+    @property
+    def fastest(self) -> str:
+        """What to draft with: `first` or `other` alone, or `both`."""
+        if self.first > self.rate:
+            return "first"
+        return "other" if self.sure is None else "both"
 
 
 def choose_sure(

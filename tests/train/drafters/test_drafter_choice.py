@@ -115,7 +115,10 @@ def test_the_first_drafts_from_the_chance_on_that_gives_the_most_tokens_a_second
         _rate(arrays, mine, rounds, free, profile)
     )
     costly = dataclasses.replace(profile, round_s=1.0)
-    assert choose_sure(first, other, FixedLength(2), (costly, profile), (0.0,)).sure is None
+    none = choose_sure(first, other, FixedLength(2), (costly, profile), (0.0,))
+    assert none.sure is None and none.fastest == "other"
+    assert choose_sure(first, other, FixedLength(2), (free, costly), (1.0,)).fastest == "first"
+    assert dataclasses.replace(none, sure=0.4, rate=none.other + 1.0).fastest == "both"
 
 
 def _rate(arrays: TraceArrays, mine: torch.Tensor, rounds: object, free: Profile, profile: Profile) -> float:

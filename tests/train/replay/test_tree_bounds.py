@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tre
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.subtrees import likeliest_nodes, on_subtree
 
 TREE = "3,2,1,1,1"
 
@@ -67,6 +69,21 @@ def test_sub_trees_are_the_best_of_all(seed: int) -> None:
             assert len(nodes) == n
             assert sum(chance[node] for node in nodes) == pytest.approx(value)
             assert all(tree.parent[node + 1] == 0 or tree.parent[node + 1] - 1 in nodes for node in nodes)
+
+
+def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: TraceArrays) -> None:
+    """First siblings first, whatever few texts say of them; where they say nothing too."""
+    rows = torch.arange(len(arrays.accepted)) == 0
+    last = arrays.tree.children[0][-1] - 1
+    odd = [dataclasses.replace(arrays, path=arrays.path & False)]  # type: ignore[operator]
+    odd.append(
+        dataclasses.replace(arrays, path=odd[0].path | (rows[:, None] & (torch.arange(arrays.tree.nodes) == last)))
+    )
+    for some in (arrays, *odd):
+        for count in range(arrays.tree.nodes + 1):
+            nodes = likeliest_nodes(some, count, DEPTH)
+            assert len(nodes) == on_subtree(some, nodes).tree.nodes == count
+    assert likeliest_nodes(arrays, 1, DEPTH) == [0]
 
 
 def test_the_best_static_tree_is_no_slower_than_any_whole_depth(arrays: TraceArrays, profile: Profile) -> None:
