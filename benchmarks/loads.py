@@ -17,12 +17,13 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import for_batches
+from specstop.policies.joint.survival import BatchStop
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.registry import load_policy
+from specstop.train.fit.tuning.batches import settle_batch
 from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
@@ -77,7 +78,7 @@ def joint_policies(
         ("length by load", LoadLength(table if table.startswith("1:") else f"1:{best[0]},{table}")),
         ("one stream's rule", learned),
         ("confidence:0.4", load_policy("confidence:0.4").limited(depth)),
-        ("ours", for_batches(learned, profile=profile)),
+        ("ours", settle_batch(learned, fit, profile)),
     ]
 
 
@@ -94,7 +95,9 @@ def compare(
     """Replay every policy at every batch size, print what it gains, and hold ours to its bars."""
     depth = min(held.depth, profile.max_depth)
     named = joint_policies(learned, profile, fit, sizes, depth)
-    profile = add_decisions(profile, [policy for _, policy in named], held.header.vocabulary)
+    ours = named[-1][1]
+    known = ours.profile if isinstance(ours, BatchStop) else profile  # with the price that it decides by
+    profile = add_decisions(known, [policy for _, policy in named], held.header.vocabulary)
     found = by_batch(held, named, profile, sizes)
     lines = {line["name"]: line for line in found["lines"]}
     for at, size in enumerate(sizes):

@@ -120,9 +120,9 @@ def priced(who: str, profile: str | Path | Profile, draft: float, token: float) 
         raise PolicyError(f"{who}: {str(error).removeprefix('--profile: ')}") from None
 
 
-def grids_of(profile: Profile) -> Grids:
-    """Return the tables of a profile, at the context length between the two that were measured."""
-    return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context))
+def grids_of(profile: Profile, decision_s: float = 0.0) -> Grids:
+    """Return the tables of a profile, at the context length between the two that were measured; see `Grids`."""
+    return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context), decision_s)
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,12 @@ class Grids:
     Attributes:
         costs: what they are made of.
         context: length that they are of.
+        decision_s: seconds of a decision, one for each draft step.
     """
 
     costs: Costs
     context: float
+    decision_s: float = 0.0
     _made: dict[int, Grid] = field(default_factory=dict)
 
     def of(self, streams: int, nodes: int) -> Grid:
@@ -166,5 +168,6 @@ class Grids:
         count, tokens = np.arange(most + 1), np.arange(most * (nodes + 1) + 1)
         rows, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], tokens)
         verify = self.costs.verify_s(rows, np.maximum(sent, rows), self.context)
-        first, draft = (of(count, self.context) for of in (self.costs.first_draft_s, self.costs.draft_s))
+        asked = self.decision_s * (count > 0)
+        first, draft = (of(count, self.context) + asked for of in (self.costs.first_draft_s, self.costs.draft_s))
         return Grid(*(np.ascontiguousarray(table, dtype=np.float64) for table in (first, draft, verify)))

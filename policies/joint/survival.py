@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,12 +10,9 @@ import numpy as np
 
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from ..errors import InputError, PolicyError
-from ..heads.build import Head
 from ..kernels import on_first_use
 from ..latency.profile import Profile
-from ..learned.calibration import Calibrator
-from ..learned.policy import Facts, LearnedPolicy
-from ..learned.survival import SurvivalMaps
+from ..learned.policy import LearnedPolicy
 from ..rules.chains import BatchRule, Rule
 from .grid import Grid, Grids, grids_of
 from .groups import Batches, batches_of
@@ -49,54 +45,51 @@ class BatchStop(LearnedPolicy):
     """Drafts on, for those streams of a batch for which it pays, as long as it pays for the batch; all of it is sent.
 
     A second is worth rho(n) tokens, n being the streams that share a verification: the rate of the best fixed length in a
-    batch of n, 0 among them, at the mean acceptance of the training traces. At depth j the token after a branch is expected
-    to survive with e = S_j next_j, the t-th one with e a_{j+2} ... a_{j+t}. The g branches of the largest e are drafted t
-    tokens further, g and t those of the most tokens less rho(n) times the seconds of t draft steps of g rows and of the
+    batch of n, 0 among them, at the mean acceptance of the training traces, times what the rule says that the policy's own
+    is of it (`train.fit.tuning.batches` solves that). At depth j the token after a branch is expected to survive with
+    e = S_j next_j, the t-th one with e a_{j+2} ... a_{j+t}. The g branches of the largest e are drafted t tokens further, g
+    and t those of the most tokens less rho(n) times the seconds of t draft steps of g rows, a decision with each, and of the
     verification; none where stopping is worth as much. So a draft step is bought by all the streams that it is good for
     together, and plain decoding, which is a choice at depth 0, is left only for what is expected to beat it.
 
-    Costs are those of `facts.profile`, acceptance is `facts.acceptance`. In a tree each branch counts as one that draws one
-    token: it is made for chains. Arguments as of `LearnedPolicy`.
+    Costs are those of `facts.profile` (`profile`), acceptance is `facts.acceptance`. In a tree each branch counts as one
+    that draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
 
     Raises:
         PolicyError: the facts have no profile, or no acceptance as deep as the policy goes.
     """
 
+    rule: BatchRule
+    profile: Profile
     joint: ClassVar[bool] = True
     send: ClassVar[str] = "all"
     _trims_tokens: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        name: str,
-        features: Sequence[str],
-        head: Head,
-        accept: Calibrator,
-        next_: Calibrator,
-        rule: Rule,
-        max_depth: int,
-        facts: Facts | None = None,
-        survival: SurvivalMaps | None = None,
-    ) -> None:
-        super().__init__(name, features, head, accept, next_, rule, max_depth, facts, survival)
-        told = self.facts
-        if len(told.acceptance) < max_depth:
+    def _prepare(self) -> None:
+        """See `LearnedPolicy`."""
+        told, depth = self.facts, self.max_depth
+        if len(told.acceptance) < depth:
             raise PolicyError(
-                f"{name}: rule batch: expected the mean acceptance at {max_depth} depths, got {len(told.acceptance)}; "
+                f"{self.name}: rule batch: expected the mean acceptance at {depth} depths, got {len(told.acceptance)}; "
                 "train the policy again"
             )
         try:
-            profile = Profile.from_dict(told.profile, "the profile that the policy was trained with")
+            self.profile = Profile.from_dict(told.profile, "the profile that the policy was trained with")
         except InputError as error:
-            raise PolicyError(f"{name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
-        self._grids: Grids = grids_of(profile)
-        self._acceptance: Array = np.array(told.acceptance[:max_depth], dtype=np.float64)
+            raise PolicyError(f"{self.name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
+        self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name).each)
+        self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
         self._rates: dict[tuple[int, int], Array] = {}
         self._pays: dict[tuple[int, int], bool] = {}
 
+    @property
+    def cost_name(self) -> str:
+        """See `StopPolicy`: its decisions are others than those of the same head under another rule."""
+        return f"{super().cost_name}?rule=batch"
+
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
-        return for_batches(self, rule.send) if isinstance(rule, BatchRule) else super().with_rule(rule)
+        return for_batches(self, rule=rule) if isinstance(rule, BatchRule) else super().with_rule(rule)
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without a round."""
@@ -155,18 +148,24 @@ class BatchStop(LearnedPolicy):
         return np.cumprod(np.concatenate([[1.0], self._acceptance[depth + 1 : self.max_depth]]))
 
     def _rate(self, grid: Grid) -> Array:
-        """Return [R] tokens a second of the best fixed length, by streams."""
+        """Return [R] tokens that a second is worth, by streams."""
         streams = np.arange(len(grid.draft))
         key = len(streams), self.max_depth
         if key not in self._rates:
-            lengths = np.arange(self.max_depth + 1)
-            tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))
-            whole = self._grids.of(int(streams[-1]), self.max_depth)
-            drafting = (lengths > 0) * whole.first[:, None] + np.maximum(lengths - 1, 0) * whole.draft[:, None]
-            sent = streams[:, None] * (lengths + 1)
-            seconds = drafting + whole.verify[streams[:, None], sent]
-            self._rates[key] = (streams[:, None] * tokens / seconds).max(1)
+            self._rates[key] = self.fixed_rate(streams) * self.rule.times(streams)
         return self._rates[key]
+
+    def fixed_rate(self, streams: Array) -> Array:
+        """Return [n] tokens a second of the best fixed length in batches of so many streams [n], at the mean acceptance."""
+        lengths = np.arange(self.max_depth + 1)
+        tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))
+        costs, context, rows = self._grids.costs, self._grids.context, streams[:, None]
+        first, later = (of(streams, context)[:, None] for of in (costs.first_draft_s, costs.draft_s))
+        drafting = (lengths > 0) * first + np.maximum(lengths - 1, 0) * later
+        sharing, sent = np.broadcast_arrays(np.maximum(rows, 1), np.maximum(rows, 1) * (lengths + 1))
+        verify = costs.verify_s(sharing, sent, context)
+        found: Array = (rows * tokens / (drafting + verify)).max(1)
+        return found
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Forget the round."""
@@ -206,13 +205,16 @@ class BatchPolicy(BatchStop):
         return sent
 
 
-def for_batches(policy: LearnedPolicy, send: str = "", profile: Profile | None = None) -> BatchStop:
+def for_batches(
+    policy: LearnedPolicy, send: str = "", profile: Profile | None = None, rule: BatchRule | None = None
+) -> BatchStop:
     """Return a learned policy of chains under the rule `batch`.
 
     Args:
         policy: its head and calibration are used.
         send: see `BatchRule`; empty = `best` where the policy's verification lets drawn tokens be left out, else `all`.
         profile: what rounds cost; by default the one that the policy was trained with.
+        rule: in the place of `send`; by default the policy's own, if it has such a one, with its rates.
 
     Raises:
         PolicyError: it is no policy of chains that predicts survival, or lacks what the rule needs.
@@ -226,7 +228,9 @@ def for_batches(policy: LearnedPolicy, send: str = "", profile: Profile | None =
     facts = policy.facts
     if profile is not None:
         facts = dataclasses.replace(facts, profile=profile.record(policy.cost_name))
-    rule = BatchRule(send or ("best" if facts.verification in ("match", "point") else "all"))
+    if rule is None:
+        send = send or ("best" if facts.verification in ("match", "point") else "all")
+        rule = BatchRule(send, policy.rule.rates if isinstance(policy.rule, BatchRule) else ())
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
     return kind(policy.name, policy.features, *parts)

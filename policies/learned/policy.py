@@ -86,6 +86,10 @@ class LearnedPolicy(StopPolicy):
         self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
         self.sizes: Mapping[str, int] = head.sizes
         self.hidden = tuple(head.sizes)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what a kind of policy needs of its parts; `PolicyError` where they lack it."""
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""

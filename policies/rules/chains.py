@@ -150,19 +150,32 @@ class BatchRule(Rule):
     Args:
         send: `best` = of what was drafted only what is worth its verification; `all` = whatever was drafted, which needs no
             leave of the verification: how far streams draft is decided by the same weighing.
+        rates: (streams, times) rising, what the policy's own rate in a batch of so many streams is of the best fixed
+            length's; as that one where there are none.
     """
 
     kind = "batch"
     first = 0
 
-    def __init__(self, send: str = "best") -> None:
+    def __init__(self, send: str = "best", rates: Sequence[tuple[int, float]] = ()) -> None:
         if send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
         self.send = send
+        self.rates = tuple((int(streams), float(times)) for streams, times in rates)
+        sizes = [streams for streams, _ in self.rates]
+        if sizes != sorted({n for n in sizes if n > 0}) or not all(0.0 < times < math.inf for _, times in self.rates):
+            raise PolicyError(f"rule batch: expected rates as [streams, times] with streams rising, not {rates!r:.80}")
+
+    def times(self, streams: Array) -> Array:
+        """Return [n] what the best fixed length's rate in batches of so many streams [n] is multiplied by."""
+        sizes, times = zip(*self.rates, strict=True) if self.rates else ((1,), (1.0,))
+        out: Array = np.interp(streams, sizes, times)
+        return out
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
-        return {"kind": self.kind, "send": self.send}
+        rates = {"rates": [list(pair) for pair in self.rates]} if self.rates else {}
+        return {"kind": self.kind, "send": self.send, **rates}
 
 
 def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
@@ -194,7 +207,7 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "batch":
-            return BatchRule(raw["send"])
+            return BatchRule(raw["send"], raw.get("rates", ()))
         if raw["kind"] == "gain":
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ...policies.errors import InputError, close_match
-from ...policies.joint.survival import for_batches
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.rules.chains import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Rates, replayed_rates
+from .tuning.batches import settle_batch
 from .tuning.rates import THRESHOLDS, solve_rate
 
 FINER = (-0.025, -0.0125, 0.0125, 0.025)
@@ -91,7 +91,7 @@ def ruled(
     if kind == "batch":
         verification = arrays.header.verification
         policy.facts = dataclasses.replace(policy.facts, acceptance=tuple(acceptance), verification=verification)
-        return for_batches(policy, profile=profile), 0.0
+        return settle_batch(policy, arrays, profile), 0.0
     if threshold is not None:
         return policy.with_rule(RULES[kind](threshold)), 0.0
     if published:

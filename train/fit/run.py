@@ -17,6 +17,7 @@ from ...policies import kernels
 from ...policies.errors import InputError, TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
+from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.progress import Progress, shown, silent
@@ -184,6 +185,7 @@ def train_arrays(
     progress("settle the rule", 0, 1)
     policy, rate = ruled(drafts[0], plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid, rates)
     progress("settle the rule", 1, 1)
+    profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
     metrics = calibrated.metrics | {"prompts": len(set(arrays.prompt_ids)), "rows": fitted.rows}
     if not arrays.header.mix:
         metrics |= _held_out_speed(policy, held_side, profile)

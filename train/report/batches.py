@@ -33,6 +33,7 @@ def by_batch(
     sizes: Sequence[int],
     *,
     arrivals: Arrivals = at_once,
+    achievable: bool = False,
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -44,12 +45,14 @@ def by_batch(
         profile: with batches of these sizes.
         sizes: texts side by side.
         arrivals: of the requests.
+        achievable: add what a policy could reach that knows all scalars (`fit.achievable_batch`; it takes minutes).
         seed: of the order of the texts and of the bootstrap.
         progress: see `Progress`.
 
     Returns:
         `sizes`, `requests`, `best_fixed` (the length) and `plain` (tokens/s) by size; `lines`, of the best fixed length, the
-        policies and the bound, with figures by size; `use`, what is fastest there beyond doubt; `words`, the same as text.
+        policies, the achievable estimate and the bound, with figures by size; `use`, what is fastest there beyond doubt;
+        `words`, the same as text.
 
     Raises:
         TraceError, InputError: as of `replay_batch`.
@@ -57,12 +60,20 @@ def by_batch(
     for size in sizes:
         check_batch(arrays, profile, size)
     depth = min(arrays.depth, profile.max_depth)
-    done, total = 0, len(sizes) * (depth + 1 + len(policies))
+    estimates: list[StopPolicy] = []
+    if achievable:
+        progress("achievable estimate of batches", 0, 1)
+        from ..fit.achievable_batch import achievable_in_batches  # brings xgboost, which nothing else here needs
+
+        arrays, estimate = achievable_in_batches(arrays, profile, seed)
+        estimates.append(estimate.limited(depth))
+        progress("achievable estimate of batches", 1, 1)
+    done, total = 0, len(sizes) * (depth + 1 + len(policies) + len(estimates))
     tables = []
     for size in sizes:
         order = deal(arrays.sequences, size, seed)
         made = []
-        for policy in (*map(FixedLength, range(depth + 1)), *(policy for _, policy in policies)):
+        for policy in (*map(FixedLength, range(depth + 1)), *(policy for _, policy in policies), *estimates):
             progress("batches", done, total)
             made.append(replay_batch(arrays, policy, profile, size, arrivals(len(order)), order))
             done += 1
@@ -72,7 +83,7 @@ def by_batch(
     names = [name for name, _ in policies]
     lines = [
         {"name": name, **{key: [table.figures(at)[key] for table in tables] for key in tables[0].figures(at)}}
-        for at, name in enumerate(["best fixed", *names, "oracle bound of the batch"])
+        for at, name in enumerate(["best fixed", *names, *(one.name for one in estimates), "oracle bound of the batch"])
     ]
     use = [table.use(names) for table in tables]
     return {

@@ -22,6 +22,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
+from ..fit.tuning.batches import settle_batch
 from ..fit.tuning.rates import PRICED, solve_rate, tune_confidence
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
@@ -108,6 +109,7 @@ def evaluate(
     """
     for policy in policies:
         check_policy(policy)
+    _check_names(policies)
     kernels.load(progress)
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
@@ -154,7 +156,7 @@ def evaluate(
         if batch:
             asked = [(name, policy) for name, _, policy, _ in jobs]
             report.details["batch"] = by_batch(
-                arrays, asked, profile, batch, arrivals=arrivals, seed=seed, progress=progress
+                arrays, asked, profile, batch, arrivals=arrivals, achievable=achievable, seed=seed, progress=progress
             )
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
@@ -223,15 +225,30 @@ def _policies(
             if tuning is not None and replayable:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
                 note = "rho solved for this profile on the training traces"
-        if isinstance(policy, BatchStop) and not profile.same_costs(policy.facts.profile):
-            policy, note = for_batches(policy, policy.send, profile), "decides by the costs of this profile"
+        if isinstance(policy, BatchStop):
+            policy, note = _batch_policy(policy, tuning if replayable else None, profile)
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
         jobs.append((called, kind, policy.limited(depth), note))
-    names = [job[0] for job in jobs]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"--policy: two policies are called {twice!r}; give each once, or rename one")
     return jobs
+
+
+def _batch_policy(policy: BatchStop, tuning: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
+    """Return a policy of batches for the costs of a profile, its own decisions among them, and what is to be said of it."""
+    name = policy.cost_name
+    if profile.same_costs(policy.facts.profile):
+        same = policy.profile.decision(name) == profile.decision(name)
+        return policy if same else for_batches(policy, profile=profile), ""
+    note = "decides by the costs of this profile"
+    if tuning is None or profile.batch is None:
+        return for_batches(policy, profile=profile), note
+    return settle_batch(policy, tuning, profile), f"{note}, its rates solved for it on the training traces"
+
+
+def _check_names(policies: Sequence[StopPolicy]) -> None:
+    """Refuse policies that could not be told apart in the report."""
+    names = [HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"--policy: two policies are called {twice!r}; give each once, or rename one")
 
 
 def _replayed(

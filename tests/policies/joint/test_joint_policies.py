@@ -17,6 +17,7 @@ from specstop.policies.joint.groups import batches_of
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
 from specstop.policies.kernels.batches import best_budgets, draft_on
+from specstop.policies.rules.chains import BatchRule, build_rule
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import TreePolicyTests
@@ -263,6 +264,36 @@ def test_plain_decoding_is_left_only_for_what_is_expected_to_beat_it() -> None:
         )  # fmt: skip
         assert kept.all() == drafts and kept.any() == drafts
         assert policy._may_pay(batches_of(np.zeros(4, dtype=np.int64), np.arange(4))) == drafts
+
+
+def begun(policy: BatchStop, streams: int = 4) -> int:
+    """Return how many of so many streams draft a first token, all of them as likely."""
+    step = DraftStep(0, np.ones((streams, 1), dtype=bool), np.zeros((streams, 1), dtype=np.int64),
+                     np.zeros((streams, 1, 2), dtype=np.float32), {}, np.zeros(streams, dtype=np.int64))  # fmt: skip
+    return int(policy.keep(step, policy.start(streams, np.arange(streams)))[0].sum())
+
+
+def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
+    policy = made_batch_policy()
+    assert policy.cost_name == "mine?rule=batch"
+    for price, drafts in ((0.0, 4), (0.05, 4), (3.0, 0)):
+        priced = made_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
+        made = for_batches(policy, profile=priced)
+        assert begun(made) == drafts
+        assert made._grids.of(2, 3).draft[:3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
+
+
+def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
+    policy, rates = made_batch_policy(), [(2, 1.5), (4, 2.0)]
+    made = for_batches(policy, rule=BatchRule("best", rates))
+    grid, streams = made._grids.of(4, 3), np.arange(5)
+    assert (made._rate(grid)[:5] / policy._rate(grid)[:5])[1:] == pytest.approx([1.5, 1.5, 1.75, 2.0])
+    assert policy.fixed_rate(streams)[0] == 0.0
+    assert for_batches(made).rule.to_dict() == {"kind": "batch", "send": "best", "rates": [[2, 1.5], [4, 2.0]]}
+    assert build_rule(made.rule.to_dict()).to_dict() == made.rule.to_dict()
+    for wrong in ([(4, 1.0), (2, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, float("nan"))], [3], "none"):
+        with pytest.raises(PolicyError, match="rule"):
+            build_rule({"kind": "batch", "send": "best", "rates": wrong})
 
 
 def test_batch_and_single_streams_cost_what_the_profile_says() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,10 +22,14 @@ from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, St
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import for_batches
+from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
+from specstop.policies.rules.chains import BatchRule
+from specstop.policies.storage.folder import load_policy_folder
+from specstop.train.fit.run import train
+from specstop.train.fit.tuning.batches import batch_rate, settle_batch
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
 from specstop.train.replay.bounds.batch import batch_bound
@@ -169,6 +174,21 @@ def test_a_batch_of_one_is_replay_of_single_streams(arrays: dict[float, TraceArr
         assert made.seconds == pytest.approx(alone.seconds.numpy(), rel=EXACT)
         assert made.log[:, [1, 3, 5, 6, 7]].tolist() == alone.log.tolist()
         assert made.tokens_per_call == pytest.approx(alone.block_efficiency)
+
+
+def test_the_rule_for_batches_is_worth_the_rate_of_its_fastest_replay(
+    sides: tuple[Trace, Trace], timed: Profile, tmp_path: Path
+) -> None:
+    made = train(sides[0], timed, rule="batch", out=tmp_path / "p").policy
+    assert isinstance(made, BatchStop) and [size for size, _ in made.rule.rates] == [2, 4]
+    assert made.profile.decision(made.cost_name).each > 0.0 and made.profile.same_costs(timed.to_dict())
+    assert load_policy_folder(tmp_path / "p").rule.to_dict() == made.rule.to_dict()
+    seen = trace_arrays(sides[0])
+    again = settle_batch(made, seen, made.profile)
+    bare = for_batches(made, rule=BatchRule(made.send))
+    for size, times in again.rule.rates:
+        mine, theirs = (batch_rate(policy, seen, made.profile, size) for policy in (again, bare))
+        assert mine >= theirs if times == 1.0 else mine > 0.99 * theirs
 
 
 def test_requests_wait_until_they_have_come_and_a_stream_is_free(

@@ -1,0 +1,89 @@
+"""What a policy of batches could reach that knows all recorded scalars: the rule `batch` on cross-fitted chances.
+
+As the achievable estimate of single streams (`continuation.values`) it decides for nothing, and each prompt by models of the
+other ones. So it is an estimate from below of what these features hold, and hidden states are not among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.features.history import HISTORY_FEATURES
+from ...policies.heads.base import NO_HIDDEN, Array, Hidden
+from ...policies.joint.survival import BatchStop, for_batches
+from ...policies.latency.profile import Profile
+from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.rules.chains import BatchRule, Derived
+from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
+from ..heads.rows import Visits, conditional_acceptance
+from ..replay.traces.arrays import TraceArrays
+from .continuation.values import FOLDS, recorded_scalars
+from .tuning.batches import solved_rates
+
+NAME = "achievable estimate"
+
+
+class Known:
+    """A head whose scores were worked out before, for every anchor and depth: the trace holds them as hidden states."""
+
+    kind, lag = "known", 0
+    sizes: Mapping[str, int] = {TARGET_HIDDEN: 2, DRAFT_HIDDEN: 2}
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """See `Head`."""
+        return hidden[DRAFT_HIDDEN if depth else TARGET_HIDDEN].astype(np.float64)
+
+    def tensors(self) -> dict[str, Array]:
+        """See `Head`."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """Logits of accept and next in the place of recorded hidden states, [N, 2] of anchors or [N, K, 2] of nodes."""
+
+    values: Tensor
+    width: int = 2
+
+    @property
+    def of_nodes(self) -> bool:
+        return self.values.dim() == 3
+
+    def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
+        return self.values[row] if node is None else self.values[row, node]
+
+
+def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) -> tuple[TraceArrays, BatchStop]:
+    """Return a trace that holds cross-fitted chances of acceptance as well, and the policy of batches that decides by them.
+
+    Args:
+        arrays: the dense trace of chains that is reported on.
+        profile: what rounds cost, with batches.
+        seed: of folds and trees.
+    """
+    bare = dataclasses.replace(arrays, vectors={}, header=dataclasses.replace(arrays.header, vectors={}))
+    names = tuple(name for name in recorded_scalars(arrays) if name not in HISTORY_FEATURES)
+    anchors = len(arrays.accepted)
+    every = Visits(torch.arange(anchors), torch.zeros(anchors, len(HISTORY_FEATURES)))
+    uncut = (~arrays.cut).nonzero()[:, 0]
+    visited = Visits(uncut, every.history[uncut])
+    fitted = fit_folds(bare, prompt_folds(arrays, FOLDS, seed), names, visited, "xgboost", seed=seed)
+    calibrated = calibrate(held_out_outputs(fitted, bare, names, visited))
+    logits = torch.from_numpy(held_out_outputs(fitted, bare, names, every).logits)
+    vectors: dict[str, Any] = {TARGET_HIDDEN: _Scores(logits[:, 0]), DRAFT_HIDDEN: _Scores(logits[:, 1:])}
+    known = dataclasses.replace(bare, vectors=vectors)
+    acceptance = conditional_acceptance(arrays, visited)
+    facts = Facts(verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME))
+    policy = LearnedPolicy(
+        NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * arrays.depth, 1), arrays.depth, facts,
+        calibrated.survival.maps,
+    )  # fmt: skip
+    made = for_batches(policy)
+    return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))

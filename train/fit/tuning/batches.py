@@ -1,0 +1,71 @@
+"""Settling the rule `batch`: what its decisions cost, and the rate that it reaches itself, by replayed batches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ....decode.profile import add_decisions
+from ....policies.joint.survival import BatchStop, for_batches
+from ....policies.latency.profile import Profile
+from ....policies.learned.policy import LearnedPolicy
+from ....policies.rules.chains import BatchRule
+from ...replay.arrivals import FULL, at_once, deal
+from ...replay.batch import COLUMNS, replay_batch
+from ...replay.traces.arrays import TraceArrays
+from .rates import SETTLED
+
+FEW = 48
+"""Requests that a rate is solved on at least, where there are so many texts."""
+
+_ROUNDS = 3
+
+
+def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -> BatchStop:
+    """Return a policy under the rule `batch` for a profile: its decisions measured where that lacks them, its rates solved.
+
+    Args:
+        policy: whose head and calibration are used, and whose rule says what is sent, if it is `batch` already.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost. Without batches no rate is solved.
+    """
+    header, send = arrays.header, policy.rule.send if isinstance(policy.rule, BatchRule) else ""
+    made = for_batches(policy, send, profile)
+    profile = add_decisions(profile, [made], header.vocabulary, header.vectors)
+    made = for_batches(policy, rule=BatchRule(made.send), profile=profile)
+    if profile.batch is None or not (header.has_every_anchor and arrays.tree.is_chain):
+        return made
+    return for_batches(made, rule=BatchRule(made.send, solved_rates(made, arrays, profile)))
+
+
+def solved_rates(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> list[tuple[int, float]]:
+    """Return, by batch size of the profile, how many times the best fixed length's rate a second is best taken to be worth.
+
+    Dinkelbach's iteration: assume the rate of the best fixed length, replay batches, assume the rate that came out. The
+    fastest replay counts.
+    """
+    assert profile.batch is not None
+    sizes = profile.batch.sizes
+    fixed = dict(zip(sizes, policy.fixed_rate(np.array(sizes)).tolist(), strict=True))
+    assumed, best = dict.fromkeys(sizes, 1.0), dict.fromkeys(sizes, (0.0, 1.0))  # (rate, times)
+    for _ in range(_ROUNDS):
+        made, going = for_batches(policy, rule=BatchRule(policy.send, [*assumed.items()])), False
+        for size in sizes:
+            if best[size][0] and assumed[size] == best[size][1]:
+                continue  # it was replayed, and is settled
+            rate = batch_rate(made, arrays, profile, size)
+            best[size] = max(best[size], (rate, assumed[size]))
+            found = rate / fixed[size]
+            settled = abs(found - assumed[size]) < SETTLED * assumed[size]
+            assumed[size] = best[size][1] if settled else found
+            going |= not settled
+        if not going:
+            break
+    return [(size, times) for size, (_, times) in best.items()]
+
+
+def batch_rate(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, size: int) -> float:
+    """Return tokens a second of a batch that is full but for the last requests, reading prompts left out."""
+    order = deal(arrays.sequences, size, 0)[: max(FEW, FULL * size)]
+    played = replay_batch(arrays, policy, profile, size, at_once(len(order)), order)
+    prompts = profile.prefill_seconds(arrays.prompt_tokens.numpy()[order])
+    return float(played.log[:, COLUMNS.index("committed")].sum() / (played.seconds.sum() - prompts.sum()))
