@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -73,3 +74,17 @@ def made_rows(count: int, seed: int = 0) -> FitRows:
     drawn = torch.rand(count, 2, generator=generator) < torch.sigmoid(true_logits(features, first))
     accepted = drawn[:, 0] | first
     return FitRows(features, depth, accepted, drawn[:, 1] & accepted, accepted & (depth < 3))
+
+
+def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceArrays:
+    """Return a trace whose feature `entropy` says at each node how much longer the draft is right, or 0 after its end."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
+    arrays = made_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
+    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
+    return told(arrays, left, arrays.accepted.float())
+
+
+def told(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> TraceArrays:
+    depth = torch.arange(1.0, nodes.shape[1] + 1).expand(nodes.shape)
+    return dataclasses.replace(arrays, columns={"entropy": nodes, "anchor_entropy": anchor, "depth": depth})

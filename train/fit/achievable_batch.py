@@ -57,7 +57,7 @@ class _Scores:
         return self.values.dim() == 3
 
     def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
-        return self.values[row] if node is None else self.values[row, node]
+        return self.values[row, node] if self.of_nodes else self.values[row]
 
 
 def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) -> tuple[TraceArrays, BatchStop]:

@@ -33,7 +33,7 @@ def by_batch(
     sizes: Sequence[int],
     *,
     arrivals: Arrivals = at_once,
-    achievable: bool = False,
+    estimate: tuple[TraceArrays, StopPolicy] | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def by_batch(
         profile: with batches of these sizes.
         sizes: texts side by side.
         arrivals: of the requests.
-        achievable: add what a policy could reach that knows all scalars (`fit.achievable_batch`; it takes minutes).
+        estimate: what a policy could reach that knows all scalars (`fit.achievable_batch`).
         seed: of the order of the texts and of the bootstrap.
         progress: see `Progress`.
 
     Returns:
         `sizes`, `requests`, `best_fixed` (the length) and `plain` (tokens/s) by size; `lines`, of the best fixed length, the
-        policies, the achievable estimate and the bound, with figures by size; `use`, what is fastest there beyond doubt;
+        policies, the estimate and the bound, with figures by size; `use`, what is fastest there beyond doubt;
         `words`, the same as text.
 
     Raises:
@@ -60,30 +60,25 @@ def by_batch(
     for size in sizes:
         check_batch(arrays, profile, size)
     depth = min(arrays.depth, profile.max_depth)
-    estimates: list[StopPolicy] = []
-    if achievable:
-        progress("achievable estimate of batches", 0, 1)
-        from ..fit.achievable_batch import achievable_in_batches  # brings xgboost, which nothing else here needs
-
-        arrays, estimate = achievable_in_batches(arrays, profile, seed)
-        estimates.append(estimate.limited(depth))
-        progress("achievable estimate of batches", 1, 1)
-    done, total = 0, len(sizes) * (depth + 1 + len(policies) + len(estimates))
+    jobs = [(arrays, policy) for _, policy in policies] + ([] if estimate is None else [estimate])
+    done, total = 0, len(sizes) * (depth + 1 + len(jobs))
     tables = []
     for size in sizes:
         order = deal(arrays.sequences, size, seed)
         made = []
-        for policy in (*map(FixedLength, range(depth + 1)), *(policy for _, policy in policies), *estimates):
+        for read, policy in (*((arrays, FixedLength(k)) for k in range(depth + 1)), *jobs):
             progress("batches", done, total)
-            made.append(replay_batch(arrays, policy, profile, size, arrivals(len(order)), order))
+            made.append(replay_batch(read, policy, profile, size, arrivals(len(order)), order))
             done += 1
         bound = batch_bound(arrays, profile, size).numpy()[order]
         tables.append(_Table(made[: depth + 1], made[depth + 1 :], bound, arrays, order, seed))
     progress("batches", total, total)
     names = [name for name, _ in policies]
+    extra = [] if estimate is None else [estimate[1].name]
+    called = ["best fixed", *names, *extra, "oracle bound of the batch"]
     lines = [
         {"name": name, **{key: [table.figures(at)[key] for table in tables] for key in tables[0].figures(at)}}
-        for at, name in enumerate(["best fixed", *names, *(one.name for one in estimates), "oracle bound of the batch"])
+        for at, name in enumerate(called)
     ]
     use = [table.use(names) for table in tables]
     return {

@@ -155,8 +155,9 @@ def evaluate(
             report.details["sweep"] = swept.to_dict()
         if batch:
             asked = [(name, policy) for name, _, policy, _ in jobs]
+            estimate = _estimate(arrays, profile, seed, progress) if achievable else None
             report.details["batch"] = by_batch(
-                arrays, asked, profile, batch, arrivals=arrivals, achievable=achievable, seed=seed, progress=progress
+                arrays, asked, profile, batch, arrivals=arrivals, estimate=estimate, seed=seed, progress=progress
             )
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
@@ -242,6 +243,18 @@ def _batch_policy(policy: BatchStop, tuning: TraceArrays | None, profile: Profil
     if tuning is None or profile.batch is None:
         return for_batches(policy, profile=profile), note
     return settle_batch(policy, tuning, profile), f"{note}, its rates solved for it on the training traces"
+
+
+def _estimate(
+    arrays: TraceArrays, profile: Profile, seed: int, progress: Progress
+) -> tuple[TraceArrays, StopPolicy] | None:
+    """Return the achievable estimate of batches, and the trace that it reads."""
+    from ..fit.achievable_batch import achievable_in_batches  # brings xgboost, which nothing else here needs
+
+    progress("achievable estimate of batches", 0, 1)
+    found = achievable_in_batches(arrays, profile, seed)
+    progress("achievable estimate of batches", 1, 1)
+    return found
 
 
 def _check_names(policies: Sequence[StopPolicy]) -> None:

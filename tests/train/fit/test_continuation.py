@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from made import made_trace
+from made import telling_trace, told
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep
@@ -28,26 +27,12 @@ from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays
+from specstop.train.replay.traces.arrays import seen_features, trace_arrays
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))
 FLAT = Profile(TABLE, TABLE, 0.0, 0.0, (0.0, 0.0), {})
 """A draft step takes 1 s, a verification 4 s, nothing else any time."""
-
-
-def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceArrays:
-    """Return a trace whose feature `entropy` says at each node how much longer the draft is right, or 0 after its end."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
-    arrays = made_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
-    left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
-    return told(arrays, left, arrays.accepted.float())
-
-
-def told(arrays: TraceArrays, nodes: torch.Tensor, anchor: torch.Tensor) -> TraceArrays:
-    depth = torch.arange(1.0, nodes.shape[1] + 1).expand(nodes.shape)
-    return dataclasses.replace(arrays, columns={"entropy": nodes, "anchor_entropy": anchor, "depth": depth})
 
 
 @pytest.mark.parametrize("length", [0, 1, 3])
