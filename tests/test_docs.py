@@ -77,18 +77,18 @@ def test_every_block_of_the_pages_runs() -> None:
 
 
 @pytest.mark.usefixtures("module_cache")
-def test_the_published_systems_run_as_their_table_says(pair: Pair, place: Path) -> None:
+def test_the_published_systems_run_as_their_table_says(plain_pair: Pair, place: Path) -> None:
     """Every line of the table of `drafters.md`, with small heads; all but the lossy one give plain decoding's text."""
     rows = re.findall(
         r"^\| ([^|]*) \| `(--drafter (\w+):PATH [^`]*)` \|$", (ROOT / "docs/drafters.md").read_text(), re.M
     )
     assert [kind for _, _, kind in rows] == ["medusa", "medusa", "hydra", "ctc"]
-    output = pair.target.get_output_embeddings().weight.float()
+    output = plain_pair.target.get_output_embeddings().weight.float()
     common = ("decode", "--target", "target", "--max-new-tokens", "8", "--json", "a b c")
     plain = json.loads(cli(*common, "--drafter", "lookup", "--policy", "fixed:0").out)
     for name, options, kind in rows:
-        network = small_network(kind, output.shape[1], pair.vocabulary, output, 4)
-        save_drafter(TrainedDrafter(kind, network, pair.fingerprint["target"]), place / kind)
+        network = small_network(kind, output.shape[1], plain_pair.vocabulary, output, 4)
+        save_drafter(TrainedDrafter(kind, network, plain_pair.fingerprint["target"]), place / kind)
         words = shlex.split(options.replace("PATH", kind))
         answer = cli(*common, *words)
         assert answer.code == 0, (name, answer.err)
