@@ -24,7 +24,8 @@ class Batches:
     @property
     def sizes(self) -> Array:
         """[G] int64, streams of each."""
-        return np.diff(self.starts)
+        out: Array = self.starts[1:] - self.starts[:-1]
+        return out
 
     @property
     def largest(self) -> int:

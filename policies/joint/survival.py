@@ -81,6 +81,11 @@ class BatchStop(LearnedPolicy):
         self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
         self._rates: dict[tuple[int, int], Array] = {}
         self._pays: dict[tuple[int, int], bool] = {}
+        self._shares: dict[tuple[int, int], Array] = {}
+        self._latest: tuple[bytes, Batches] = (
+            b"",
+            batches_of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)),
+        )
 
     @property
     def cost_name(self) -> str:
@@ -103,18 +108,18 @@ class BatchStop(LearnedPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the batch should draft on."""
         depth, alive = step.depth, step.alive
-        if depth == 0 and not self._may_pay(batches_of(step.batch, state.key)):
+        batches = self._batches_of(step.batch, state.key)
+        if depth == 0 and not self._may_pay(batches):
             return np.zeros_like(alive), self._begun(state.key, step.batch)
         found = self.survive(step, state.latest if depth > 1 else None)
         survival, known = found[0], np.zeros((len(alive), 0))
         if depth:  # what is not alive ended its text or met a limit: drafted, though nothing was read of it
-            expected = np.take_along_axis(state.expected, step.parent, 1)
+            expected = _of_parents(state.expected, step.parent)
             if depth > 1:
-                survival = np.minimum(survival, np.take_along_axis(state.latest, step.parent, 1))
+                survival = np.minimum(survival, _of_parents(state.latest, step.parent))
             known = np.concatenate([state.known, np.where(alive, survival, expected)], 1)
         gains, kept = survival * found[2], np.zeros_like(alive)
-        batches, ahead = batches_of(step.batch, state.key), self._ahead(depth)
-        branches = alive.shape[1]
+        ahead, branches = self._ahead(depth), alive.shape[1]
         grid = self._grids.of(batches.largest * branches, known.shape[1] + branches * len(ahead))
         first = grid.draft if depth else grid.first
         kernels().draft_on(
@@ -123,6 +128,13 @@ class BatchStop(LearnedPolicy):
         )  # fmt: skip
         expected = np.where(kept, gains, NOT_DRAFTED)
         return kept, BatchState(state.key, step.batch, survival, expected, known)
+
+    def _batches_of(self, batch: Array, keys: Array) -> Batches:
+        """Return `batches_of`, the same at every depth of a round."""
+        of, known = batch.tobytes() + keys.tobytes(), self._latest
+        if of != known[0]:
+            known = self._latest = of, batches_of(batch, keys)
+        return known[1]
 
     def _may_pay(self, batches: Batches) -> bool:
         """Whether drafting would pay for any of the batches if every token were accepted: else there is nothing to score."""
@@ -145,7 +157,10 @@ class BatchStop(LearnedPolicy):
 
     def _ahead(self, depth: int) -> Array:
         """Return [L], what the tokens 0, 1, ... after the next one survive with, as shares of it."""
-        return np.cumprod(np.concatenate([[1.0], self._acceptance[depth + 1 : self.max_depth]]))
+        key = depth, self.max_depth  # `limited` shares what is known
+        if key not in self._shares:
+            self._shares[key] = np.cumprod(np.concatenate([[1.0], self._acceptance[depth + 1 : self.max_depth]]))
+        return self._shares[key]
 
     def _rate(self, grid: Grid) -> Array:
         """Return [R] tokens that a second is worth, by streams."""
@@ -172,6 +187,11 @@ class BatchStop(LearnedPolicy):
         return self._begun(state.key, state.batch)
 
 
+def _of_parents(values: Array, parent: Array) -> Array:
+    """Return [S, B] the values of branches' parents; of chains, which `take_along_axis` takes long over, as they are."""
+    return values if values.shape[1] == parent.shape[1] == 1 else np.take_along_axis(values, parent, 1)
+
+
 class BatchPolicy(BatchStop):
     """The same, and of what was drafted those tokens are sent that are worth their verification.
 
@@ -195,7 +215,7 @@ class BatchPolicy(BatchStop):
         after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
         offered = tree.drawn & (values >= 0.0)
-        batches = batches_of(state.batch, state.key)
+        batches = self._batches_of(state.batch, state.key)
         grid = self._grids.of(batches.largest, nodes)
         budgets, none = np.zeros(len(batches.sizes), dtype=np.int64), np.zeros(len(batches.sizes), dtype=np.int64)
         told = values, offered, batches.members, batches.starts
