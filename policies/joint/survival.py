@@ -50,7 +50,8 @@ class BatchStop(LearnedPolicy):
     e = S_j next_j, the t-th one with e a_{j+2} ... a_{j+t}. The g branches of the largest e are drafted t tokens further, g
     and t those of the most tokens less rho(n) times the seconds of t draft steps of g rows, a decision with each, and of the
     verification; none where stopping is worth as much. So a draft step is bought by all the streams that it is good for
-    together, and plain decoding, which is a choice at depth 0, is left only for what is expected to beat it.
+    together, and plain decoding, which is a choice at depth 0, is left only for what is expected to beat it. Where the rule's
+    `first` decision comes later, the tokens before it survive with the mean acceptance.
 
     Costs are those of `facts.profile` (`profile`), acceptance is `facts.acceptance`. In a tree each branch counts as one
     that draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
@@ -79,6 +80,7 @@ class BatchStop(LearnedPolicy):
             raise PolicyError(f"{self.name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
         self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name).each)
         self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
+        self._means: Array = np.cumprod(self._acceptance)
         self._rates: dict[tuple[int, int], Array] = {}
         self._pays: dict[tuple[int, int], bool] = {}
         self._shares: dict[tuple[int, int], Array] = {}
@@ -102,8 +104,12 @@ class BatchStop(LearnedPolicy):
 
     def _begun(self, key: Array, batch: Array) -> BatchState:
         """Return the state before a round."""
-        none = np.zeros((len(key), 0))
-        return BatchState(key, batch, none, np.full((len(key), 1), NOT_DRAFTED), none)
+        streams, first = len(key), self.first
+        if not first:
+            none = np.zeros((streams, 0))
+            return BatchState(key, batch, none, np.full((streams, 1), NOT_DRAFTED), none)
+        mean = np.tile(self._means[:first], (streams, 1))  # nothing is read of what is drafted without a decision
+        return BatchState(key, batch, np.zeros((streams, 0)), mean[:, -1:], mean[:, :-1])
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the batch should draft on."""
@@ -111,11 +117,14 @@ class BatchStop(LearnedPolicy):
         batches = self._batches_of(step.batch, state.key)
         if depth == 0 and not self._may_pay(batches):
             return np.zeros_like(alive), self._begun(state.key, step.batch)
-        found = self.survive(step, state.latest if depth > 1 else None)
+        opens = depth <= max(self.first, 1)
+        found = self.survive(step, None if opens else state.latest)
         survival, known = found[0], np.zeros((len(alive), 0))
+        if opens and depth > 1:
+            survival = survival * self._means[depth - 2]
         if depth:  # what is not alive ended its text or met a limit: drafted, though nothing was read of it
             expected = _of_parents(state.expected, step.parent)
-            if depth > 1:
+            if not opens:
                 survival = np.minimum(survival, _of_parents(state.latest, step.parent))
             known = np.concatenate([state.known, np.where(alive, survival, expected)], 1)
         gains, kept = survival * found[2], np.zeros_like(alive)
@@ -188,8 +197,8 @@ class BatchStop(LearnedPolicy):
 
 
 def _of_parents(values: Array, parent: Array) -> Array:
-    """Return [S, B] the values of branches' parents; of chains, which `take_along_axis` takes long over, as they are."""
-    return values if values.shape[1] == parent.shape[1] == 1 else np.take_along_axis(values, parent, 1)
+    """Return [S, B] the values of branches' parents; where all have the same, [S, 1], as they are."""
+    return values if values.shape[1] == 1 else np.take_along_axis(values, parent, 1)
 
 
 class BatchPolicy(BatchStop):
@@ -205,7 +214,7 @@ class BatchPolicy(BatchStop):
 
     def select(self, tree: DraftTree, state: State) -> Array | None:
         """Return the tokens that are worth their verification."""
-        if tree.by_level:
+        if tree.by_level or (self.first and not state.latest.shape[1]):  # or no stream came as far as a decision
             return None
         streams, nodes = tree.drawn.shape
         read = min(state.known.shape[1], nodes)
@@ -250,7 +259,8 @@ def for_batches(
         facts = dataclasses.replace(facts, profile=profile.record(policy.cost_name))
     if rule is None:
         send = send or ("best" if facts.verification in ("match", "point") else "all")
-        rule = BatchRule(send, policy.rule.rates if isinstance(policy.rule, BatchRule) else ())
+        known = policy.rule if isinstance(policy.rule, BatchRule) else BatchRule(send)
+        rule = BatchRule(send, known.rates, known.first)
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
     return kind(policy.name, policy.features, *parts)

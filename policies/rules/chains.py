@@ -152,12 +152,15 @@ class BatchRule(Rule):
             leave of the verification: how far streams draft is decided by the same weighing.
         rates: (streams, times) rising, what the policy's own rate in a batch of so many streams is of the best fixed
             length's; as that one where there are none.
+        first: depth of the first decision: so many tokens are drafted without one. 0 leaves plain decoding as a choice.
     """
 
     kind = "batch"
-    first = 0
 
-    def __init__(self, send: str = "best", rates: Sequence[tuple[int, float]] = ()) -> None:
+    def __init__(self, send: str = "best", rates: Sequence[tuple[int, float]] = (), first: int = 0) -> None:
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise PolicyError(f"rule batch: expected first to be a depth, not {first!r}")
+        self.first = first
         if send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
         self.send = send
@@ -175,7 +178,7 @@ class BatchRule(Rule):
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         rates = {"rates": [list(pair) for pair in self.rates]} if self.rates else {}
-        return {"kind": self.kind, "send": self.send, **rates}
+        return {"kind": self.kind, "send": self.send, **rates, **({"first": self.first} if self.first else {})}
 
 
 def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
@@ -207,7 +210,7 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "batch":
-            return BatchRule(raw["send"], raw.get("rates", ()))
+            return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0))
         if raw["kind"] == "gain":
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:

@@ -86,4 +86,4 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
         calibrated.survival.maps,
     )  # fmt: skip
     made = for_batches(policy)
-    return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))
+    return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))  # decisions are free

@@ -296,6 +296,28 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
             build_rule({"kind": "batch", "send": "best", "rates": wrong})
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first: int) -> None:
+    policy = for_batches(made_batch_policy(), rule=BatchRule("best", first=first))
+    assert policy.first == first and policy.rule.to_dict() == {"kind": "batch", "send": "best", "first": first}
+    streams, keys = 3, np.arange(3)
+    features = np.full((streams, 1, 2), 0.5, dtype=np.float32)
+    alive = np.array([[True], [True], [False]])
+    step = DraftStep(
+        first, alive, np.zeros((streams, 1), dtype=np.int64), features, {}, np.zeros(streams, dtype=np.int64)
+    )
+    _, state = policy.keep(step, policy.start(streams, keys))
+    accept = policy.survive(step, None)[0][0, 0]
+    mean = [0.6**n for n in range(1, first + 1)]
+    assert state.known[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
+    assert state.known[2].tolist() == pytest.approx(mean), "its text has ended: drafted, and not read"
+    fresh = policy.start(streams, keys)
+    drawn = np.ones((streams, first), dtype=bool)
+    depth, parent = np.arange(1, first + 1), np.arange(first) - 1
+    tree = DraftTree(np.ones((streams, first), dtype=np.int64), np.tile(parent, (3, 1)), np.tile(depth, (3, 1)), drawn)
+    assert policy.select(tree, fresh) is None, "nobody was asked: all is sent"
+
+
 def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     costs = SingleStreamCosts(made_profile(STEPPED, 0.25))
     assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx([STEPPED[3], STEPPED[4], STEPPED[5]])

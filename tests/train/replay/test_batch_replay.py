@@ -107,6 +107,7 @@ def joint(timed: Profile) -> list[StopPolicy]:
         for_batches(made_batch_policy(names=("top1", "mean_accepted", feature), depth=DEPTH), send, timed)
         for send, feature in (("best", "noisy_margin"), ("all", "drawn_prob"))
     ]
+    learned.append(for_batches(learned[0], rule=BatchRule("best", [(1, 1.1), (4, 0.9)], first=2), profile=timed))
     fitted = AdaptiveVerification(DEPTH, profile=timed)
     fitted.EVERY = 3  # type: ignore[misc]
     return [LoadLength("1:5,2:3,3:2,4:1"), SmartSpec(profile=timed, max_depth=DEPTH), Tetris(2, 2), fitted, *learned]
