@@ -22,7 +22,8 @@ from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .drafted import Finished
-from .drafters import Drafter, EitherDrafter, ModelDrafter, find_drafter
+from .drafters import Drafter, find_drafter
+from .drafters.base import Prepares
 from .model_source import ModelSource
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
@@ -165,7 +166,7 @@ class Speculator:
         """Have a GPU record what chains in texts of these lengths call for, so that no round that is timed does."""
         self._source.reserve(max(lengths))
         self._source.target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
-        if isinstance(self._drafter, ModelDrafter | EitherDrafter):
+        if isinstance(self._drafter, Prepares):
             self._drafter.prepare(lengths)
 
     @property

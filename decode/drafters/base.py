@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -84,3 +84,11 @@ class Drafter(Protocol):
             found: what each has drafted so far.
             feeding: places of each, at least one, all of one depth; all their parents were fed before.
         """
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A drafter that has something to do once, ahead of the rounds that are timed."""
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Do ahead what drafting chains in texts of these lengths takes to be done once (`CachedModel.prepare`)."""

@@ -10,8 +10,7 @@ import torch
 from ...policies.contract import Array
 from ..candidates import Candidates
 from ..models.pair import Pair
-from .base import Drafter, Proposal
-from .model import ModelDrafter
+from .base import Drafter, Prepares, Proposal
 
 SURE = 0.5
 """Chance of the likeliest next token from which on the first drafter takes a round (`train.drafters.choice` fits it)."""
@@ -47,8 +46,8 @@ class EitherDrafter:
         self._other.begin(stream)
 
     def prepare(self, lengths: Sequence[int]) -> None:
-        """See `ModelDrafter.prepare`."""
-        if isinstance(self._other, ModelDrafter):
+        """See `Prepares`."""
+        if isinstance(self._other, Prepares):
             self._other.prepare(lengths)
 
     def committed(self, stream: int, tokens: Sequence[int], states: torch.Tensor | None) -> None:

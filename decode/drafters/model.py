@@ -67,7 +67,7 @@ class ModelDrafter:
         self._streams[stream] = _Read()
 
     def prepare(self, lengths: Sequence[int]) -> None:
-        """Do ahead what drafting chains in texts of these lengths takes to be done once (`CachedModel.prepare`)."""
+        """See `Prepares`."""
         self._model.prepare([(1, 1), (2, 1)], lengths)
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:

@@ -362,7 +362,9 @@ def test_findings_name_what_cannot_or_should_not_be() -> None:
 
 
 def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
+    report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
+    names = [line["name"] for line in report.details["batch"]["lines"]]
+    assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
     line = report.line("achievable estimate")
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)

@@ -60,10 +60,13 @@ def _least(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> float:
 def solved_rates(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> list[tuple[int, float]]:
     """Return, by batch size of the profile, how many times the best fixed length's rate a second is best taken to be worth.
 
+    Of a profile without batches nothing.
+
     Dinkelbach's iteration: assume the rate of the best fixed length, replay batches, assume the rate that came out. The
     fastest replay counts.
     """
-    assert profile.batch is not None
+    if profile.batch is None:
+        return []
     sizes = profile.batch.sizes
     fixed = dict(zip(sizes, policy.fixed_rate(np.array(sizes)).tolist(), strict=True))
     assumed, best = dict.fromkeys(sizes, 1.0), dict.fromkeys(sizes, (0.0, 1.0))  # (rate, times)
