@@ -191,6 +191,10 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
             table(
                 title, [name.replace("_", " ") for name in shown], [[_cell(row.get(n)) for n in shown] for row in rows]
             )
+    ratio = metrics.get("held_out_ratio_to_best_fixed", 1.0)
+    if ratio < 1.0:
+        say(f"slower than the best fixed length: {ratio:.3f} of it on held-out prompts; see what `specstop evaluate` says "
+            "before you use it, and try another --head or more prompts")  # fmt: skip
     more = "these tables" if verbose else "these tables, and how it is calibrated (--verbose)"
     output().print(f"the policy is in {out}; its README.md has {more}")
 

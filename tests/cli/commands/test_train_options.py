@@ -39,12 +39,15 @@ def test_the_tables_say_how_it_did(start: list[object], tmp_path: Path) -> None:
 
 
 def test_the_same_configuration_gives_the_same_policy(start: list[object], tmp_path: Path) -> None:
-    first = cli(*start, "--out", tmp_path / "p", "--rule", "step", "--threshold", 0.4, "--no-cross-fit")
+    first = cli(*start, "--out", tmp_path / "p", "--rule", "step", "--threshold", 0.99, "--no-cross-fit")
     assert first.code == 0, first.err
     again = cli("train", "--config", tmp_path / "p" / "run.yaml", "--out", tmp_path / "q", "--json")
     assert again.code == 0, again.err
     assert files(tmp_path / "p")["weights.safetensors"] == files(tmp_path / "q")["weights.safetensors"]
-    assert json.loads(again.out)["survival_maps"]
+    metrics = json.loads(again.out)
+    assert metrics["survival_maps"]
+    assert metrics["held_out_ratio_to_best_fixed"] < 1.0
+    assert "slower than the best fixed length" in first.out + first.err
 
 
 def test_a_network_with_a_work_folder_can_be_resumed(start: list[object], tmp_path: Path) -> None:
