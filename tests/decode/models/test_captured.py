@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from specstop.decode.drafters import model as drafters_module
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import graph as captured_module
 from specstop.decode.models.cuda.graph import CapturedModel, open_cache
+from specstop.decode.models.cuda.recorder import Recorder
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
@@ -205,6 +209,46 @@ def test_grouped_queries_repeat_no_keys(graphs: Graphs, monkeypatch: pytest.Monk
         cache.read(torch.ones(1, 3, dtype=torch.int64))
     cache.roll_back(0)
     same(expected, readings(cache))
+
+
+@torch.no_grad()
+def test_a_prompt_is_read_on_a_device_without_a_mask(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a device takes its flash kernel, and no mask of a prompt squared is made."""
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def spy(*args: torch.Tensor, **more: object) -> torch.Tensor:
+        seen.append((more.get("attn_mask"), more.get("is_causal")))
+        return attend(*args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    masked, cache = (CachedModel(model, 32, VOCABULARY) for _ in range(2))
+    prompt = torch.arange(3, 12)[None]
+    expected = masked.read(prompt)
+    seen.clear()
+    cache._maskless_prompt = True  # as where the model lies on a device
+    same([expected], [cache.read(prompt)])
+    assert seen == [(None, True)] * model.config.num_hidden_layers
+
+
+def test_recordings_share_a_pool_and_play_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, object]] = []
+
+    @contextlib.contextmanager
+    def noted(what: str, *args: object, **more: object) -> Iterator[None]:
+        done.append((what, more.get("pool", args[0])))
+        yield
+
+    graph = SimpleNamespace(replay=lambda: done.append(("play", None)))
+    monkeypatch.setattr(torch.cuda, "device", functools.partial(noted, "device"))
+    monkeypatch.setattr(torch.cuda, "graph", functools.partial(noted, "record"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", iter(["pool"]).__next__)
+    device = torch.device("cuda:1")
+    recorder = Recorder(device)
+    plays = [recorder.record(lambda number=number: number) for number in (3, 4)]
+    assert done == [("device", device), ("record", "pool")] * 2
+    assert [play() for play in plays if play is not None] == [3, 4]
+    assert done[4:] == [("device", device), ("play", None)] * 2
 
 
 @torch.no_grad()
