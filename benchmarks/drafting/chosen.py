@@ -11,6 +11,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import TreePlan
+from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.oracle import oracle_seconds
@@ -95,14 +96,14 @@ def choose(ground: Ground, drafter: str) -> Chosen:
     return Chosen(settings, played, profile, plain, bound)
 
 
-def told(ground: Ground, drafter: str, chosen: Chosen) -> float:
-    """Return tokens a second of nodes learned on the test prompts themselves, decisions free.
+def told(ground: Ground, drafter: str, chosen: Chosen) -> tuple[float, float]:
+    """Return tokens a second of nodes learned on the test prompts themselves: decisions free, and at their price.
 
-    No other policy that reads these features and generalises has more, but for what the family of heads leaves out.
+    About the most that a policy of these features can have, if it knew the test prompts.
     """
     free = chosen.profile.with_decisions({TreePlan().name: 0.0})
     found = _nodes(ground, ground.traces(drafter, ground.tree)[1], free)
-    return replay(found.arrays, found.policy, free).rate
+    return replay(found.arrays, found.policy, free).rate, solve_tree(found.policy, found.arrays, chosen.profile)[1]
 
 
 def _nodes(ground: Ground, arrays: TraceArrays, profile: Profile) -> TreeChoice:
