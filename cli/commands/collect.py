@@ -142,7 +142,10 @@ Through = Annotated[
 ]
 FromVLLM = Annotated[
     Path | None,
-    typer.Option("--from-vllm", help="Turn vLLM's acceptance records (JSON Lines) into a trace; no model is run."),
+    typer.Option(
+        "--from-vllm",
+        help="Turn vLLM's acceptance records (JSON Lines), or the folder that our class wrote there, into a trace.",
+    ),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Estimate time and disk from a few prompts, and write nothing.")

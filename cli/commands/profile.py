@@ -68,6 +68,9 @@ def profile(
     batch: Annotated[
         str | None, typer.Option(help="Measure rounds of so many texts side by side as well: 1,2,4,8.")
     ] = None,
+    through: Annotated[
+        str | None, typer.Option(help="vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).")
+    ] = None,
     budget: Annotated[float, typer.Option(help="Seconds at most; a quiet machine needs a fraction of them.")] = 90.0,
     repeats: Annotated[
         int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
@@ -83,6 +86,7 @@ def profile(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
+    from ...collect.engines.vllm_profile import measure_vllm
     from ...collect.run import facts
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
@@ -108,6 +112,13 @@ def profile(
     if out is None:
         raise InputError("--out: expected a JSON file for the profile to go to")
     sizes = batch_sizes(batch)
+    if through is not None and through != "vllm":
+        raise InputError(f"--through: expected vllm, not {through!r}")
+    if through is not None and (policy or tree or shaping.facts or drafter != "model" or verification != "auto"):
+        raise InputError(
+            "--through vllm: expected chains of a draft model; leave out --policy, --tree, --verification, --drafter, and "
+            "options that change what is sampled from"
+        )
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
@@ -116,20 +127,36 @@ def profile(
         rules = [load_policy(spec).limited(depth) for spec in policy]
         chosen = find_prompts(prompts, names[2], "train", 32)
         pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
-        measured = measure_profile(
-            pair,
-            fitting(chosen, pair, 1, chat, long)[1],
-            depth=depth,
-            tree=tree,
-            temperature=temperature,
-            policies=rules,
-            effort=Effort(budget, repetitions=repeats),
-            facts=facts(pair),
-            progress=progress,
-            shaping=shaping,
-            batch=sizes,
-            verification=verification,
-        )
+        ids, effort = fitting(chosen, pair, 1, chat, long)[1], Effort(budget, repetitions=repeats)
+        if through is not None:
+            measured = measure_vllm(
+                names[0],
+                names[1] or "",
+                ids,
+                depth=depth,
+                temperature=temperature,
+                batch=sizes,
+                readable=pair.readable,
+                dtype=str(pair.target.dtype).removeprefix("torch."),
+                effort=effort,
+                facts=facts(pair),
+                progress=progress,
+            )
+        else:
+            measured = measure_profile(
+                pair,
+                ids,
+                depth=depth,
+                tree=tree,
+                temperature=temperature,
+                policies=rules,
+                effort=effort,
+                facts=facts(pair),
+                progress=progress,
+                shaping=shaping,
+                batch=sizes,
+                verification=verification,
+            )
     with uninterrupted:
         measured.save(out)
         save_config(saved.parent, saved.name)

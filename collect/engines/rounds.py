@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...decode.engines.asking import Asking
 from ...decode.engines.rounds import Heard, Sent
 from ...decode.policy.summaries import summarise
+from ...policies import state
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
+from ..explore import Exploring
 from ..schema import TIMES
 
 ANCHORS = ("anchor_token", "before_token")
@@ -27,6 +30,14 @@ ANCHORS = ("anchor_token", "before_token")
 def engine_features(temperature: float) -> tuple[str, ...]:
     """Return the features that an engine's drafter can record at each token: of sampled texts none that read noise."""
     return tuple(n for n in CHAIN_FEATURES if temperature == 0.0 or not n.startswith("noisy_"))
+
+
+def explored_by(asking: Asking, rows: Array) -> Array:
+    """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
+    policy = asking.policy
+    if not isinstance(policy, Exploring):
+        return np.zeros(len(rows), dtype=bool)
+    return policy.explores(state.take(asking.states, rows))
 
 
 @dataclass
@@ -57,12 +68,16 @@ class RecordedText:
     Attributes:
         name: the engine's, where it is known.
         tokens: of the text as it was last seen, the prompt included.
+        prompt: how many of them were there before the first one that the engine committed.
         rounds: in order.
+        seen: number of the last step that drafted for it.
     """
 
     name: str | None
     tokens: list[int]
+    prompt: int = 0
     rounds: list[_Round] = field(default_factory=list)
+    seen: int = 0
 
 
 class RoundRecorder:
@@ -93,13 +108,14 @@ class RoundRecorder:
         self._tokens = np.zeros((rows, depth), dtype=np.int32)
         self._features = np.zeros((rows, depth, count), dtype=np.float32)
         self._chance, self._path = np.zeros((rows, depth), dtype=np.float32), np.zeros(rows)
-        self._begun = 0
+        self._begun = self._step = 0
 
     def began(self, row: int, text: Array, name: str | None) -> None:
         """See `Observer.began`."""
         if (ended := self._here[row]) is not None:
             self._ended.append(ended)
-        self._here[row] = RecordedText(name, text.tolist()) if self._keep(self._begun) else None
+        kept = self._keep(self._begun)
+        self._here[row] = RecordedText(name, text.tolist(), len(text) - 1, seen=self._step) if kept else None
         self._begun += 1
 
     def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
@@ -115,10 +131,12 @@ class RoundRecorder:
 
     def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
         """See `Observer.sent`."""
+        self._step += 1
         explored = self._explored(np.array([sent.row for sent in drafts], dtype=np.int64))
         for sent, full in zip(drafts, explored.tolist(), strict=True):
             text = self._here[sent.row]
             if text is not None:
+                text.seen = self._step
                 row, before = sent.row, (text.tokens[-1], text.tokens[-2])
                 drawn = (self._tokens[row], self._features[row], self._chance[row])
                 tokens, features, chance = (
@@ -140,6 +158,19 @@ class RoundRecorder:
         """Return the texts that have ended, and those still here as far as they are; the recorder forgets them all."""
         found = self._ended + [text for text in self._here if text is not None]
         self._ended, self._here = [], [None] * len(self._here)
+        return found
+
+    def take_ended(self, idle: int) -> list[RecordedText]:
+        """Return the texts that have ended: others took their places, or more than `idle` steps have drafted without them.
+
+        One of the latter may yet come back, after long preemption: then it goes on as another text.
+        """
+        found, self._ended = self._ended, []
+        for row, text in enumerate(self._here):
+            if text is not None and text.rounds and self._step - text.seen > idle:
+                found.append(text)
+                waiting = [one for one in text.rounds[-1:] if one.context == len(text.tokens)]
+                self._here[row] = RecordedText(text.name, list(text.tokens), len(text.tokens) - 1, waiting, self._step)
         return found
 
     def rows(

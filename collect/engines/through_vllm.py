@@ -14,17 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ...decode.engines.drafting import Options
 from ...decode.engines.policies import check_engine_policy
 from ...decode.engines.rounds import Observer
 from ...decode.engines.vllm import Proposer
-from ...policies import state
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ..explore import Exploring, exploring
-from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features
+from ..explore import exploring
+from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
 CLASS = f"{__name__}.TracingProposer"
 REQUESTS = 8
@@ -62,10 +59,8 @@ class TracingProposer(Proposer):
         return self.recorder
 
     def _explored(self, rows: Array) -> Array:
-        """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
         assert self.drafting is not None
-        policy, states = self.drafting.policy, self.drafting.asking.states
-        return policy.explores(state.take(states, rows)) if isinstance(policy, Exploring) else np.zeros(len(rows), bool)
+        return explored_by(self.drafting.asking, rows)
 
 
 class ThroughVLLM:
@@ -117,30 +112,10 @@ class ThroughVLLM:
     def _start(self) -> Any:
         """Return vLLM, started when the first texts are wanted."""
         if self._engine is None:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            try:
-                from vllm import LLM
-            except ImportError as error:
-                raise InputError(
-                    f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
-                    "(docs/vllm.md)"
-                ) from None
             _HANDED.policy = self._policy
             target, draft = self._models
             told = {"draft": draft, "temperature": self._temperature, "rows": self._requests}
-            with _unseen("llvmlite.binding.ffi"):
-                self._engine = LLM(
-                    model=target,
-                    dtype=self._dtype,
-                    enforce_eager=True,
-                    max_num_seqs=self._requests,
-                    speculative_config={
-                        "method": "custom_class", "model": CLASS, "num_speculative_tokens": self._depth,
-                    },
-                    additional_config={"specstop": told},
-                )  # fmt: skip
+            self._engine = start_vllm(target, CLASS, self._depth, told, self._dtype)
             if self._temperature > 0 and str(_HANDED.proposer and _HANDED.proposer.device) == "cpu":
                 warnings.warn(
                     "on a CPU vLLM 0.32 does not sample rightly with drafts at temperatures above 0: these texts are not the "
@@ -178,6 +153,41 @@ class ThroughVLLM:
             made = recorder.rows(parts, sequence, name, group, prompt, generated)
             chunks += [made] if made is not None else []
         return chunks
+
+
+def start_vllm(target: str, drafts: str, depth: int, told: Mapping[str, Any], dtype: str, **more: Any) -> Any:
+    """Return vLLM in this process, with a class that drafts for it.
+
+    Args:
+        target: folder or hub name.
+        drafts: the dotted name of the class; `told` is what it is told (`settings.EngineSettings`).
+        depth: K.
+        dtype: of the target.
+        more: of `vllm.LLM`.
+
+    Raises:
+        InputError: vLLM is not installed.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise InputError(
+            f"--through vllm: vLLM cannot be imported ({str(error).splitlines()[0]}); install it beside specstop "
+            "(docs/vllm.md)"
+        ) from None
+    with _unseen("llvmlite.binding.ffi"):
+        return LLM(
+            model=target,
+            dtype=dtype,
+            enforce_eager=True,
+            max_num_seqs=told["rows"],
+            speculative_config={"method": "custom_class", "model": drafts, "num_speculative_tokens": depth},
+            additional_config={"specstop": dict(told)},
+            **more,
+        )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.files.text import HALF, is_text
 from ..schema import TIMES, UNKNOWN, Header, parents
 from ..store.folder import Trace, open_for_writing, open_trace, write_shard
+from .serving import import_parts
 
 
 def import_vllm(
@@ -27,8 +28,9 @@ def import_vllm(
     """Turn vLLM's records into a trace.
 
     Args:
-        path: JSON Lines: responses of the server, or their `metrics.speculative_decoding` objects alone. `detailed` records
-            keep the order of the steps; of `summary` ones the histogram is laid out, shortest first.
+        path: a folder that `serving.RecordingProposer` wrote; else JSON Lines: responses of the server, or their
+            `metrics.speculative_decoding` objects alone. `detailed` records keep the order of the steps; of `summary` ones
+            the histogram is laid out, shortest first.
         out: folder of the trace.
         target, draft: names for the header.
         overwrite: replace an older result in `out`.
@@ -37,6 +39,8 @@ def import_vllm(
         InputError: the file is missing, a line has no such record (the message gives its number), or as `claim_folder`.
     """
     file = Path(path)
+    if file.is_dir():
+        return import_parts(file, out, overwrite=overwrite)
     claim_folder(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")

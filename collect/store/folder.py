@@ -147,7 +147,11 @@ def write_shard(folder: Path, header: Header, index: int, rows: Sequence[Mapping
     Raises:
         TraceError: the disk is full.
     """
-    table = shard_table(header, rows)
+    write_shard_table(folder, header, index, shard_table(header, rows))
+
+
+def write_shard_table(folder: Path, header: Header, index: int, table: pa.Table) -> None:
+    """Write one shard whose table is made already; see `write_shard`."""
     path = shard_path(folder, index, header.shards)
     with full_disk_advice(folder, _way_on(folder, header)), staged(path) as stage:
         write_table(table, stage)

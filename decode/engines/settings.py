@@ -25,6 +25,8 @@ class EngineSettings:
         temperature: of the sampling, for features that read it.
         fallback: length that is drafted once the policy has failed.
         rows: requests that are drafted for at once, at most.
+        traces: folder that `collect.engines.serving.RecordingProposer` writes traces to; `share` of the requests, `explore`
+            of whose rounds are drafted to full depth whatever the policy says.
     """
 
     draft: str
@@ -35,6 +37,9 @@ class EngineSettings:
     temperature: float = 0.0
     fallback: int = 4
     rows: int = 64
+    traces: str = ""
+    share: float = 1.0
+    explore: float = 0.0
 
 
 def read_settings(raw: Any) -> EngineSettings:
@@ -64,7 +69,9 @@ def read_settings(raw: Any) -> EngineSettings:
     if not values.get("draft"):
         raise InputError(f"{where}: draft: expected the folder or hub name of the draft model")
     settings = EngineSettings(**values)
-    check_limits(temperature=settings.temperature, fallback=settings.fallback)
+    check_limits(temperature=settings.temperature, fallback=settings.fallback, explore=settings.explore)
+    if not 0.0 < settings.share <= 1.0:
+        raise InputError(f"{where}: share: expected more than 0, at most 1, not {settings.share:g}")
     if not 1 <= settings.rows <= 1024:
         raise InputError(f"{where}: rows: expected 1 to 1024 requests, not {settings.rows}")
     return settings

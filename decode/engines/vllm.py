@@ -20,6 +20,7 @@ import torch
 
 from ...policies import kernels
 from ...policies.contract import Array, StopPolicy
+from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
 from ..models.pair import check_dtype, end_tokens, readable
@@ -40,8 +41,16 @@ class Proposer:
         InputError, PolicyError: the settings or the policy are wrong, or the policy reads what vLLM does not hand over.
     """
 
+    records = False
+    """Whether it writes traces."""
+
     def __init__(self, vllm_config: Any) -> None:
         self.settings: EngineSettings = read_settings(vllm_config.additional_config)
+        if bool(self.settings.traces) != self.records:
+            raise InputError(
+                "additional_config: specstop: traces: expected a folder with the class "
+                "specstop.collect.engines.serving.RecordingProposer, and with no other class"
+            )
         self._config = vllm_config
         policy = check_engine_policy(load_policy(self.settings.policy), "vllm")
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)

@@ -147,7 +147,7 @@ class CalibrationRun:
             temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
         )
         self._prompts = prompts
-        self._lengths = _lengths(pair, prompts, new_tokens)
+        self._lengths = two_lengths(pair.readable, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
         self._plain = Speculator(pair, FixedLength(0), self.settings)
@@ -215,7 +215,7 @@ class CalibrationRun:
 
     def _texts(self, number: int) -> list[list[int]]:
         """Return the short and the long prompt of a repetition."""
-        return [_stretch(self._prompts, length, number) for length in self._lengths]
+        return [stretch(self._prompts, length, number) for length in self._lengths]
 
 
 def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation) -> None:
@@ -234,18 +234,18 @@ def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, 
     timed[Key(PLAIN, side)].extend(r.verify_s for r in plain.rounds if not r.cut)
 
 
-def _lengths(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
+def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:
     """Return the lengths of the short and the long prompt."""
     if not prompts or not all(prompts):
         raise InputError("profile: expected at least one prompt, and none empty")
     short = int(statistics.median(map(len, prompts)))
-    long = min(4 * short, pair.readable - new_tokens)
+    long = min(4 * short, readable - new_tokens)
     if long <= short:
         raise InputError(f"profile: the prompts leave no room for {new_tokens} new tokens; give shorter ones")
     return short, long
 
 
-def _stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
+def stretch(prompts: Sequence[Sequence[int]], length: int, start: int) -> list[int]:
     """Return `length` tokens of the prompts laid end to end, beginning with prompt `start`."""
     tokens: list[int] = []
     while len(tokens) < length:

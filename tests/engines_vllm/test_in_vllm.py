@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import build_draft, build_model
+from specstop.collect.engines.vllm_records import import_vllm
 from transformers import PreTrainedTokenizerFast
 
 
@@ -78,24 +79,38 @@ def serve(pair_folder: Path, prompts: list[list[int]], **options: object) -> dic
     return dict(json.loads(answers[0].removeprefix("ANSWER")))
 
 
-def ours(pair_folder: Path, policy: str) -> dict[str, object]:
+def ours(
+    pair_folder: Path, policy: str, drafts: str = "decode.engines.vllm.Proposer", **more: str
+) -> dict[str, object]:
     return {
-        "speculative_config": {
-            "method": "custom_class", "model": "specstop.decode.engines.vllm.Proposer", "num_speculative_tokens": 5,
-        },
-        "additional_config": {"specstop": {"draft": str(pair_folder / "draft"), "policy": policy}},
-    }  # fmt: skip
+        "speculative_config": {"method": "custom_class", "model": f"specstop.{drafts}", "num_speculative_tokens": 5},
+        "additional_config": {"specstop": {"draft": str(pair_folder / "draft"), "policy": policy, **more}},
+    }
 
 
-def test_texts_are_those_of_plain_vllm(folder: Path) -> None:
+def test_texts_are_those_of_plain_vllm(folder: Path, tmp_path: Path) -> None:
     prompts = [[17 + (7 * i + j) % 31 for j in range(3 + 9 * (i % 3))] for i in range(8)]
     prompts[5] = list(prompts[2])  # requests of equal tokens
     plain = serve(folder, prompts)["texts"]
-    for policy in ("confidence:0.3", "fixed:5"):
-        found = serve(folder, prompts, **ours(folder, policy))
+    recording = {"drafts": "collect.engines.serving.RecordingProposer", "traces": str(tmp_path / "parts")}
+    for policy, more in (("confidence:0.3", {}), ("fixed:5", recording)):
+        found = serve(folder, prompts, **ours(folder, policy, **more))
         assert found["texts"] == plain
         assert found["policy"] == policy and found["names"]
         assert found["drafted"] > found["steps"] > 10
+    rows = import_vllm(tmp_path / "parts", tmp_path / "trace").table().to_pydict()
+    recorded: dict[str, set[int]] = {}
+    for name, anchor, accepted, tokens in zip(
+        *(rows[column] for column in ("prompt_id", "anchor", "accepted_length", "tokens")), strict=True
+    ):
+        text = plain[int(name.partition("-")[0][1:])]
+        after = text[anchor : anchor + 5]
+        agreed = next((at for at, (a, b) in enumerate(zip(tokens, after, strict=False)) if a != b), len(after))
+        # Behind the limit vLLM commits tokens that it does not give out.
+        assert accepted == agreed or (accepted > agreed == len(after)), name
+        assert anchor not in recorded.setdefault(name, set())
+        recorded[name].add(anchor)
+    assert len(recorded) == len(prompts) and all(1 in anchors for anchors in recorded.values())
 
 
 def test_adaptive_verification_begins_with_our_coefficients(tmp_path: Path) -> None:

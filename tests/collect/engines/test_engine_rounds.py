@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from simulated_engine import Engine, Request
-from specstop.collect.engines.rounds import RoundRecorder, engine_features
+from specstop.collect.engines.rounds import ANCHORS, RoundRecorder, engine_features
+from specstop.collect.engines.serving import PartWriter, import_parts
+from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.explore import Exploring, exploring
 from specstop.collect.live import LiveCollector
+from specstop.collect.schema import Header, chain
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.models import ModelRows
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.policies import state
+from specstop.policies.errors import InputError
 from specstop.policies.storage.registry import load_policy
 
 K, NEW = 4, 20
@@ -31,7 +36,13 @@ def requests(endless_pair: Pair) -> list[Request]:
 
 
 def recorded(
-    pair: Pair, requests: list[Request], policy: str, explore: float = 0.0, gentle: bool = False, seed: int = 0
+    pair: Pair,
+    requests: list[Request],
+    policy: str,
+    explore: float = 0.0,
+    gentle: bool = False,
+    seed: int = 0,
+    made_by: Callable[..., RoundRecorder] | None = None,
 ) -> tuple[dict[str, Mapping[str, Any]], Engine]:
     """Return the rows of each finished request, and the engine that it ran in."""
     asked = load_policy(policy)
@@ -46,7 +57,7 @@ def recorded(
             else np.zeros(len(rows), bool)
         )
 
-    recorder = RoundRecorder(3, K, 0.0, explored)
+    recorder = (made_by or RoundRecorder)(3, K, 0.0, explored)
     made.append(Drafting(ModelRows(pair.draft_model, 3, pair.vocabulary), asked, Options(3, K, 128), observer=recorder))
     engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
 
@@ -59,6 +70,9 @@ def recorded(
         return out
 
     engine.run(propose)
+    if isinstance(recorder, PartWriter):
+        recorder.close()
+        return {}, engine
     texts = recorder.take()
     found = {}
     for at, request in enumerate(engine.finished):
@@ -126,3 +140,74 @@ def test_what_was_not_asked_for_is_not_kept(endless_pair: Pair) -> None:
         recorder.began(0, np.array([number, 1, 2]), f"r{number}")
     assert [text.name for text in recorder.take()] == ["r1", "r3"]
     assert not any(name.startswith("noisy_") for name in engine_features(0.7))
+
+
+def header_of(pair: Pair, **more: Any) -> Header:
+    told: dict[str, Any] = {
+        "target": "t", "draft": "d", "pair": {}, "vocabulary": pair.vocabulary, "eos": (), "temperature": 0.0,
+        "topology": chain(K), "features": engine_features(0.0), "anchor_features": ANCHORS, "max_new_tokens": 64, "seed": 0,
+        "shards": 1, "prompts": 1, "prompts_hash": "", "collector": "live", "policy": "fixed:3",
+    }  # fmt: skip
+    return Header(**told | more)
+
+
+def test_servers_write_the_same_rounds_and_a_trace_is_made_of_their_files(
+    endless_pair: Pair, requests: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes, disturbed: together all rounds of each request, once, in the order of its text."""
+    monkeypatch.setattr("specstop.collect.engines.serving.TEXTS", 3)
+    parts, wanted = tmp_path / "parts", {}
+    for seed, half in enumerate((requests[:4], requests[4:])):
+        _, engine = recorded(
+            endless_pair, half, "fixed:3", seed=seed,
+            made_by=lambda *a: PartWriter(parts, header_of(endless_pair), (), 1.0, *a),
+        )  # fmt: skip
+        for request in engine.finished:
+            given = [context - len(request.prompt) for context, *_ in request.rounds if context > len(request.prompt)]
+            wanted[request.name] = given
+    written = list(parts.iterdir())
+    assert len(written) >= 2 and all(path.suffix == ".parquet" for path in written)
+    rows = import_parts(parts, tmp_path / "trace").table(["prompt_id", "sequence", "anchor"]).to_pydict()
+    found: dict[str, list[int]] = {}
+    for name, anchor in zip(rows["prompt_id"], rows["anchor"], strict=True):
+        found.setdefault(name, []).append(anchor)
+    assert {name: found[name] for name in wanted} == wanted
+    assert len(set(zip(rows["sequence"], rows["anchor"], strict=True))) == len(rows["anchor"])
+
+
+def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(endless_pair: Pair) -> None:
+    text = np.array([20, 21, 22, 23, 24, 25, 26, 27, 28, 29], dtype=np.int32)
+    recorder = RoundRecorder(2, K, 0.0, lambda rows: np.zeros(len(rows), bool))
+    drafting = Drafting(
+        ModelRows(endless_pair.draft_model, 2, endless_pair.vocabulary), load_policy("fixed:2"), Options(2, K, 128),
+        observer=recorder,
+    )  # fmt: skip
+    for length in (3, 4):
+        drafting.propose([text[:length]], ["a"])
+    for length in (3, 4, 5):
+        drafting.propose([text[:length] + 10], ["b"])
+    (first,) = recorder.take_ended(2)
+    assert (first.name, [one.context for one in first.rounds]) == ("a", [3, 4])
+    for length in (5, 6, 7):
+        drafting.propose([text[:length]], ["a"])
+    ended = {one.name: one for one in recorder.take_ended(-1)}
+    parts = [(first, text[:4]), (ended["a"], text[:7])]
+    rows = [recorder.rows([one], 0, "a", "", one.tokens[: one.prompt], one.tokens[one.prompt :]) for one, _ in parts]
+    assert [one.tokens for one, _ in parts] == [known.tolist() for _, known in parts]
+    anchors = [(one["anchor"] + one["prompt_tokens"]).tolist() for one in rows if one is not None]
+    assert anchors == [[3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "expected files that RecordingProposer wrote"),
+        (lambda folder: (folder / "a.parquet").write_bytes(b"PAR1"), "a.parquet is no file of rounds"),
+    ],
+)
+def test_a_folder_without_such_files_is_refused(make: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    make(tmp_path / "parts")
+    with pytest.raises(InputError, match=message):
+        import_vllm(tmp_path / "parts", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,175 @@
+"""Traces of a serving process: `vllm serve` drafts with `RecordingProposer`, which writes the rounds of finished requests.
+
+    vllm serve TARGET --speculative-config '{"method": "custom_class",
+        "model": "specstop.collect.engines.serving.RecordingProposer", "num_speculative_tokens": 8}' \\
+        --additional-config '{"specstop": {"draft": "DRAFT", "policy": "policy", "traces": "parts", "explore": 0.05}}'
+
+Every so many requests their rounds become a file of the folder `traces`, there whole or not at all; any number of processes
+may write into it. A process that is killed loses the requests that are not in a file yet. `collect --from-vllm FOLDER` makes
+one live trace of all files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...decode.engines.drafting import Options
+from ...decode.engines.rounds import Observer, Sent
+from ...decode.engines.vllm import Proposer
+from ...policies.contract import Array, StopPolicy
+from ...policies.errors import InputError
+from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.splitmix import mix
+from ..explore import exploring
+from ..schema import HEADER_KEY, Header, chain
+from ..store.folder import Trace, open_for_writing, open_trace, shard_table, write_shard_table, write_table
+from ..store.staging import staged
+from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
+
+TEXTS = 32
+"""Requests of a file."""
+
+IDLE = 64
+"""Steps after which a request that is in none of them has ended."""
+
+_SHARE = 1 << 24
+
+
+class PartWriter(RoundRecorder):
+    """Writes the rounds of texts that have ended.
+
+    Args:
+        folder: of the files.
+        header: of each.
+        eos: tokens that end a text.
+        share: of the texts that are recorded.
+        rows, depth, temperature, explored: of `RoundRecorder`.
+    """
+
+    def __init__(
+        self, folder: Path, header: Header, eos: Sequence[int], share: float, rows: int, depth: int, temperature: float,
+        explored: Callable[[Array], Array],
+    ) -> None:  # fmt: skip
+        least = round(share * _SHARE)
+        super().__init__(
+            rows, depth, temperature, explored, lambda number: int(mix(np.int64(number))) & (_SHARE - 1) < least
+        )
+        self._folder, self._header, self._eos = folder, header, set(eos)
+        self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
+        self._chunks: list[Mapping[str, Any]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
+        """See `Observer.sent`."""
+        super().sent(drafts, draft_s)
+        self._add(self.take_ended(IDLE))
+        if len(self._chunks) >= TEXTS:
+            self.write()
+
+    def close(self) -> None:
+        """Write all that is there: the process ends."""
+        self._add(self.take_ended(-1))
+        self.write()
+
+    def write(self) -> None:
+        """Write the texts that have ended since the last file."""
+        chunks, self._chunks = self._chunks, []
+        if chunks:
+            path = self._folder / f"{self._begun_ns}-{os.getpid()}-{next(self._parts):06d}.parquet"
+            with staged(path) as stage:
+                write_table(shard_table(self._header, chunks), stage)
+
+    def _add(self, texts: Sequence[RecordedText]) -> None:
+        for text in texts:
+            prompt, made = text.tokens[: text.prompt], text.tokens[text.prompt :]
+            ends = next((at for at, token in enumerate(made) if token in self._eos), len(made))
+            number = next(self._sequences)
+            rows = self.rows([text], number, text.name or f"{self._begun_ns}-{number}", "", prompt, made[: ends + 1])
+            self._chunks += [rows] if rows is not None else []
+
+
+class RecordingProposer(Proposer):
+    """Drafts for vLLM and writes traces; see `decode.engines.settings.EngineSettings` for what it is told."""
+
+    records = True
+    writer: PartWriter
+
+    def prepared(self, policy: StopPolicy) -> StopPolicy:
+        """Return the policy, which explores where the settings say so."""
+        told = self.settings
+        return exploring(policy, told.explore, self.depth) if told.explore else policy.limited(self.depth)
+
+    def observer(self, options: Options) -> Observer:
+        """Return what writes the traces."""
+        told, config = self.settings, self._config.model_config
+        mode = "match" if told.temperature == 0.0 else "point"
+        from vllm import __version__
+
+        header = Header(
+            target=str(config.model), draft=told.draft, pair={}, vocabulary=int(config.get_vocab_size()),
+            eos=tuple(options.eos), temperature=told.temperature, topology=chain(self.depth),
+            features=engine_features(told.temperature), anchor_features=ANCHORS, max_new_tokens=int(config.max_model_len),
+            seed=0, shards=1, prompts=1, prompts_hash="", verification=mode, label=mode, collector="live",
+            policy=self._policy.name, explore=told.explore, facts={"engine": f"vllm {__version__}"},
+        )  # fmt: skip
+        self.writer = PartWriter(
+            Path(told.traces), header, options.eos, told.share, options.rows, options.depth, options.temperature,
+            self._explored,
+        )  # fmt: skip
+        atexit.register(self.writer.close)
+        return self.writer
+
+    def _explored(self, rows: Array) -> Array:
+        assert self.drafting is not None
+        return explored_by(self.drafting.asking, rows)
+
+
+def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> Trace:
+    """Make one live trace of the files that serving processes wrote.
+
+    Args:
+        folder: of the files.
+        out: folder of the trace.
+        overwrite: replace an older result there.
+
+    Raises:
+        InputError: there are none, one is no such file, or they are of different runs; or as `claim_folder`.
+    """
+    claim_folder(out, overwrite=overwrite, inputs=[folder])
+    paths = sorted(folder.glob("*.parquet"))
+    if not paths:
+        raise InputError(f"--from-vllm: expected files that RecordingProposer wrote in {folder}, but there are none")
+    tables, headers, count = [], [], 0
+    for path in paths:
+        try:
+            table = pq.read_table(path)
+            headers.append(Header.from_json((table.schema.metadata or {})[HEADER_KEY], str(path)))
+        except (OSError, KeyError, pa.ArrowException) as error:
+            raise InputError(f"--from-vllm: {path} is no file of rounds: {type(error).__name__}: {error}") from None
+        if not headers[-1].same_run(headers[0]):
+            raise InputError(
+                f"--from-vllm: {path.name} and {paths[0].name} are of servers that were told different things; give each "
+                "a folder of its own"
+            )
+        _, numbers = np.unique(table.column("sequence").to_numpy(), return_inverse=True)
+        at = table.schema.get_field_index("sequence")
+        tables.append(table.set_column(at, table.schema.field(at), pa.array(numbers + count, pa.int32())))
+        count += int(numbers.max()) + 1
+    header = dataclasses.replace(headers[0], prompts=count)
+    with staged_folder(out) as stage:
+        open_for_writing(stage, header)
+        write_shard_table(
+            stage, header, 0, pa.concat_tables(tables).replace_schema_metadata({HEADER_KEY: header.to_json()})
+        )
+    return open_trace(out)

@@ -1,0 +1,260 @@
+"""`profile --through vllm`: what rounds cost inside vLLM, timed by its own steps.
+
+A script drafts in the place of a policy, in texts that vLLM decodes. A step of vLLM's, from one draft to the next, is what
+the class spends (first draft step, later ones, all outside the model) and the rest: vLLM's verification with its scheduler
+and sampling. Drafting nothing is vLLM's step with speculation switched on; without it, a step is a little shorter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...decode.engines.drafting import Options
+from ...decode.engines.rounds import Heard, Observer, Sent
+from ...decode.engines.vllm import Proposer
+from ...decode.profile.batches import BatchScript
+from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
+from ...decode.profile.measuring import Effort, Seconds, measure
+from ...decode.profile.script import TWICE, shuffled
+from ...policies.contract import Array, DraftStep, State, StopPolicy
+from ...policies.features import Drawn
+from ...policies.latency.estimate import (
+    BATCH_DRAFTS,
+    BATCH_FIRST,
+    BATCH_OUTSIDE,
+    BATCH_VERIFY,
+    CONTEXTS,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PREFILL,
+    VERIFY,
+)
+from ...policies.latency.measurements import Key
+from ...policies.latency.profile import Profile
+from ...policies.limits import check_limit, check_limits
+from ...policies.progress import Progress, shown
+from .through_vllm import start_vllm
+
+CLASS = f"{__name__}.TimedProposer"
+
+
+class StepScript(StopPolicy):
+    """Has some requests draft, all equally deep, from a shuffled deck; each card twice in a row.
+
+    It counts steps, not rounds: an engine does not say what came of a round without a draft.
+    """
+
+    first = 0
+
+    def __init__(self, depth: int) -> None:
+        self.max_depth, self.name = depth, f"step-script:{depth}"
+        self.deal(1, 0)
+
+    def deal(self, streams: int, number: int) -> None:
+        """Begin with a deck for so many requests; `number` shuffles it."""
+        self._deck, self._streams = BatchScript(streams, self.max_depth).deck, streams
+        self._number, self._turn = number, -1
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep up to the length on the card, in the requests whose turn it is."""
+        self._turn += step.depth == 0
+        deck, place = divmod(self._turn // TWICE, len(self._deck))
+        some, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
+        turns = (np.arange(len(step.alive)) - self._turn) % self._streams < some
+        return step.alive & (turns & (step.depth < length))[:, None], state
+
+
+@dataclasses.dataclass
+class _Step:
+    """The drafts of a step: seconds of all of it, of the first draft step and of all of them; whether a text began in it."""
+
+    drafts: Sequence[Sent]
+    draft_s: float
+    first_s: float
+    model_s: float
+    began: bool
+
+
+class StepTimer:
+    """Times steps; see `decode.engines.rounds.Observer`.
+
+    Args:
+        model_s: returns the seconds that the draft model has taken so far.
+
+    Attributes:
+        timed: seconds by what was timed.
+        contexts: mean tokens of the texts, by side and step.
+        side: the context that is timed now; `streams` as many requests.
+    """
+
+    def __init__(self, model_s: Callable[[], float]) -> None:
+        self._model_s, self._known, self._first = model_s, 0.0, 0.0
+        self.timed: dict[Key, list[float]] = defaultdict(list)
+        self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
+        self.side, self.streams = CONTEXTS[0], 1
+        self._began, self._seconds = False, 0.0
+        self._last: _Step | None = None
+
+    def began(self, row: int, text: Array, name: str | None) -> None:
+        """See `Observer.began`."""
+        self._began = True
+
+    def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
+        """See `Observer.level`."""
+        if depth == 1:
+            self._first = self._model_s()
+
+    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
+        """See `Observer.heard`."""
+        whole = self._last is not None and len(rounds) == len(self._last.drafts) == self.streams
+        self._seconds = max(step_s) if whole else 0.0
+
+    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
+        """See `Observer.sent`."""
+        if self._last is not None and self._seconds and not self._began:
+            self._add(self._last, self._seconds)
+        model = self._model_s()
+        first = self._first - self._known if any(sent.drafted for sent in drafts) else 0.0
+        self._last = _Step(drafts, draft_s, first, model - self._known, self._began)
+        self._known, self._began, self._seconds = model, False, 0.0
+
+    def _add(self, step: _Step, seconds: float) -> None:
+        """Add the timings of a step; one that an end of a text has cut short is none."""
+        drafts, count = step.drafts, len(step.drafts)
+        if any(sent.capped for sent in drafts):
+            return
+        drafting, tokens = [sent for sent in drafts if sent.drafted], sum(sent.drafted for sent in drafts)
+        rest, outside, later = seconds - step.draft_s, step.draft_s - step.model_s, step.model_s - step.first_s
+
+        def add(what: str, counts: tuple[int, ...], value: float) -> None:
+            self.timed[Key(what, self.side, counts)].append(value)
+
+        self.contexts[self.side].append(statistics.fmean(sent.context for sent in drafts))
+        add(BATCH_VERIFY, (count, count + tokens), rest)
+        add(BATCH_OUTSIDE, (count, tokens), outside)
+        read, steps = sum(sent.backlog for sent in drafting), max((sent.drafted for sent in drafting), default=0) - 1
+        if drafting and (count == 1 or not step.began):
+            add(BATCH_FIRST, (len(drafting), read), step.first_s)
+        if steps > 0:
+            add(BATCH_DRAFTS, (len(drafting), steps), later)
+        if count == 1:
+            add(VERIFY, (tokens,), rest)
+            add(OUTSIDE, (tokens,), outside)
+            if drafting:
+                add(FIRST, (read,), step.first_s)
+            if steps > 0:
+                add(LATER, (tokens,), later)
+
+
+class TimedProposer(Proposer):
+    """Drafts for vLLM as the script says, and times it."""
+
+    made: TimedProposer
+    script: StepScript
+    timer: StepTimer
+
+    def prepared(self, policy: StopPolicy) -> StopPolicy:
+        """Return the script."""
+        TimedProposer.made, self.script = self, StepScript(self.depth)
+        return self.script
+
+    def observer(self, options: Options) -> Observer:
+        """Return the timer."""
+        self.timer = StepTimer(lambda: self.drafting.spent.model_s if self.drafting else 0.0)
+        return self.timer
+
+
+def measure_vllm(
+    target: str,
+    draft: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    depth: int = 8,
+    temperature: float = 0.0,
+    new_tokens: int = NEW_TOKENS,
+    batch: Sequence[int] = (1,),
+    readable: int = 2048,
+    dtype: str = "float32",
+    effort: Effort | None = None,
+    facts: Mapping[str, Any] | None = None,
+    progress: Progress = shown,
+) -> Profile:
+    """Measure what rounds cost inside vLLM, which runs in this process.
+
+    Args:
+        target, draft: folders or hub names.
+        prompts: token ids; not the ones that predictions are made for.
+        depth: K, the longest draft timed.
+        temperature: of the sampling.
+        new_tokens: decoded from each of two contexts.
+        batch: how many requests are decoded side by side, of each size that is timed; 1 always is.
+        readable: the longest text that both models read.
+        dtype: of both models.
+        effort: how long to measure.
+        facts: kept in the profile.
+        progress: see `Progress`.
+
+    Raises:
+        InputError: vLLM is not installed, or an option is out of range.
+    """
+    sizes = sorted({1, *batch})
+    check_limits(depth=depth, temperature=temperature, batch=sizes[-1])
+    check_limit("depth", depth, least=1)
+    lengths = two_lengths(readable, prompts, new_tokens + depth)
+    told = {"draft": draft, "rows": sizes[-1], "temperature": temperature}
+    engine = start_vllm(target, CLASS, depth, told, dtype, enable_prefix_caching=False)
+    run = _Run(engine, TimedProposer.made, prompts, lengths, temperature, new_tokens)
+    measured = measure({f"requests {n}": partial(run.play, n) for n in sizes}, effort, progress=progress)
+    short, long = (statistics.fmean(run.contexts[side]) for side in CONTEXTS)
+    from vllm import __version__
+
+    mode = "match" if temperature == 0.0 else "point"
+    made = Profile.measured(measured, (short, long), depth, temperature)
+    noise = made.noise.to_dict() if made.noise else {}
+    return dataclasses.replace(
+        made, facts={**(facts or {}), "engine": f"vllm {__version__}", **noise}, verification=mode
+    )
+
+
+class _Run:
+    """Texts that vLLM decodes to time its steps."""
+
+    def __init__(
+        self, engine: Any, proposer: TimedProposer, prompts: Sequence[Sequence[int]], lengths: tuple[int, int],
+        temperature: float, new_tokens: int,
+    ) -> None:  # fmt: skip
+        from vllm import SamplingParams
+
+        self._engine, self._proposer, self._prompts, self._lengths = engine, proposer, prompts, lengths
+        told = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+        self._params, self._one = (SamplingParams(max_tokens=n, **told) for n in (new_tokens, 1))
+        self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
+
+    def play(self, streams: int, number: int) -> Seconds:
+        """Decode so many texts side by side at each context."""
+        proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
+        assert proposer.drafting is not None
+        for side, length in zip(CONTEXTS, self._lengths, strict=True):
+            texts = [
+                {"prompt_token_ids": stretch(self._prompts, length, number * streams + at)} for at in range(streams)
+            ]
+            timer = proposer.timer
+            timer.timed, timer.contexts, timer.side, timer.streams = timed, self.contexts, side, streams
+            proposer.script.deal(streams, number)
+            self._engine.generate(texts, self._params, use_tqdm=False)
+            if streams == 1:
+                before, begun = proposer.drafting.spent.all_s, time.perf_counter()
+                self._engine.generate(texts, self._one, use_tqdm=False)
+                spent = time.perf_counter() - begun - (proposer.drafting.spent.all_s - before)
+                timed[Key(PREFILL, side, (length,))].append(spent)
+        return timed if number else {}
