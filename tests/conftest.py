@@ -1,33 +1,33 @@
-"""Shared by all rooms: a tiny random pair in float64, its folders, prompts, traces, and a latency profile."""
+"""Shared by all rooms: a tiny random pair in float64, its folders, prompts, traces, and a latency profile.
+
+What is slow to import is imported where it is used: pytest's controller reads this file too, and runs no test.
+"""
 
 from __future__ import annotations
 
 import atexit
 import copy
+import importlib
 import os
+import pkgutil
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import transformers.dynamic_module_utils as dynamic
-from contract_policies import DEPTH
-from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
-from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from specstop.collect.prompts.read import Prompt
+    from specstop.collect.store.folder import Trace
+    from specstop.decode.models.pair import Pair
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
 os.environ["OMP_NUM_THREADS"] = "1"
 """Child processes too: pytest runs a worker a core, and threads that wait for each other spin."""
 
@@ -44,6 +44,34 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Every second worker compiles kernels from the last to the first, so that each finds half of them in numba's cache."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker:
+        from specstop.policies import kernels
+
+        names = sorted(found.name for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
+        for name in names[:: -1 if int(worker.removeprefix("gw")) % 2 else 1]:
+            importlib.import_module(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def decisions_timed_twice() -> None:
+    """What a decision costs is measured in many tests that want any price at all."""
+    from specstop.decode.profile import decisions
+    from specstop.decode.profile.measuring import Effort
+
+    decisions.EFFORT = Effort(repetitions=2)
+
+
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")
 os.environ["SPECSTOP_CACHE"] = CACHE
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
@@ -57,6 +85,9 @@ NEW = 26
 
 def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     """Return a random Llama of about 6,000 weights, so large that its text does not repeat itself."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     options = {
         "vocab_size": VOCABULARY,
@@ -76,6 +107,8 @@ def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
 
 def build_draft(target: LlamaForCausalLM, noise: float = 0.02) -> LlamaForCausalLM:
     """Return the target with noise on its weights: its proposals are accepted now and then."""
+    import torch
+
     draft = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -86,6 +119,11 @@ def build_draft(target: LlamaForCausalLM, noise: float = 0.02) -> LlamaForCausal
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
     words = {
         "<pad>": 0,
         "<s>": 1,
@@ -110,26 +148,34 @@ def pair_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     return folder
 
 
+def _loaded(folder: Path, **options: str) -> Pair:
+    from specstop.decode.models.pair import load_pair
+
+    return load_pair(folder / "target", folder / "draft", dtype="float64", **options)
+
+
 @pytest.fixture(scope="session")
 def plain_pair(pair_folder: Path) -> Pair:
     """The pair as transformers' own modules."""
-    return load_pair(pair_folder / "target", pair_folder / "draft", dtype="float64")
+    return _loaded(pair_folder)
 
 
 @pytest.fixture(scope="session")
 def pair(pair_folder: Path) -> Pair:
     """The pair under its own forward, which takes a fourth of the time; who looks into the models takes the plain one."""
-    return load_pair(pair_folder / "target", pair_folder / "draft", dtype="float64", engine="compact")
+    return _loaded(pair_folder, engine="compact")
 
 
 @pytest.fixture(scope="session")
 def eager_pair(pair_folder: Path) -> Pair:
-    return load_pair(pair_folder / "target", pair_folder / "draft", dtype="float64", attention="eager")
+    return _loaded(pair_folder, attention="eager")
 
 
 @pytest.fixture(scope="session")
 def endless_pair(plain_pair: Pair) -> Pair:
     """The pair without an end of text."""
+    from specstop.decode.models.pair import join
+
     target, draft = copy.deepcopy(plain_pair.target), plain_pair.draft
     target.generation_config.eos_token_id = None
     return join(target, draft)
@@ -138,6 +184,9 @@ def endless_pair(plain_pair: Pair) -> Pair:
 @pytest.fixture(scope="session")
 def prompts() -> list[Prompt]:
     """Prompts of 1 to 8 words in two groups."""
+    import torch
+    from specstop.collect.prompts.read import Prompt
+
     generator = torch.Generator().manual_seed(3)
     lengths = range(1, PROMPTS + 1)
     texts = [" ".join(f"w{int(w)}" for w in torch.randint(6, VOCABULARY, (n,), generator=generator)) for n in lengths]
@@ -151,6 +200,9 @@ def prompt_ids(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast) -> lis
 
 def collect_traces(pair: Pair, prompts: list[Prompt], folder: Path) -> dict[float, Trace]:
     """Return a trace of depth `DEPTH` and `NEW` tokens by temperature."""
+    from contract_policies import DEPTH
+    from specstop.collect.run import collect
+
     options = {"depth": DEPTH, "verification": "match", "max_new_tokens": NEW, "shards": 2}
     return {t: collect(pair, prompts, folder / str(t), temperature=t, **options) for t in (0.0, 0.7)}
 
@@ -163,6 +215,8 @@ def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The cache that transformers copies code into, for this test alone."""
+    import transformers.dynamic_module_utils as dynamic
+
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("transformers_modules")}
@@ -174,6 +228,9 @@ def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
     """Return prompts of two to six words with ids of their own."""
+    import torch
+    from specstop.collect.prompts.read import Prompt
+
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(6, VOCABULARY, (count, 6), generator=generator).tolist()
     return [Prompt(f"{side}{i}", " ".join(f"w{w}" for w in row[: 2 + i % 5])) for i, row in enumerate(words)]
@@ -182,6 +239,9 @@ def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
 @pytest.fixture(scope="session")
 def sides(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
     """Traces to train on and to evaluate on, of different prompts, sampled at 0.7."""
+    from contract_policies import DEPTH
+    from specstop.collect.run import collect
+
     folder = tmp_path_factory.mktemp("sides")
     options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
     made = ((24, "fit", 21), (12, "held", 22))

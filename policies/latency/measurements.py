@@ -147,15 +147,18 @@ class Timings:
     """Seconds by what was timed, repetitions pooled: what costs are estimated from."""
 
     def __init__(self, seconds: Mapping[Key, Seconds]) -> None:
-        self._seconds = {key: values for key, values in seconds.items() if values.size}
+        self._groups: dict[tuple[str, str], dict[tuple[int, ...], Seconds]] = {}
+        for key, values in seconds.items():
+            if values.size:
+                self._groups.setdefault((key.what, key.of), {})[key.counts] = values
 
     def groups(self, what: str, of: str) -> dict[tuple[int, ...], Seconds]:
         """Return the seconds of one part of a round at one context (or by one policy), by counts."""
-        return {key.counts: values for key, values in self._seconds.items() if key[:2] == (what, of)}
+        return self._groups.get((what, of), {}).copy()
 
     def named(self, what: str) -> list[str]:
         """Return the contexts or policies that a part was timed of."""
-        return list(dict.fromkeys(key.of for key in self._seconds if key.what == what))
+        return [of for some, of in self._groups if some == what]
 
 
 def collected(repetitions: Sequence[Mapping[Key, Sequence[float]]]) -> Measurements:

@@ -209,10 +209,10 @@ class Profile:
         decision: float | Price,
         fed: Array | None = None,
     ) -> Array:
-        """Return [S] float64 seconds of rounds.
+        """Return [S] float64 seconds of rounds, [R, S] of contexts [R, S].
 
         Args:
-            context: [S] tokens committed before the round.
+            context: [S] or [R, S] tokens committed before the round.
             drafted, verified: [S] int64, tokens drawn, tokens sent to the target.
             backlog: [S] committed tokens that the draft has not read yet.
             decisions: [S] times the policy was asked.

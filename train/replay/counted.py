@@ -42,18 +42,12 @@ class Kinds:
             profile: any.
             counts: [R, 2, C] rounds of each kind, and the sums of their contexts.
         """
-        rows, kinds = len(counts), len(self.drafted)
         rounds, context = counts[:, 0], counts[:, 1]
-        each = profile.round_seconds(
-            np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0).ravel(),
-            np.tile(self.drafted, rows),
-            np.tile(self.verified, rows),
-            np.tile(self.backlog, rows),
-            np.zeros(rows * kinds, dtype=np.int64),
-            0.0,
-            None if self.fed is None else np.tile(self.fed, (rows, 1)),
+        mean = np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0)
+        none = np.zeros_like(self.drafted)
+        spent: Values = rounds * profile.round_seconds(
+            mean, self.drafted, self.verified, self.backlog, none, 0.0, self.fed
         )
-        spent: Values = each.reshape(rows, kinds) * rounds
         return spent
 
 

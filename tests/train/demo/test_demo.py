@@ -22,7 +22,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.demo import DEMO_HEADS, Demo, Sizes, demo
 
-SIZES = Sizes(train=20, test=6, live=4, tokens=20, depth=3, effort=Effort(repetitions=2))
+SIZES = Sizes(train=14, test=4, live=3, tokens=16, depth=3, effort=Effort(repetitions=2))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,9 @@ from specstop.train.report.evaluate import evaluate
 PLAIN = ("logistic", "mlp", "xgboost")
 """Heads of any scalar features; what other kinds ask for is in tests of their own."""
 
+FEW_EPOCHS = FitOptions(epochs=6)
+"""For what holds however well a network is fitted."""
+
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -59,7 +62,8 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
 def test_a_trained_folder_replays_as_the_returned_policy(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str, rule: str
 ) -> None:
-    trained = train(sides[0], full_profile, head=head, rule=rule, threshold=0.45, out=tmp_path / "p")
+    options = {"cross_fit": rule == "derived", "fit": FEW_EPOCHS}
+    trained = train(sides[0], full_profile, head=head, rule=rule, threshold=0.45, out=tmp_path / "p", **options)
     assert trained.path == tmp_path / "p"
     again = load_policy_folder(tmp_path / "p")
     arrays = trace_arrays(sides[1])
@@ -85,7 +89,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
 ) -> None:
     for number, seed in enumerate((3, 3, 4)):
-        train(sides[0], full_profile, head=head, out=tmp_path / str(number), seed=seed)
+        train(sides[0], full_profile, head=head, out=tmp_path / str(number), seed=seed, fit=FEW_EPOCHS)
     first, second, third = (files(tmp_path / str(n)) for n in range(3))
     assert first == second
     assert first["weights.safetensors"] != third["weights.safetensors"]
