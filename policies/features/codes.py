@@ -1,4 +1,4 @@
-"""Numbers that stand for the formulas of features in compiled code (`kernels.columns`)."""
+"""Numbers that stand for the formulas of features in compiled code (`kernels.rows`)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class Code(IntEnum):
     TEMPERATURE = 13
     PROBABILITY = 16
 
+
+TOP = 10
+"""The most ranks of a row that features speak of."""
 
 BOUND = 30.0
 """The most that a score can lie above or below another: where one token alone can be drawn (top-k 1, a small nucleus, a

@@ -8,9 +8,12 @@ import numpy as np
 
 from ..kernels import on_first_use
 from .definitions import FEATURES, Kind, feature
-from .summary import Array, Drawn, Need, Plan, Summary
+from .history import history_columns
+from .summary import NONE, Array, Drawn, Need, Plan, Summary, wanted
 
-kernels = on_first_use("columns")
+kernels = on_first_use("rows")
+
+_UNKNOWN = np.zeros((0, 1), dtype=np.float32)
 
 
 class Columns:
@@ -32,6 +35,51 @@ class Columns:
         self.plan = Plan(need)
         self._codes = np.array([FEATURES[name].code for name in names], dtype=np.int64)
         self._at = np.array(range(len(names)) if at is None else at, dtype=np.int64)
+
+    def read(
+        self,
+        logits: Array,
+        drawn: Drawn,
+        temperature: float,
+        out: Array,
+        sampled: Array | None = None,
+        scores: Array | None = None,
+        best: Array | None = None,
+    ) -> Array:
+        """Write the columns of tokens to `out` [B, .] float32 from the rows themselves, without keeping a summary.
+
+        Args:
+            logits, drawn, temperature, sampled, scores, best: see `summarise`.
+
+        Returns:
+            [B] float64, the log-probability of each path, where a feature follows it; else none.
+
+        Raises:
+            PolicyError: noisy scores are needed, and there are none.
+        """
+        plan = self.plan
+        ranks, most, shared, scale = wanted(plan, temperature, drawn, logits, sampled, scores, best)
+        path = np.empty(len(drawn.ids)) if plan.path else NONE
+        kernels().read_columns(
+            logits,
+            ranks,
+            plan.spread,
+            logits if scores is None else scores,
+            most,
+            shared,
+            _UNKNOWN if best is None else best,
+            logits if sampled is None else sampled,
+            scale,
+            drawn.ids,
+            NONE if drawn.parent_path is None else drawn.parent_path,
+            NONE if drawn.lead is None else drawn.lead,
+            self._codes,
+            self._at,
+            temperature,
+            path,
+            out,
+        )
+        return path
 
     def write(self, summary: Summary, drawn: Drawn, temperature: float, out: Array) -> None:
         """Write the columns to `out` [B, .] float32."""
@@ -61,7 +109,8 @@ class Layout:
     Attributes:
         names: all of them, in the policy's order.
         anchor, node, history: names of that kind, in the same order (`node` = PRE and POST).
-        anchor_at, node_at, history_at: their columns.
+        anchor_at, node_at: their columns.
+        history_at, history_columns: [n] int64, theirs, and where they stand in `History.record`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -73,7 +122,9 @@ class Layout:
         self.node = tuple(names[i] for i in node_at)
         self.anchor = tuple(names[i] for i in anchor_at)
         self.history = tuple(names[i] for i in history_at)
-        self.anchor_at, self.node_at, self.history_at = anchor_at, node_at, history_at
+        self.anchor_at, self.node_at = anchor_at, node_at
+        self.history_at = np.array(history_at, dtype=np.int64)
+        self.history_columns = history_columns(self.history)
 
     def base(self, anchor: Array, history: Array) -> Array:
         """Return [S, F] float32 with the ANCHOR [S, .] and HISTORY [S, .] columns, the rest 0: what is known at depth 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +25,16 @@ class History:
     """Running record of S streams.
 
     Attributes:
-        record: [S, 4] float64, the HISTORY features in the order of `HISTORY_FEATURES`.
-        weight: [S] float64, of the past in the running means, 1 - 0.8^n after n rounds.
+        record: [S, 5] float64, the HISTORY features in the order of `HISTORY_FEATURES`, then the weight of the past in the
+            running means, 1 - 0.8^n after n rounds.
     """
 
     record: Array
-    weight: Array
 
     @staticmethod
     def start(streams: int) -> History:
         """Return the history of fresh sequences: all zeros."""
-        return History(np.zeros((streams, len(HISTORY_FEATURES))), np.zeros(streams))
+        return History(np.zeros((streams, len(HISTORY_FEATURES) + 1)))
 
     def after(self, accepted: Array, verified: Array, counts: Array | None = None) -> History:
         """Return the history after a round.
@@ -46,18 +44,22 @@ class History:
             counts: [S] bool; False for streams without a round and for rounds that were cut, which change nothing.
         """
         if counts is None:
-            counts = np.ones(len(self.weight), dtype=np.bool_)
-        after = History(np.empty_like(self.record), np.empty_like(self.weight))
-        kernels().add_round(
-            self.record, self.weight, accepted, verified, counts, PAST_WEIGHT, after.record, after.weight
-        )
-        return after
+            counts = np.ones(len(self.record), dtype=np.bool_)
+        after = np.empty_like(self.record)
+        kernels().add_round(self.record, accepted, verified, counts, PAST_WEIGHT, after)
+        return History(after)
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:
         """Return [S, len(names)] float32, the named HISTORY features; zeros before the first round."""
-        return self.record.take(_columns(tuple(names)), 1).astype(np.float32)
+        out = np.empty((len(self.record), len(names)), dtype=np.float32)
+        self.write(history_columns(names), np.arange(len(names)), out)
+        return out
+
+    def write(self, columns: Array, at: Array, out: Array) -> None:
+        """Write features [S, n] at the places `at` [n] of `out` [S, .] float32; `columns` [n] are `history_columns`."""
+        kernels().write_history(self.record, columns, at, out)
 
 
-@functools.cache
-def _columns(names: tuple[str, ...]) -> Array:
+def history_columns(names: Sequence[str]) -> Array:
+    """Return [n] int64, where HISTORY features stand in a record."""
     return np.array([HISTORY_FEATURES.index(name) for name in names], dtype=np.int64)

@@ -15,11 +15,9 @@ import numpy as np
 
 from ..errors import PolicyError
 from ..kernels import on_first_use
+from .codes import TOP
 
 Array = np.ndarray[Any, Any]
-
-TOP = 10
-"""The most ranks of a row that features speak of."""
 
 
 class Need(enum.Flag):
@@ -112,6 +110,34 @@ class Plan:
 kernels = on_first_use("rows")
 
 _NOTHING = np.zeros((1, TOP), dtype=np.float32)
+NONE = np.zeros(0)
+"""No paths, no leads."""
+
+
+def wanted(
+    plan: Plan, temperature: float, drawn: Drawn, logits: Array, sampled: Array | None, scores: Array | None,
+    best: Array | None,
+) -> tuple[int, int, bool, float]:  # fmt: skip
+    """Return what `kernels.rows.read_rows` is asked for: ranks, most, whether the ranks serve for both, and scale.
+
+    Args:
+        plan, temperature, drawn, logits, sampled, scores, best: see `summarise`.
+
+    Raises:
+        PolicyError: noisy scores are needed, and there are none.
+    """
+    scale = 0.0
+    if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
+        scale = 1.0 if sampled is not None else 1.0 / temperature
+    if not plan.noisy or best is not None:
+        return plan.ranks, 0, False, scale
+    if scores is None:
+        raise PolicyError(NO_SCORES)
+    ids = drawn.ids
+    most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
+    if scores is logits and most <= TOP:
+        return max(plan.ranks, most), 0, True, scale
+    return plan.ranks, most, False, scale
 
 
 def summarise(
@@ -139,34 +165,25 @@ def summarise(
     """
     count, ids = len(logits), drawn.ids
     top, stats, numbers = np.empty((count, TOP), dtype=np.float32), np.empty((count, 2)), np.empty((len(ids), 4))
-    ranks, most = plan.ranks, 0
-    if plan.noisy and best is None:
-        if scores is None:
-            raise PolicyError(NO_SCORES)
-        most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
-        if scores is logits and most <= TOP:
-            ranks, most, best = max(ranks, most), 0, top
-        else:
-            best = np.empty((count, most), dtype=np.float32)
-    scale = 0.0
-    if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
-        scale = 1.0 if sampled is not None else 1.0 / temperature
-    numbers[:, 3] = np.inf if drawn.lead is None else drawn.lead
-    path = np.zeros(len(ids)) if drawn.parent_path is None else drawn.parent_path
-    if ranks or most or scale:
-        kernels().read_rows(
-            logits,
-            ranks,
-            plan.spread,
-            logits if scores is None else scores,
-            most,
-            logits if sampled is None else sampled,
-            scale,
-            ids,
-            path,
-            top,
-            stats,
-            _NOTHING if best is None else best,
-            numbers,
-        )
-    return Summary(top, stats, _NOTHING if best is None else best, numbers)
+    ranks, most, shared, scale = wanted(plan, temperature, drawn, logits, sampled, scores, best)
+    if shared:
+        best = top
+    elif best is None:
+        best = np.empty((count, most), dtype=np.float32) if most else _NOTHING
+    kernels().read_rows(
+        logits,
+        ranks,
+        plan.spread,
+        logits if scores is None else scores,
+        most,
+        logits if sampled is None else sampled,
+        scale,
+        ids,
+        NONE if drawn.parent_path is None else drawn.parent_path,
+        NONE if drawn.lead is None else drawn.lead,
+        top,
+        stats,
+        best,
+        numbers,
+    )
+    return Summary(top, stats, best, numbers)

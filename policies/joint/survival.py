@@ -118,7 +118,7 @@ class BatchStop(LearnedPolicy):
         if depth == 0 and not self._may_pay(batches):
             return np.zeros_like(alive), self._begun(state.key, step.batch)
         opens = depth <= max(self.first, 1)
-        found = self.survive(step, None if opens else state.latest)
+        found, _ = self.survive(step, None if opens else state.latest)
         survival, known = found[0], np.zeros((len(alive), 0))
         if opens and depth > 1:
             survival = survival * self._means[depth - 2]

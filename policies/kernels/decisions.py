@@ -40,62 +40,54 @@ def calibrate(scores: Any, scale: float, pieces: Any, out: Any) -> None:
 
 
 @kernel(
-    "void(float64[:,::1], boolean[:,::1], int64[:,::1], float64[:,::1], boolean, float64, float64[:,::1], float64, "
-    "float64[:,::1], float64[:,::1], float64[:,:,::1])"
+    "void(float64[:,::1], boolean[:,::1], int64[:,::1], float64[:,::1], int64, int64, float64, float64[:,::1], float64, "
+    "float64[:,::1], float64[:,::1], int64, boolean, boolean, float64[::1], float64[:,:,::1], boolean[:,::1])"
 )
-def survive(
-    scores: Any, alive: Any, parent: Any, before: Any, lags: bool, accept_scale: float, accept: Any, next_scale: float,
-    next_: Any, table: Any, out: Any,
+def decide(
+    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept_scale: float, accept: Any,
+    next_scale: float, next_: Any, table: Any, by: int, strict: bool, together: bool, threshold: Any, found: Any,
+    kept: Any,
 ) -> None:  # fmt: skip
-    """Write survival, accept and next of the branches of a depth; 0 where a branch is not alive.
+    """Write survival, accept and next of the branches of a depth, and which of them pass a threshold.
 
     Args:
         scores: [R, 2] of the branches that are alive, in their order.
         alive, parent: [S, B].
         before: [S, B'] survival of the depth before; none = the product begins here.
-        lags: the head has scored nothing of what was drawn so far: accept counts as 1.
+        depth: j. At 0 nothing was drawn that could be refused: survival and accept are 1.
+        lag: the head has scored nothing of what was drawn down to this depth: accept counts as 1.
         accept_scale, accept: of the first score; see `calibrate`.
         next_scale, next_: of the second.
         table: pieces that the product is mapped by; none = it is left as it is.
-        out: [3, S, B].
+        by: what is compared: 0, 1, 2 = a part of `found`; 3 = the product of survival and next.
+        strict: only what is above the threshold passes, not what equals it.
+        together: all branches of a stream pass if one of them does.
+        threshold: [S], or [1] for all streams.
+        found: [3, S, B] is written: survival, accept, next; 0 where a branch is not alive.
+        kept: [S, B] is written.
     """
     r = 0
     for s in range(alive.shape[0]):
+        least, any_passes = threshold[s if threshold.shape[0] > 1 else 0], False
         for b in range(alive.shape[1]):
+            kept[s, b] = False
             if not alive[s, b]:
-                out[0, s, b] = out[1, s, b] = out[2, s, b] = 0.0
+                found[0, s, b] = found[1, s, b] = found[2, s, b] = 0.0
                 continue
-            chance = 1.0 if lags else _calibrated(scores[r, 0], accept_scale, accept)
+            chance = 1.0 if depth <= lag else _calibrated(scores[r, 0], accept_scale, accept)
             product = chance  # in float64, so that a long path of small chances keeps its digits
             if before.shape[1]:
                 product *= before[s, parent[s, b]]
             if table.shape[1]:
                 product = _calibrated(product, 1.0, table)
-            out[0, s, b] = product
-            out[1, s, b] = chance
-            out[2, s, b] = _calibrated(scores[r, 1], next_scale, next_)
+            if depth == 0:
+                product = chance = 1.0
+            found[0, s, b] = product
+            found[1, s, b] = chance
+            found[2, s, b] = _calibrated(scores[r, 1], next_scale, next_)
             r += 1
-
-
-@kernel("void(int64, boolean, boolean, float64[::1], boolean[:,::1], float64[:,:,::1], boolean[:,::1])")
-def compare(by: int, strict: bool, together: bool, threshold: Any, alive: Any, found: Any, out: Any) -> None:
-    """Write which branches of a depth a rule keeps: those alive whose number passes a threshold.
-
-    Args:
-        by: what is compared: 0, 1, 2 = a part of `found`; 3 = the product of survival and next.
-        strict: only what is above the threshold passes, not what equals it.
-        together: all branches of a stream pass if one of them does.
-        threshold: [S], or [1] for all streams.
-        alive: [S, B].
-        found: [3, S, B]: survival, accept, next.
-        out: [S, B].
-    """
-    for s in range(alive.shape[0]):
-        least, any_passes = threshold[s if threshold.shape[0] > 1 else 0], False
-        for b in range(alive.shape[1]):
             value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]
-            passes = value > least or (value == least and not strict)
-            out[s, b] = alive[s, b] and passes
-            any_passes = any_passes or out[s, b]
+            kept[s, b] = value > least or (value == least and not strict)
+            any_passes = any_passes or kept[s, b]
         if together and any_passes:
-            copy_row(alive[s], out[s])
+            copy_row(alive[s], kept[s])

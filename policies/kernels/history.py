@@ -13,33 +13,41 @@ def known_depths(active: Any, cut: Any, accepted: Any, verified: Any) -> Any:
     return min(accepted + 1, verified) if active and not cut else 0
 
 
-@kernel(
-    "void(float64[:,::1], float64[::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1], float64[::1])"
-)
-def add_round(
-    record: Any, weight: Any, accepted: Any, verified: Any, counts: Any, past: float, record_after: Any,
-    weight_after: Any,
-) -> None:  # fmt: skip
+@kernel("void(float64[:,::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1])")
+def add_round(record: Any, accepted: Any, verified: Any, counts: Any, past: float, after: Any) -> None:
     """Take a round into the record of S streams.
 
     Args:
-        record: [S, 4] running means of min(A, k) and of full acceptance, min(A, k) and k of the last round.
-        weight: [S] of the past in the running means.
+        record: [S, 5] running means of min(A, k) and of full acceptance, min(A, k) and k of the last round, and the weight of
+            the past in the means.
         accepted, verified: [S] min(A, k) and k.
         counts: [S] whether the stream had a round that counts.
         past: the weight of all earlier rounds against this one.
-        record_after, weight_after: are written.
+        after: [S, 5], is written.
     """
     for s in range(record.shape[0]):
-        copy_row(record[s], record_after[s])
-        weight_after[s] = weight[s]
+        copy_row(record[s], after[s])
         if not counts[s]:
             continue
         # The weights of the past add up to less than 1 at first: divided by them, the first round counts whole.
-        weight_after[s] = past * weight[s] + (1.0 - past)
-        share = (1.0 - past) / weight_after[s]
+        after[s, 4] = past * record[s, 4] + (1.0 - past)
+        share = (1.0 - past) / after[s, 4]
         full = 1.0 if accepted[s] == verified[s] else 0.0
-        record_after[s, 0] += share * (accepted[s] - record[s, 0])
-        record_after[s, 1] += share * (full - record[s, 1])
-        record_after[s, 2] = accepted[s]
-        record_after[s, 3] = verified[s]
+        after[s, 0] += share * (accepted[s] - record[s, 0])
+        after[s, 1] += share * (full - record[s, 1])
+        after[s, 2] = accepted[s]
+        after[s, 3] = verified[s]
+
+
+@kernel("void(float64[:,::1], int64[::1], int64[::1], float32[:,::1])")
+def write_history(record: Any, columns: Any, at: Any, out: Any) -> None:
+    """Write columns of a record.
+
+    Args:
+        record: [S, 5].
+        columns, at: [F] columns of the record, and those of `out` that they go to.
+        out: [S, .].
+    """
+    for s in range(record.shape[0]):
+        for f in range(columns.shape[0]):
+            out[s, at[f]] = record[s, columns[f]]

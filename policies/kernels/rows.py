@@ -1,4 +1,7 @@
-"""The pass over a row of logits: the largest ones, the log-sum-exp, the entropy, the log-probability of a drawn token."""
+"""From rows of logits to columns: one pass over the vocabulary, and the formulas of the features from what it found.
+
+In one file, since numba asks only whether the file of a kernel has changed before it takes what it compiled earlier.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..features.codes import BOUND, TOP, Code
 from .compiled import REASSOCIATE, inlined, kernel
 
 LEAST = np.float32(-87.0)
@@ -19,6 +23,11 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 )
 _HALF, _ONE, _BIAS = np.float32(0.5), np.float32(1.0), np.int32(127)
 _BLOCK = 64
+_MARGIN, _LARGEST, _ENTROPY = int(Code.MARGIN), int(Code.LARGEST), int(Code.ENTROPY)
+_TOKEN_PROBABILITY, _SAMPLED, _PATH = int(Code.TOKEN_PROBABILITY), int(Code.SAMPLED_PROBABILITY), int(Code.PATH)
+_NOISY_MARGIN, _NOISY_SCORE, _NOISY_LEAD = int(Code.NOISY_MARGIN), int(Code.NOISY_SCORE), int(Code.NOISY_LEAD)
+_TOKEN, _PARENT, _DEPTH, _RANK = int(Code.TOKEN), int(Code.PARENT_TOKEN), int(Code.DEPTH), int(Code.RANK)
+_TEMPERATURE, _PROBABILITY = int(Code.TEMPERATURE), int(Code.PROBABILITY)
 
 
 @inlined
@@ -81,12 +90,12 @@ def _spread(row: Any, most: Any, scale: Any) -> Any:
 
 @kernel(
     "void(float32[:,::1], int64, boolean, float32[:,::1], int64, float32[:,::1], float64, int64[:,::1], float64[::1], "
-    "float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1])",
+    "float64[::1], float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1])",
     REASSOCIATE,
 )
 def read_rows(
     logits: Any, ranks: int, spread: bool, scores: Any, most: int, sampled: Any, scale: float, ids: Any,
-    parent_path: Any, top: Any, stats: Any, best: Any, numbers: Any,
+    parent_path: Any, lead: Any, top: Any, stats: Any, best: Any, numbers: Any,
 ) -> None:  # fmt: skip
     """Read rows of logits, each once, and once more where the sampled distribution or the noisy scores are other numbers.
 
@@ -99,7 +108,8 @@ def read_rows(
         sampled: [R, V], its softmax after times `scale` is the distribution that is sampled from.
         scale: 0 = that distribution is softmax(logits), or is not wanted.
         ids: [B, 6] of the drawn tokens; see `features.Drawn`.
-        parent_path: [B] log-probabilities of the paths to their parents.
+        parent_path: [B] log-probabilities of the paths to their parents; none = 0.
+        lead: [B], see `features.Drawn`; none = infinite.
         top, stats, best, numbers: are written; see `features.Summary`.
     """
     for r in range(logits.shape[0] if ranks > 0 else 0):
@@ -114,6 +124,8 @@ def read_rows(
             stats[r, 1] = max(np.log(total) - weighted / total, 0.0)
     for r in range(scores.shape[0] if most > 0 else 0):
         _rank(scores[r], min(most, scores.shape[1]), best[r])
+    for b in range(ids.shape[0]):
+        numbers[b, 3] = lead[b] if lead.shape[0] else np.inf
     if not spread and scale == 0.0:
         return
     read, norm, largest = -1, 0.0, np.float32(0.0)
@@ -122,9 +134,109 @@ def read_rows(
         if spread:
             numbers[b, 0] = np.float64(logits[r, token] - top[r, 0]) - stats[r, 0]
             numbers[b, 1] = numbers[b, 0]
-            numbers[b, 2] = numbers[b, 0] + parent_path[b]
+            numbers[b, 2] = numbers[b, 0] + (parent_path[b] if parent_path.shape[0] else 0.0)
         if scale != 0.0:
             if r != read:  # tokens of one row follow one another
                 read, largest = r, _largest(sampled[r])
                 norm = np.log(_spread(sampled[r], largest, np.float32(scale))[0])
             numbers[b, 1] = np.float64(sampled[r, token] - largest) * scale - norm
+
+
+@inlined
+def _probability(top: Any, norm: Any, rank: Any) -> Any:
+    """Return the probability of the token of this rank; 0 beyond the vocabulary, where `top` is -infinity."""
+    return np.exp(np.float64(top[rank]) - np.float64(top[0]) - norm)
+
+
+@inlined
+def _bounded(margin: Any) -> Any:
+    return min(max(margin, -BOUND), BOUND)
+
+
+@kernel(
+    "void(int64[::1], int64[::1], float32[:,::1], float64[:,::1], float32[:,::1], int64[:,::1], float64[:,::1], float64, "
+    "float32[:,::1])"
+)
+def write_columns(
+    codes: Any, at: Any, top: Any, stats: Any, best: Any, ids: Any, numbers: Any, temperature: float, out: Any
+) -> None:
+    """Write F columns of B tokens.
+
+    Args:
+        codes: [F], see `Code`.
+        at: [F] the column of `out` that each goes to.
+        top, stats: [R, .] of the rows; see `read_rows`.
+        best: [R, m] noisy scores of the rows in falling order, the drawn ones first.
+        ids: [B, 6] of each token: its row, its id, its parent's, its rank among its siblings, their number, its depth.
+        numbers: [B, 4]: its log-probability, the one in the distribution that is sampled from, that of its path, and how far
+            it is ahead of the tokens that a filter left out.
+        temperature: of the sampling.
+        out: [B, .].
+    """
+    last = best.shape[1] - 1
+    for b in range(ids.shape[0]):
+        r, rank = ids[b, 0], ids[b, 3]
+        for f in range(codes.shape[0]):
+            code = codes[f]
+            if code >= _PROBABILITY:
+                value = _probability(top[r], stats[r, 0], code - _PROBABILITY)
+            elif code == _MARGIN:
+                value = _probability(top[r], stats[r, 0], 0) - _probability(top[r], stats[r, 0], 1)
+            elif code == _LARGEST:
+                value = np.float64(top[r, 0])
+            elif code == _ENTROPY:
+                value = stats[r, 1]
+            elif code == _TOKEN_PROBABILITY:
+                value = np.exp(numbers[b, 0])
+            elif code == _SAMPLED:
+                value = np.exp(numbers[b, 1])
+            elif code == _PATH:
+                value = numbers[b, 2]
+            elif code == _NOISY_SCORE:
+                value = np.float64(best[r, rank])
+            elif code == _NOISY_MARGIN:  # to the best token that was not drawn
+                ahead = np.float64(best[r, rank]) - np.float64(best[r, min(ids[b, 4], last)])
+                value = _bounded(min(ahead, numbers[b, 3]))
+            elif code == _NOISY_LEAD:  # to the best other token, a sibling or not
+                ahead = np.float64(best[r, rank]) - np.float64(best[r, 0 if rank > 0 else 1])
+                value = _bounded(min(ahead, numbers[b, 3]))
+            elif code == _TOKEN:
+                value = np.float64(ids[b, 1])
+            elif code == _PARENT:
+                value = np.float64(ids[b, 2])
+            elif code == _DEPTH:
+                value = np.float64(ids[b, 5])
+            elif code == _RANK:
+                value = np.float64(rank)
+            else:
+                value = temperature
+            out[b, at[f]] = value
+
+
+@kernel(
+    "void(float32[:,::1], int64, boolean, float32[:,::1], int64, boolean, float32[:,::1], float32[:,::1], float64, "
+    "int64[:,::1], float64[::1], float64[::1], int64[::1], int64[::1], float64, float64[::1], float32[:,::1])"
+)
+def read_columns(
+    logits: Any, ranks: int, spread: bool, scores: Any, most: int, shared: bool, best: Any, sampled: Any, scale: float,
+    ids: Any, parent_path: Any, lead: Any, codes: Any, at: Any, temperature: float, path: Any, out: Any,
+) -> None:  # fmt: skip
+    """Read rows of logits and write columns of the tokens drawn from them, in one call: one costs less than its arguments.
+
+    Args:
+        logits, ranks, spread, scores, most, sampled, scale, ids, parent_path, lead: see `read_rows`.
+        shared: the largest of the logits are the noisy scores.
+        best: [R, m], those of the noisy scores where they are known; else none.
+        codes, at, temperature, out: see `write_columns`.
+        path: [B] is written, the log-probability of each path; none = nobody follows it.
+    """
+    rows, tokens = logits.shape[0], ids.shape[0]
+    top, stats, numbers = np.empty((rows, TOP), dtype=np.float32), np.empty((rows, 2)), np.empty((tokens, 4))
+    if shared:
+        best = top
+    elif not best.shape[0]:
+        best = np.empty((rows, max(most, 1)), dtype=np.float32)
+    read_rows(logits, ranks, spread, scores, most, sampled, scale, ids, parent_path, lead, top, stats, best, numbers)
+    write_columns(codes, at, top, stats, best, ids, numbers, temperature, out)
+    for b in range(path.shape[0]):
+        path[b] = numbers[b, 2]

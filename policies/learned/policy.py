@@ -116,8 +116,9 @@ class LearnedPolicy(StopPolicy):
         accept = np.ones_like(accept) if 0 < depth <= self.head.lag else accept
         return accept.reshape(shape), next_.reshape(shape)
 
-    def survive(self, step: DraftStep, before: Array | None) -> Array:
-        """Return [3, S, B] float64: S_j, accept and next of a depth; 0 where a branch is not alive.
+    def survive(self, step: DraftStep, before: Array | None) -> tuple[Array, Array]:
+        """Return [3, S, B] float64, S_j, accept and next of a depth (0 where a branch is not alive), and [S, B] bool, which
+        branches the rule keeps.
 
         Args:
             step: of the depth.
@@ -130,30 +131,35 @@ class LearnedPolicy(StopPolicy):
         if alive.size > 1 and not alive.all():  # only these are scored
             at = np.flatnonzero(alive)
             rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
-        out = np.empty((3, *alive.shape))
-        accept, next_ = self.accept, self.next
-        kernels().survive(
+        found, kept = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool)
+        accept, next_, rule = self.accept, self.next, self.rule
+        levels = rule.levels
+        kernels().decide(
             self.head.scores(rows, depth, hidden),
             alive,
             step.parent,
             _NONE if before is None else before,
-            depth <= self.head.lag,
+            depth,
+            self.head.lag,
             accept.scale,
             accept.pieces,
             next_.scale,
             next_.pieces,
             self._tables[depth],
-            out,
+            rule.by,
+            rule.strict,
+            rule.together,
+            levels[depth] if depth < len(levels) else levels[-1],
+            found,
+            kept,
         )
-        if depth == 0:  # nothing was drawn that could be refused
-            out[:2] = alive
-        return out
+        return found, kept
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the rule keeps."""
         depth = step.depth
-        found = self.survive(step, state if depth > 1 and depth > self.first else None)
-        return self.rule.keep(depth, found, step.alive), found[0]
+        found, kept = self.survive(step, state if depth > 1 and depth > self.first else None)
+        return kept, found[0]
 
     def latest(self, state: State) -> Array:
         """Return [S, B], S_j of the depth that was asked about last."""

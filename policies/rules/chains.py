@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import PolicyError
-from ..learned.calibration import Array, kernels
+from ..learned.calibration import Array
 from .trees import TreeRule, build_tree_rule
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
-"""What a rule compares with its threshold; see `kernels.decisions.compare`."""
+"""What a rule compares with its threshold; see `kernels.decisions.decide`."""
 
 
 class Rule:
@@ -33,21 +33,7 @@ class Rule:
     by: int = SURVIVAL
     strict: bool = False
     together: bool = False
-    levels: tuple[Array, ...]
-
-    def keep(self, depth: int, found: Array, alive: Array) -> Array:
-        """Return [S, B] bool, the branches to extend.
-
-        Args:
-            depth: j.
-            found: [3, S, B] float64: S_j, accept and next.
-            alive: [S, B] bool.
-        """
-        out = np.empty(alive.shape, dtype=bool)
-        levels = self.levels
-        level = levels[depth] if depth < len(levels) else levels[-1]
-        kernels().compare(self.by, self.strict, self.together, level, alive, found, out)
-        return out
+    levels: tuple[Array, ...] = (np.zeros(1),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""

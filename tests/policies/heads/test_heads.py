@@ -30,6 +30,7 @@ from specstop.policies.heads.base import kernels
 from specstop.policies.heads.build import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.rules.chains import Derived, Threshold, build_rule, derived_thresholds
+from told_head import kept_by
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
@@ -408,22 +409,23 @@ def test_the_derived_rule_keeps_where_some_look_ahead_pays(seed: int) -> None:
     kept = 0
     for j in range(depth):
         for _ in range(60):
-            survival, next_ = chance.random(2)
+            survival, next_ = chance.random() if j else 1.0, float(np.float32(chance.random()))
             best = -math.inf
             for m in range(1, depth - j + 1):
                 run = sum(math.prod(a[j + 1 + i] for i in range(n)) for n in range(m))
                 best = max(best, survival * next_ * run - rho * (costs[j + m] - costs[j]))
-            keep = bool(rule.keep(j, np.array([survival, 0.5, next_]).reshape(3, 1, 1), np.ones((1, 1), dtype=bool)))
+            keep = bool(kept_by(rule, j, np.array([[survival]]), np.ones((1, 1)), np.array([[next_]])))
             assert keep == (best > 0)
             kept += keep
     assert 0 < kept < 60 * depth
 
 
 def test_step_reads_accept_and_survival_reads_the_product() -> None:
-    found = np.array([[[0.4, 0.5, 0.9]], [[0.9, 0.5, 0.4]], [[0.0, 0.0, 0.0]]])
-    alive = np.ones((1, 3), dtype=bool)
-    assert Threshold("step", 0.5).keep(3, found, alive).tolist() == [[True, True, False]]
-    assert Threshold("survival", 0.5).keep(3, found, alive).tolist() == [[False, True, True]]
+    before, accept = np.array([[0.5, 1.0, 1.0]]), np.array([[0.75, 0.5, 0.25]])
+    assert kept_by(Threshold("step", 0.5), 3, before, accept, accept).tolist() == [[True, True, False]]
+    assert kept_by(Threshold("step", 0.5), 3, np.ones((1, 3)), accept, accept).tolist() == [[True, True, False]]
+    assert kept_by(Threshold("survival", 0.5), 3, before, accept, accept).tolist() == [[False, True, False]]
+    assert kept_by(Threshold("survival", 0.25), 3, before, accept, accept).tolist() == [[True, True, True]]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold, build_rule
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
+from told_head import kept_by
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order
@@ -320,11 +321,11 @@ def test_the_lagging_head_scores_the_token_before() -> None:
 
 
 def test_a_fork_that_passes_draws_the_others_along() -> None:
-    rule = AnyFork(0.4)
-    accept = np.array([[0.1, 0.41, 0.0], [0.4, 0.4, 0.4], [0.9, 0.9, 0.9]])
-    kept = rule.keep(2, np.stack([accept] * 3), np.ones((3, 3), dtype=bool))
+    rule = AnyFork(0.375)
+    accept = np.array([[0.1, 0.38, 0.0], [0.375, 0.375, 0.375], [0.9, 0.9, 0.9]])
+    kept = kept_by(rule, 2, np.ones((3, 3)), accept, accept)
     assert kept.tolist() == [[True] * 3, [False] * 3, [True] * 3]
-    assert build_rule(rule.to_dict()).to_dict() == {"kind": "any", "threshold": 0.4}
+    assert build_rule(rule.to_dict()).to_dict() == {"kind": "any", "threshold": 0.375}
     with pytest.raises(PolicyError, match="between 0 and 1"):
         AnyFork(1.5)
 

@@ -307,7 +307,7 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
         first, alive, np.zeros((streams, 1), dtype=np.int64), features, {}, np.zeros(streams, dtype=np.int64)
     )
     _, state = policy.keep(step, policy.start(streams, keys))
-    accept = policy.survive(step, None)[0][0, 0]
+    accept = policy.survive(step, None)[0][0][0, 0]
     mean = [0.6**n for n in range(1, first + 1)]
     assert state.known[0].tolist() == pytest.approx([*mean[:-1], (mean[-2] if first > 1 else 1.0) * accept])
     assert state.known[2].tolist() == pytest.approx(mean), "its text has ended: drafted, and not read"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived, Rule, Threshold
 from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.storage.safe_loading import digest
-
-
-class Product:
-    """A head whose `accept` is the first feature as it is."""
-
-    kind = "product"
-    sizes: Mapping[str, int] = {}
-    lag = 0
-
-    def scores(self, features: Array, depth: int, hidden: object = None) -> Array:
-        return np.stack([features[:, 0].astype(np.float64), np.full(len(features), 0.5)], -1)
-
-    def tensors(self) -> dict[str, Array]:
-        return {}
-
-
-class Spy(Rule):
-    """A rule that remembers S_j and keeps everything."""
-
-    kind = "spy"
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self.survival: list[Array] = []
-
-    def keep(self, depth: int, found: Array, alive: Array) -> Array:
-        self.survival.append(found[0])
-        return alive
+from told_head import told_policy
 
 
 def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None = None) -> DraftStep:
@@ -62,16 +35,18 @@ def asked(depth: int, x: Array, alive: Array | None = None, parent: Array | None
 
 def survivals(first: int, accepts: Sequence[Sequence[float]], parents: list[list[int]]) -> list[Array]:
     """Return S_1, S_2, ... by branch of one stream whose branches at each depth have these parents."""
-    spy = Spy(first)
-    exact = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))
-    policy = LearnedPolicy("p", ("top1",), Product(), exact, exact, spy, 4)
-    state = policy.start(1, np.zeros(1, dtype=np.int64))
+    rule = Rule()
+    rule.first = first
+    policy = told_policy(rule, 4)
+    state, found = policy.start(1, np.zeros(1, dtype=np.int64)), []
     for depth in range(first, len(accepts) + 1):
         accept = np.array([1.0] if depth == 0 else accepts[depth - 1])
         parent = np.array([[0]] if depth == 0 else [parents[depth - 1]])
-        keep, state = policy.keep(asked(depth, accept[None, :, None], parent=parent), state)
+        shown = np.stack([accept, np.full_like(accept, 0.5)], -1)[None]
+        keep, state = policy.keep(asked(depth, shown, parent=parent), state)
         assert keep.all()
-    return [s[0] for s in spy.survival[1 - first :]]
+        found.append(state[0])
+    return found[1 - first :]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -110,7 +85,7 @@ def test_what_is_dead_changes_nothing_for_the_others(kind: str) -> None:
     x, parent = features(40, 3), np.random.default_rng(1).integers(0, 3, (40, 3))
     alive = np.random.default_rng(2).random((40, 3)) < 0.6
     state = policy.keep(asked(1, x), policy.keep(asked(0, x[:, :1]), None)[1])[1]
-    found = policy.survive(asked(2, x, parent=parent), state)
+    found, _ = policy.survive(asked(2, x, parent=parent), state)
     middle = float(np.median(found[0] * found[2]))
     policy = policy.with_rule(Derived([middle] * 4))
     whole, survival = policy.keep(asked(2, x, parent=parent), state)

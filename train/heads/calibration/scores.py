@@ -120,6 +120,6 @@ def survivals(policy: LearnedPolicy, seen: Array) -> Iterator[Array]:
     before = None
     for depth in range(policy.first, seen.shape[1]):
         features = np.ascontiguousarray(seen[:, depth, None])
-        found = policy.survive(DraftStep(depth, alive, parent, features, {}, np.arange(rounds)), before)
+        found, _ = policy.survive(DraftStep(depth, alive, parent, features, {}, np.arange(rounds)), before)
         before = found[0] if depth else None
         yield found[..., 0]

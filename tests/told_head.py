@@ -1,0 +1,51 @@
+"""A head that says what its features say: what a rule makes of given probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from specstop.policies.contract import DraftStep
+from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Rule
+
+Array = np.ndarray[Any, Any]
+
+EXACT = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))
+"""Leaves probabilities as they are."""
+
+
+class ToldHead:
+    """Its two features are accept and next."""
+
+    kind = "told"
+    sizes: Mapping[str, int] = {}
+    lag = 0
+
+    def scores(self, features: Array, depth: int, hidden: object = None) -> Array:
+        return features.astype(np.float64)
+
+    def tensors(self) -> dict[str, Array]:
+        return {}
+
+
+def told_policy(rule: Rule, max_depth: int = 10) -> LearnedPolicy:
+    """Return a policy that is told accept and next of each branch as its features."""
+    return LearnedPolicy("told", ("top1", "top2"), ToldHead(), EXACT, EXACT, rule, max_depth)
+
+
+def kept_by(rule: Rule, depth: int, before: Array, accept: Array, next_: Array) -> Array:
+    """Return [S, B] bool, which branches a rule keeps.
+
+    Args:
+        rule: asked.
+        depth: of the branches.
+        before: [S, B] survival of the depth before, each branch's own.
+        accept, next_: [S, B] in single precision.
+    """
+    parent = np.tile(np.arange(before.shape[1]), (len(before), 1))
+    features = np.stack([accept, next_], -1).astype(np.float32)
+    step = DraftStep(depth, np.ones(before.shape, dtype=bool), parent, features, {}, np.arange(len(before)))
+    return told_policy(rule).survive(step, before)[1]
