@@ -137,19 +137,20 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int,
     history = History.start(1).after(np.array([2]), np.array([3]))
     runner.state, one = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool)
     noise = -torch.rand(1, vocabulary, generator=generator).log_().neg_().log_()
-    logits = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
+    rows = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
     scratch = torch.ones(512 * megabytes, 512) if megabytes else None
     seconds = []
     for i in range(count):
         found = Candidates.at([0], tree)
         if scratch is not None:
             scratch @ scratch[:8].T
-        row = logits[i % 8]
+        row = rows[i % 8]
         scores = torch.log_softmax(row / temperature, -1) + noise if temperature else row
         place = found.add(0, 1, int(scores.argmax(-1)))  # the loop draws right before it asks
-        base = reader.base(row, [(0, 0)], history, temperature)
+        base = reader.base(history, temperature, row, [(0, 0)])
         begin = time.perf_counter()
-        level = reader.level([(0, found, [place])], Logits(row, None, scores, [0]), temperature, None)
+        logits = Logits(row, [(0, found.tokens[place], 0, 0, 1, 1)], None, scores)
+        level = reader.level([(0, found, [place])], logits, temperature, base, None)
         runner.keep(reader.step(1, base, level, tree, one))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)

@@ -16,14 +16,14 @@ from ..decode.models.finite import check_rows
 from ..decode.models.hidden import stored, vector_widths
 from ..decode.models.pair import Pair
 from ..decode.observer import Seen
-from ..decode.policy.reader import Logits, drawn_tokens
+from ..decode.policy.reader import Logits
 from ..decode.policy.summaries import summarise
 from ..decode.records import Generation
 from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import StopPolicy
-from ..policies.features import ANCHOR_FEATURES, Columns, Need
+from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
@@ -126,7 +126,7 @@ class Recorder:
         path: dict[int, float] = {}
         for places, logits in levels:
             check_rows(logits.raw, "draft")
-            drawn = drawn_tokens([(found, places)], logits.owner)
+            drawn = Drawn.of(logits.tokens)
             drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])
             drawn.lead = logits.lead(drawn) if self._columns.plan.noisy else None
             summary = summarise(
@@ -138,7 +138,7 @@ class Recorder:
             for name, values in zip(self.features, self._columns(summary, drawn, self.temperature).T, strict=True):
                 row[name][at] = values
             row["draft_prob"][at] = np.exp(summary.numbers[:, 1])
-            owner = torch.tensor(logits.owner, device=logits.raw.device)
+            owner = torch.from_numpy(drawn.ids[:, 0]).to(logits.raw.device)
             if DRAFT_HIDDEN in self._widths:
                 assert logits.states is not None
                 row[DRAFT_HIDDEN][at] = stored(logits.states[owner]).cpu().numpy()

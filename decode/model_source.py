@@ -15,6 +15,7 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.history import History
+from ..policies.features.summary import Token
 from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
@@ -89,8 +90,13 @@ class ModelSource:
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
         self.reader = Reader(policy, widths, self._size)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was read of the round before."""
         self._base: Base | None = None
         self._level: Level | None = None
+        self._unread: tuple[list[list[int]], Logits] | None = None
 
     def reserve(self, tokens: int) -> None:
         """Empty both caches, with room for texts of `tokens` and a round beyond them."""
@@ -175,7 +181,7 @@ class ModelSource:
             if allowed < deepest:
                 limit = np.full(self._size, deepest) if limit is None else limit
                 limit[number] = allowed
-        self._base = self._level = None
+        self._forget()
         roots = [[p for p in own.latest if own.found.tokens[p] not in self.eos] for own in self.streams]
         alive = self._grown = self._marked(0, roots)
         return active, alive, context, self.drafter.backlog(), limit
@@ -183,18 +189,35 @@ class ModelSource:
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""
         if self._base is None:
-            streams = self.streams
-            rows = [own.text.anchor_row for own in streams]
-            states = [own.text.hidden for own in streams if own.text.hidden is not None]
-            self._base = self.reader.base(
-                rows[0] if len(rows) == 1 else torch.cat(rows),
-                [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],
-                history,
-                self._temperature,
-                torch.cat(states) if states else None,
-                None if len(streams) == self._size else [own.number for own in streams],
-            )
+            self._base = self._read_base(history)
+        if self._unread is not None:
+            self._read_level(self._base)
         return self.reader.step(depth, self._base, self._level, self.topology, alive)
+
+    def _read_base(self, history: History) -> Base:
+        """Return what a policy is shown of the round before its first token."""
+        streams = self.streams
+        playing = None if len(streams) == self._size else [own.number for own in streams]
+        if not self.reader.reads_target:
+            return self.reader.base(history, self._temperature, streams=playing)
+        rows = [own.text.anchor_row for own in streams]
+        states = [own.text.hidden for own in streams if own.text.hidden is not None]
+        return self.reader.base(
+            history,
+            self._temperature,
+            torch.cat(rows),
+            [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],
+            torch.cat(states) if states else None,
+            playing,
+        )
+
+    def _read_level(self, base: Base) -> None:
+        """Read what a policy is shown of the tokens drawn last."""
+        assert self._unread is not None
+        places, logits = self._unread
+        turns = [(own.number, own.found, some) for own, some in zip(self.streams, places, strict=True) if some]
+        self._level = self.reader.level(turns, logits, self._temperature, base, self._level)
+        self._unread = None
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.RoundSource`."""
@@ -204,9 +227,11 @@ class ModelSource:
             for at, own in enumerate(self.streams):
                 row = feeding[own.number].tolist()
                 fed[at] = [place for place in own.latest if row[own.found.rows[place] - first]]
+        if self._unread is not None:  # not asked about, but paths lead through it
+            self.note()
         places, logits = self.draw(fed)
         if logits is not None and self.reader.wants(depth + 1, tree.deepest):
-            self.note(places, logits)
+            self._unread = places, logits
         drawn = self._grown = self._marked(depth + 1, places)
         if any(own.ended for own in self.streams):
             going = [[p for p in own.latest if p not in own.ended] for own in self.streams]
@@ -259,34 +284,34 @@ class ModelSource:
             [len(rows) for rows in below],
             [own.turn(some) for own, some in zip(asked, places, strict=True)],
         )
-        owner: list[int] = []
+        tokens: list[Token] = []
         row = 0
         for own, some in zip(asked, places, strict=True):
             found = own.found
             for place in some:
                 if drawn.source is not None:
                     found.drawn_from[place] = drawn.source[row]
-                for node, token in zip(below[row], drawn.tokens[row], strict=False):  # fewer where no more are known
+                siblings = list(zip(below[row], drawn.tokens[row], strict=False))  # fewer where no more are known
+                for rank, (node, token) in enumerate(siblings):
                     own.latest.append(new := found.add(place, node, token))
                     if token in self.eos:
                         own.ended.add(new)
-                    owner.append(row)
+                    tokens.append((row, token, found.tokens[place], rank, len(siblings), found.depth[new]))
                 row += 1
-        if not owner:  # rows that no token can be drawn from
+        if not tokens:  # rows that no token can be drawn from
             return [own.latest for own in streams], None
         shaped = sampled if asked[0].text.sampler.reads_prefix and self._temperature > 0 else None
         untruncated = None if shaped is None else untruncated
-        logits = Logits(raw, shaped, drawn.scores, owner, states, drawn.best, untruncated)
+        logits = Logits(raw, tokens, shaped, drawn.scores, states, drawn.best, untruncated)
         return [own.latest for own in streams], logits
 
     def feed(self, streams: Sequence[Stream], places: Sequence[Sequence[int]]) -> Proposal:
         """Return what the drafter proposes after places of streams."""
         return self.drafter.propose([own.number for own in streams], [own.found for own in streams], places)
 
-    def note(self, places: Sequence[Sequence[int]], logits: Logits) -> None:
-        """Take from the logits of the tokens just drawn what a policy will be shown."""
-        turns = [(own.number, own.found, some) for own, some in zip(self.streams, places, strict=True) if some]
-        self._level = self.reader.level(turns, logits, self._temperature, self._level)
+    def note(self) -> None:
+        """Read the tokens drawn last for the paths through them."""
+        self._read_level(self.reader.unknown)
 
     def tree(self, sent: Array) -> DraftTree:
         """See `rounds.RoundSource`."""

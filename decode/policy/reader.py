@@ -9,13 +9,14 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.features import Columns, Drawn, Layout, Summary
+from ...policies.features import Columns, Drawn, Layout
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import History
+from ...policies.features.summary import Token
 from ..candidates import Candidates
 from ..models.hidden import seen
 from ..topology import Topology
-from .summaries import lead_over_truncated, summarise
+from .summaries import lead_over_truncated, read_columns
 
 
 @dataclass(slots=True)
@@ -28,20 +29,20 @@ class Base:
 
 @dataclass(slots=True)
 class Level:
-    """The n tokens of one depth, as features are computed from them.
+    """The n tokens of one depth, as a policy is shown them.
 
     Attributes:
-        where: (stream, place) of each.
-        branch: [n] int64, each token's place in its depth of the topology; None where there is one token of one stream.
-        drawn, summary, temperature: see `summaries.summarise`.
-        states: [R, H] the draft's.
+        features: [n, F].
+        path: [n] log-probabilities of the paths to them, where a feature follows paths; else none.
+        where: (stream, place) of each; none in a chain of one stream.
+        branch: [n] int64, each token's place in its depth of the topology; None in a chain of one stream.
+        states: [n, H] the draft's, where they are wanted.
     """
 
-    where: Sequence[tuple[int, int]]
-    branch: Array | None
-    drawn: Drawn
-    summary: Summary
-    temperature: float
+    features: Array
+    path: Array
+    where: Sequence[tuple[int, int]] = ()
+    branch: Array | None = None
     states: Tensor | None = None
 
 
@@ -51,17 +52,17 @@ class Logits:
 
     Attributes:
         raw: [R, V] logits of the places that were fed.
+        tokens: what was drawn from them, in this order, as `features.Drawn` has it.
         sampled: [R, V] log-weights, where they are not raw / T; else None.
         scores: [R, V] that `match` took the largest of; None under other modes. `best` by row: see `verify.Drawn`.
-        owner: for each token that was drawn, its row.
         states: [R, H] the draft's last hidden states, where somebody wants them.
         untruncated: [R, V] `sampled` before tokens were left out for being unlikely, where that was done.
     """
 
     raw: Tensor
-    sampled: Tensor | None
-    scores: Tensor | None
-    owner: Sequence[int]
+    tokens: Sequence[Token]
+    sampled: Tensor | None = None
+    scores: Tensor | None = None
     states: Tensor | None = None
     best: list[list[float]] | None = None
     untruncated: Tensor | None = None
@@ -74,13 +75,14 @@ class Logits:
 
     def part(self, tokens: slice) -> Logits:
         """Return what these of the tokens that were drawn were drawn from, which are all of one stream."""
-        owner = self.owner[tokens]
-        rows = slice(min(owner), max(owner) + 1)
-        cut = [
+        own = self.tokens[tokens]
+        rows = slice(own[0][0], own[-1][0] + 1)
+        sampled, scores, states, untruncated = (
             None if some is None else some[rows] for some in (self.sampled, self.scores, self.states, self.untruncated)
-        ]
+        )
         best = None if self.best is None else self.best[rows]
-        return Logits(self.raw[rows], cut[0], cut[1], [row - rows.start for row in owner], cut[2], best, cut[3])
+        moved = [(token[0] - rows.start, *token[1:]) for token in own]
+        return Logits(self.raw[rows], moved, sampled, scores, states, best, untruncated)
 
 
 class Reader:
@@ -93,6 +95,9 @@ class Reader:
 
     Attributes:
         layout: of the policy's features.
+        reads_target: the policy reads the target's rows or states.
+        follows_path: it reads probabilities of paths.
+        unknown: the base of a round that nobody asks about.
     """
 
     def __init__(self, policy: StopPolicy, widths: Mapping[str, int] | None = None, streams: int = 1) -> None:
@@ -100,46 +105,49 @@ class Reader:
         self.layout = Layout(policy.features)
         self._columns = Columns(self.layout.node, self.layout.node_at)
         self._anchor = Columns(self.layout.anchor, self.layout.anchor_at)
-        self._follows_path = self._columns.plan.path
+        self.follows_path = self._columns.plan.path
+        self.reads_target = bool(self.layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._looks = bool(self.layout.node or policy.hidden)
         self._widths = dict(widths or {})
-        self._batch = np.full(streams, -1, dtype=np.int64)
+        self._batch = self._together = np.zeros(streams, dtype=np.int64)
+        self.unknown = Base(np.zeros((streams, len(policy.features)), dtype=np.float32))
 
     def wants(self, depth: int, deepest: int) -> bool:
         """Whether the tokens of a depth matter: the policy is asked there and looks at them, or follows paths through it."""
-        return self._follows_path or (self._looks and self.policy.first <= depth < deepest)
+        return self.follows_path or (self._looks and self.policy.first <= depth < deepest)
 
     def base(
         self,
-        rows: Tensor,
-        tokens: Sequence[tuple[int, int]],
         history: History,
         temperature: float = 0.0,
+        rows: Tensor | None = None,
+        anchors: Sequence[tuple[int, int]] = (),
         hidden: Tensor | None = None,
         streams: Sequence[int] | None = None,
     ) -> Base:
         """Return the ANCHOR and HISTORY columns of a round.
 
         Args:
-            rows: [A, V], the target's rows that the anchors were drawn from.
-            tokens: A anchors, each with the token before it.
             history: of the S streams.
             temperature: of the sampling.
+            rows: [A, V], the target's rows that the anchors were drawn from, if the policy `reads_target`.
+            anchors: A, each with the token before it.
             hidden: [A, H], the target's last hidden states of these rows, if the policy reads them.
             streams: A, whose they are; None = all of them.
         """
         layout, at = self.layout, slice(None) if streams is None else list(streams)
-        self._batch = np.full(self._streams, -1, dtype=np.int64)
-        self._batch[at] = 0
+        self._batch = self._together
+        if streams is not None:
+            self._batch = np.full(self._streams, -1, dtype=np.int64)
+            self._batch[at] = 0
         features = np.zeros((self._streams, len(layout.names)), dtype=np.float32)
-        if layout.anchor:
-            drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(tokens)])
-            summary = summarise(self._anchor.plan, rows, drawn, temperature)
-            known = features if streams is None else features[at]
-            self._anchor.write(summary, drawn, temperature, known)
+        if layout.anchor and rows is not None:
+            drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
+            known = features[at]
+            read_columns(self._anchor, rows, drawn, temperature, known)
             features[at] = known
         if layout.history:
-            features[:, layout.history_at] = history.values(layout.history)
+            history.write(layout.history_columns, layout.history_at, features)
         if TARGET_HIDDEN not in self.policy.hidden or hidden is None:
             return Base(features)
         states = np.zeros((self._streams, hidden.shape[-1]), dtype=np.float32)
@@ -151,6 +159,7 @@ class Reader:
         turns: Sequence[tuple[int, Candidates, Sequence[int]]],
         logits: Logits,
         temperature: float,
+        base: Base,
         above: Level | None,
     ) -> Level:
         """Return the level of the tokens just drawn.
@@ -159,25 +168,30 @@ class Reader:
             turns: of each stream its number, its candidates with these tokens, and their places.
             logits: that they were drawn from.
             temperature: of the sampling.
+            base: of the round.
             above: the level before it.
         """
-        drawn = drawn_tokens([(found, places) for _, found, places in turns], logits.owner)
-        where = [(number, place) for number, _, places in turns for place in places]
-        if self._follows_path and above is not None:
-            row = {place: at for at, place in enumerate(above.where)}
-            parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
-            drawn.parent_path = above.summary.path[[row[parent] for parent in parents]]
+        tree, drawn = turns[0][1].topology, Drawn.of(logits.tokens)
+        chain = self._streams == 1 and tree.is_chain
+        where = () if chain else [(number, place) for number, _, places in turns for place in places]
+        if self.follows_path and above is not None:
+            drawn.parent_path = above.path
+            if not chain:
+                row = {place: at for at, place in enumerate(above.where)}
+                parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
+                drawn.parent_path = above.path[[row[parent] for parent in parents]]
         if self._columns.plan.noisy:
             drawn.lead = logits.lead(drawn)
-        summary = summarise(
-            self._columns.plan, logits.raw, drawn, temperature, logits.sampled, logits.scores, logits.best
+        features = base.features.copy() if chain else base.features[[stream for stream, _ in where]]
+        path = read_columns(
+            self._columns, logits.raw, drawn, temperature, features, logits.sampled, logits.scores, logits.best
         )
-        tree = turns[0][1].topology
-        branch = None
-        if self._streams > 1 or not tree.is_chain:
-            first = tree.spans[turns[0][1].depth[where[0][1]]].start
-            branch = np.array([found.rows[place] - first for _, found, places in turns for place in places])
-        return Level(where, branch, drawn, summary, temperature, logits.states)
+        states = logits.states if logits.states is None or chain else logits.states[drawn.ids[:, 0]]
+        if chain:
+            return Level(features, path, states=states)
+        first = tree.spans[turns[0][1].depth[where[0][1]]].start
+        branch = np.array([found.rows[place] - first for _, found, places in turns for place in places])
+        return Level(features, path, where, branch, states)
 
     def step(self, depth: int, base: Base, level: Level | None, tree: Topology, alive: Array) -> DraftStep:
         """Return what the policy is shown.
@@ -200,10 +214,7 @@ class Reader:
         features = np.zeros(shape, dtype=np.float32)
         features[:] = base.features[:, None]
         if level is not None and level.branch is not None:
-            streams = [stream for stream, _ in level.where]
-            rows = base.features[streams]
-            self._columns.write(level.summary, level.drawn, level.temperature, rows)
-            features[streams, level.branch] = rows
+            features[[stream for stream, _ in level.where], level.branch] = level.features
         features[~alive] = 0.0
         hidden = self._hidden(base, level, alive) if self.policy.hidden else _NOTHING
         return DraftStep(depth, alive, parent, features, hidden, self._batch)
@@ -218,7 +229,7 @@ class Reader:
             else:
                 states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
                 if level is not None and level.branch is not None and level.states is not None:
-                    drawn = seen(level.states[level.drawn.ids[:, 0]]).cpu().numpy()
+                    drawn = seen(level.states).cpu().numpy()
                     states[[stream for stream, _ in level.where], level.branch] = drawn
             states[~alive] = 0.0
             out[name] = states
@@ -226,10 +237,9 @@ class Reader:
 
     def _single(self, depth: int, base: Base, level: Level | None) -> DraftStep:
         """Return the step of one stream with one branch."""
-        features = base.features
-        if level is not None:
-            features = features.copy()
-            self._columns.write(level.summary, level.drawn, level.temperature, features)
+        features = base.features if level is None else level.features
+        if not self.policy.hidden:
+            return draft_step(depth, features)
         hidden: dict[str, Array] = {}
         for name in self.policy.hidden:
             if name == TARGET_HIDDEN:
@@ -240,26 +250,6 @@ class Reader:
             else:
                 hidden[name] = seen(level.states).cpu().numpy()
         return draft_step(depth, features, hidden)
-
-
-def drawn_tokens(turns: Sequence[tuple[Candidates, Sequence[int]]], owner: Sequence[int]) -> Drawn:
-    """Return the tokens at the places of some streams, which were drawn one after the other from the rows `owner`."""
-    count: dict[int, int] = {}
-    rank = []
-    for row in owner:
-        rank.append(count.get(row, 0))
-        count[row] = rank[-1] + 1
-    tokens = [
-        (found.tokens[place], found.tokens[found.parent[place]], found.depth[place])
-        for found, places in turns
-        for place in places
-    ]
-    return Drawn.of(
-        [
-            (row, token, above, at, count[row], depth)
-            for row, at, (token, above, depth) in zip(owner, rank, tokens, strict=True)
-        ]
-    )
 
 
 _NOTHING: Mapping[str, Array] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...policies.errors import PolicyError
-from ...policies.features import TOP, Drawn, Plan, Summary, summarise as summarise_arrays
+from ...policies.features import TOP, Columns, Drawn, Plan, Summary, summarise as summarise_arrays
 from ...policies.features.summary import NO_SCORES, Array
 
 LEAST = -87.0
@@ -34,13 +34,64 @@ def summarise(
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
-    ranked = None if best is None or not plan.noisy else _array(torch.as_tensor(best))
+    arrays = _arrays(plan, logits, sampled, scores, best)
+    if arrays is None:
+        return on_device(plan, logits, drawn, temperature, sampled, scores, _ranked(plan, best))
+    rows, *others = arrays
+    return summarise_arrays(plan, rows, drawn, temperature, *others)
+
+
+def read_columns(
+    columns: Columns,
+    logits: Tensor,
+    drawn: Drawn,
+    temperature: float,
+    out: Array,
+    sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+    best: Sequence[Sequence[float]] | Tensor | None = None,
+) -> Array:
+    """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path (`Columns.read`).
+
+    Args:
+        columns: of the features.
+        logits, drawn, temperature, sampled, scores, best: see `summarise`.
+
+    Raises:
+        PolicyError: noisy scores are needed, and there are none.
+    """
+    arrays = _arrays(columns.plan, logits, sampled, scores, best)
+    if arrays is None:
+        ranked = _ranked(columns.plan, best)
+        summary = on_device(columns.plan, logits, drawn, temperature, sampled, scores, ranked)
+        columns.write(summary, drawn, temperature, out)
+        return summary.path
+    rows, *others = arrays
+    return columns.read(rows, drawn, temperature, out, *others)
+
+
+def _arrays(
+    plan: Plan,
+    logits: Tensor,
+    sampled: Tensor | None,
+    scores: Tensor | None,
+    best: Sequence[Sequence[float]] | Tensor | None,
+) -> tuple[Array, Array | None, Array | None, Array | None] | None:
+    """Return logits on the host, sampled, scores and best as arrays, as far as they are wanted; None on a device."""
     if not logits.is_cpu:
-        return on_device(plan, logits, drawn, temperature, sampled, scores, ranked)
+        return None
     rows = _array(logits)
     shaped = None if sampled is None or not plan.sampled else _array(sampled)
-    noisy = None if scores is None or not plan.noisy else rows if scores is logits else _array(scores)
-    return summarise_arrays(plan, rows, drawn, temperature, shaped, noisy, ranked)
+    if not plan.noisy:
+        return rows, shaped, None, None
+    noisy = None if scores is None else rows if scores is logits else _array(scores)
+    return rows, shaped, noisy, _ranked(plan, best)
+
+
+def _ranked(plan: Plan, best: Sequence[Sequence[float]] | Tensor | None) -> Array | None:
+    if best is None or not plan.noisy:
+        return None
+    return _array(best) if isinstance(best, Tensor) else np.array(best, dtype=np.float32)
 
 
 def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> Array:

@@ -111,7 +111,7 @@ def _decision_alone(
     watch = Stopwatch(scratch.device)
 
     def ask(depth: int, base: Base, found: Candidates, drawn: Logits, above: Level | None) -> None:
-        level = reader.level([(0, found, [depth])], drawn, temperature, above)
+        level = reader.level([(0, found, [depth])], drawn, temperature, base, above)
         runner.keep(reader.step(depth, base, level, tree, one))
 
     timed = watch.timed("policy", ask)
@@ -122,13 +122,14 @@ def _decision_alone(
         for depth in range(asked):
             found.add(depth, depth + 1, int(logits.argmax(-1)))
         before = [(found.tokens[1], found.tokens[0])]
-        base = reader.base(logits, before, History.start(1), temperature, hidden.get(TARGET_HIDDEN))
+        base = reader.base(History.start(1), temperature, logits, before, hidden.get(TARGET_HIDDEN))
         if policy.first == 0:
             runner.keep(reader.step(0, base, None, tree, one))
-        drawn = Logits(logits, None, logits, [0], hidden.get(DRAFT_HIDDEN))
+        token = (0, found.tokens[asked], found.tokens[asked - 1], 0, 1, asked)
+        drawn = Logits(logits, [token], None, logits, hidden.get(DRAFT_HIDDEN))
         level = None
         for depth in range(1, asked):
-            level = reader.level([(0, found, [depth])], drawn, temperature, level)
+            level = reader.level([(0, found, [depth])], drawn, temperature, base, level)
         scratch @ scratch[:8].T
         watch.restart()
         timed(asked, base, found, drawn, level)

@@ -14,7 +14,8 @@ from .definitions import (
     Kind,
     feature,
 )
-from .summary import TOP, Drawn, Need, Plan, Summary, summarise
+from .codes import TOP
+from .summary import Drawn, Need, Plan, Summary, summarise
 
 __all__ = [
     "ANCHOR_FEATURES",

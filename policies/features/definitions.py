@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from ..errors import PolicyError, close_match
 from .codes import BOUND, Code
-from .summary import TOP, Need
+from .codes import TOP
+from .summary import Need
 
 INFINITY = float("inf")
 

@@ -34,13 +34,16 @@ class Need(enum.Flag):
     NOISE = enum.auto()
 
 
+Token = tuple[int, int, int, int, int, int]
+"""A drawn token: its row, its id, its parent's (-1 = unknown), its rank among its siblings, their number, its depth."""
+
+
 @dataclass(slots=True)
 class Drawn:
     """B tokens drawn from R rows of logits; those of one row follow one another, in the order in which they were drawn.
 
     Attributes:
-        ids: [B, 6] int64 of each token: its row, its id, its parent's (-1 = unknown), its rank among its siblings, their
-            number, its depth.
+        ids: [B, 6] int64, each a `Token`.
         parent_path: [B] float64 log-probability of the path to its parent, where a path is followed.
         lead: [B] float64, how far its log-weight is ahead of that of the likeliest token which a filter (top-k, a nucleus)
             left out; None = no filter.
@@ -51,9 +54,9 @@ class Drawn:
     lead: Array | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, int, int, int, int, int]], parent_path: Array | None = None) -> Drawn:
-        """Return the tokens given as tuples (row, id, parent's id, rank, siblings, depth)."""
-        return cls(np.array(rows, dtype=np.int64).reshape(len(rows), 6), parent_path)
+    def of(cls, tokens: Sequence[Token], parent_path: Array | None = None) -> Drawn:
+        """Return these tokens."""
+        return cls(np.array(tokens, dtype=np.int64).reshape(len(tokens), 6), parent_path)
 
 
 @dataclass(slots=True)
