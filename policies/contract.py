@@ -24,7 +24,7 @@ State = Any
 The caller owns it and hands it back; only the policy looks inside."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each decision, and that took as long as some rules do
 class DraftStep:
     """What is known right after the tokens of one depth were drawn, before they are fed to the draft.
 

@@ -171,9 +171,9 @@ class Reader:
             base: of the round.
             above: the level before it.
         """
-        tree, drawn = turns[0][1].topology, Drawn.of(logits.tokens)
+        tree, drawn = turns[0][1].topology, Drawn(np.array(logits.tokens, dtype=np.int64))
         chain = self._streams == 1 and tree.is_chain
-        where = () if chain else [(number, place) for number, _, places in turns for place in places]
+        where = [] if chain else [(number, place) for number, _, places in turns for place in places]
         if self.follows_path and above is not None:
             drawn.parent_path = above.path
             if not chain:
@@ -186,7 +186,7 @@ class Reader:
         path = read_columns(
             self._columns, logits.raw, drawn, temperature, features, logits.sampled, logits.scores, logits.best
         )
-        states = logits.states if logits.states is None or chain else logits.states[drawn.ids[:, 0]]
+        states = logits.states if logits.states is None or chain else logits.states[drawn.ids[:, 0].tolist()]
         if chain:
             return Level(features, path, states=states)
         first = tree.spans[turns[0][1].depth[where[0][1]]].start

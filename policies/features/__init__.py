@@ -1,5 +1,6 @@
 """Features: their definitions, the summary of a row that they are made of, and the columns that a policy reads."""
 
+from .codes import TOP
 from .columns import Columns, Layout
 from .definitions import (
     ANCHOR_FEATURES,
@@ -14,7 +15,6 @@ from .definitions import (
     Kind,
     feature,
 )
-from .codes import TOP
 from .summary import Drawn, Need, Plan, Summary, summarise
 
 __all__ = [

@@ -22,8 +22,7 @@ import enum
 from dataclasses import dataclass
 
 from ..errors import PolicyError, close_match
-from .codes import BOUND, Code
-from .codes import TOP
+from .codes import BOUND, TOP, Code
 from .summary import Need
 
 INFINITY = float("inf")
