@@ -24,7 +24,8 @@ from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
 from .models.packed import Part, TreeRows
 from .models.pair import Pair, readable
-from .policy.reader import Base, Level, Logits, Reader
+from .policy.reader import Logits
+from .policy.round_reader import RoundReader
 from .settings import Settings
 from .stream import Stream, Text, sampled_rows
 from .topology import Topology
@@ -89,14 +90,7 @@ class ModelSource:
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
-        self.reader = Reader(policy, widths, self._size)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget what was read of the round before."""
-        self._base: Base | None = None
-        self._level: Level | None = None
-        self._unread: tuple[list[list[int]], Logits] | None = None
+        self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature)
 
     def reserve(self, tokens: int) -> None:
         """Empty both caches, with room for texts of `tokens` and a round beyond them."""
@@ -181,43 +175,14 @@ class ModelSource:
             if allowed < deepest:
                 limit = np.full(self._size, deepest) if limit is None else limit
                 limit[number] = allowed
-        self._forget()
+        self.reader.begin(self.streams)
         roots = [[p for p in own.latest if own.found.tokens[p] not in self.eos] for own in self.streams]
         alive = self._grown = self._marked(0, roots)
         return active, alive, context, self.drafter.backlog(), limit
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""
-        if self._base is None:
-            self._base = self._read_base(history)
-        if self._unread is not None:
-            self._read_level(self._base)
-        return self.reader.step(depth, self._base, self._level, self.topology, alive)
-
-    def _read_base(self, history: History) -> Base:
-        """Return what a policy is shown of the round before its first token."""
-        streams = self.streams
-        playing = None if len(streams) == self._size else [own.number for own in streams]
-        if not self.reader.reads_target:
-            return self.reader.base(history, self._temperature, streams=playing)
-        rows = [own.text.anchor_row for own in streams]
-        states = [own.text.hidden for own in streams if own.text.hidden is not None]
-        return self.reader.base(
-            history,
-            self._temperature,
-            torch.cat(rows),
-            [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],
-            torch.cat(states) if states else None,
-            playing,
-        )
-
-    def _read_level(self, base: Base) -> None:
-        """Read what a policy is shown of the tokens drawn last."""
-        assert self._unread is not None
-        places, logits = self._unread
-        turns = [(own.number, own.found, some) for own, some in zip(self.streams, places, strict=True) if some]
-        self._level = self.reader.level(turns, logits, self._temperature, base, self._level)
-        self._unread = None
+        return self.reader.step(depth, alive, history)
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.RoundSource`."""
@@ -227,11 +192,11 @@ class ModelSource:
             for at, own in enumerate(self.streams):
                 row = feeding[own.number].tolist()
                 fed[at] = [place for place in own.latest if row[own.found.rows[place] - first]]
-        if self._unread is not None:  # not asked about, but paths lead through it
+        if self.reader.passed:
             self.note()
         places, logits = self.draw(fed)
-        if logits is not None and self.reader.wants(depth + 1, tree.deepest):
-            self._unread = places, logits
+        if logits is not None:
+            self.reader.drawn(depth + 1, places, logits)
         drawn = self._grown = self._marked(depth + 1, places)
         if any(own.ended for own in self.streams):
             going = [[p for p in own.latest if p not in own.ended] for own in self.streams]
@@ -310,8 +275,8 @@ class ModelSource:
         return self.drafter.propose([own.number for own in streams], [own.found for own in streams], places)
 
     def note(self) -> None:
-        """Read the tokens drawn last for the paths through them."""
-        self._read_level(self.reader.unknown)
+        """Read what the policy was not asked about, for the paths through it."""
+        self.reader.read()
 
     def tree(self, sent: Array) -> DraftTree:
         """See `rounds.RoundSource`."""
