@@ -84,7 +84,7 @@ class PolicyRunner:
 
     def finished(self, made: Finished) -> None:
         """Take in a round: history, its seconds, and what the policy makes of it."""
-        self.history = self.history.after(made.accepted, made.found.verified, made.active > made.cut)
+        self.history = self.history.after(made.accepted, made.found.verified, made.active, made.cut)
         made.seconds = self.seconds(made) * made.active
         if self.observes:
             self.state = checked_observe(self.policy, outcome(made, made.seconds), self.state)
@@ -191,7 +191,7 @@ class GuardedRunner(PolicyRunner):
     def finished(self, made: Finished) -> None:
         """See `PolicyRunner.finished`; what nobody reads is left out, as it would cost every round some microseconds."""
         if self._reads_history:
-            self.history = self.history.after(made.accepted, made.found.verified, made.active > made.cut)
+            self.history = self.history.after(made.accepted, made.found.verified, made.active, made.cut)
         if self._watch is not None:
             self._compare(made)
         if not self.observes:

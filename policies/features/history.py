@@ -36,17 +36,19 @@ class History:
         """Return the history of fresh sequences: all zeros."""
         return History(np.zeros((streams, len(HISTORY_FEATURES) + 1)))
 
-    def after(self, accepted: Array, verified: Array, counts: Array | None = None) -> History:
+    def after(self, accepted: Array, verified: Array, active: Array | None = None, cut: Array | None = None) -> History:
         """Return the history after a round.
 
         Args:
             accepted, verified: [S] int64, min(A, k) and k.
-            counts: [S] bool; False for streams without a round and for rounds that were cut, which change nothing.
+            active: [S] bool, streams that had a round; None = all.
+            cut: [S] bool, rounds that were cut short, which change nothing; None = none.
         """
-        if counts is None:
-            counts = np.ones(len(self.record), dtype=np.bool_)
-        after = np.empty_like(self.record)
-        kernels().add_round(self.record, accepted, verified, counts, PAST_WEIGHT, after)
+        streams = len(self.record)
+        active = np.ones(streams, dtype=np.bool_) if active is None else active
+        cut = np.zeros(streams, dtype=np.bool_) if cut is None else cut
+        after = np.empty(self.record.shape)
+        kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
         return History(after)
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:

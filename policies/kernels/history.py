@@ -13,21 +13,23 @@ def known_depths(active: Any, cut: Any, accepted: Any, verified: Any) -> Any:
     return min(accepted + 1, verified) if active and not cut else 0
 
 
-@kernel("void(float64[:,::1], int64[::1], int64[::1], boolean[::1], float64, float64[:,::1])")
-def add_round(record: Any, accepted: Any, verified: Any, counts: Any, past: float, after: Any) -> None:
+@kernel("void(float64[:,::1], int64[::1], int64[::1], boolean[::1], boolean[::1], float64, float64[:,::1])")
+def add_round(
+    record: Any, accepted: Any, verified: Any, active: Any, cut: Any, past: float, after: Any
+) -> None:  # fmt: skip
     """Take a round into the record of S streams.
 
     Args:
         record: [S, 5] running means of min(A, k) and of full acceptance, min(A, k) and k of the last round, and the weight of
             the past in the means.
         accepted, verified: [S] min(A, k) and k.
-        counts: [S] whether the stream had a round that counts.
+        active, cut: [S] whether the stream had a round, and whether it was cut short: such a one does not count.
         past: the weight of all earlier rounds against this one.
         after: [S, 5], is written.
     """
     for s in range(record.shape[0]):
         copy_row(record[s], after[s])
-        if not counts[s]:
+        if cut[s] or not active[s]:
             continue
         # The weights of the past add up to less than 1 at first: divided by them, the first round counts whole.
         after[s, 4] = past * record[s, 4] + (1.0 - past)

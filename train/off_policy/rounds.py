@@ -89,7 +89,7 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         drew = np.where(own, drafted, trace.drawn[row])
         line = np.stack([~unseen, drafted, verified, tokens * ~unseen, seconds * ~unseen])
         out[:, row[active]] = line[:, active]
-        runner.history = runner.history.after(accepted, sent, active & ~cut[row])
+        runner.history = runner.history.after(accepted, sent, active, cut[row])
         runner.state = checked_observe(
             policy, RoundOutcome(active, drew, sent, accepted, cut[row], heard), runner.state
         )

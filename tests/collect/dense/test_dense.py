@@ -54,12 +54,6 @@ class Recording(StopPolicy):
 
 
 @pytest.fixture(scope="module")
-def pair(plain_pair: Pair) -> Pair:
-    """Of the models as they are: the compact forward picks its layouts by their times, and each rounds in its own order."""
-    return plain_pair
-
-
-@pytest.fixture(scope="module")
 def compact(pair_folder: Path) -> Pair:
     return load_pair(pair_folder / "target", pair_folder / "draft", engine="compact")
 
