@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -182,7 +188,7 @@ def kills(bench: Bench) -> None:
 
 
 def predict(bench: Bench) -> None:
-    """The engine's profile on the engine's traces predicts tokens/s of three policies at 1 and 8 requests."""
+    """The engine's profile predicts tokens/s of three policies: at 1 request on a trace of `LLM`, at 8 on one of a server."""
     from specstop.collect import open_trace
     from specstop.policies.latency.profile import Profile
     from specstop.policies.storage.registry import load_policy
@@ -202,9 +208,8 @@ def predict(bench: Bench) -> None:
                     rates.setdefault((engine.name, size), []).append(answer["tokens"] / answer["seconds"])
     told = ("--through", "vllm", "--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
     for size in (1, 8):
-        live = open_trace(
-            bench.run(f"live-{size}", "collect", *told, "--max-new-tokens", TOKENS, "--batch", max(size, 2))
-        )
+        made = bench.run("live-1", "collect", *told, "--max-new-tokens", TOKENS) if size == 1 else served(bench)
+        live = open_trace(made)
         report = evaluate(live, batch_profile(profile, size), [load_policy(spec) for spec in specs.values()])
         for name, spec in specs.items():
             said, was = report.line(load_policy(spec).name).tokens_per_s, mean(rates[name, size])
@@ -212,16 +217,72 @@ def predict(bench: Bench) -> None:
             bench.bars.add(f"{name} at {size} predicted", said / was, abs(said / was - 1) <= 0.1, text)
 
 
+def served(bench: Bench) -> Path:
+    """Return the trace that vLLM's server records of the test prompts, 8 requests side by side."""
+    if (bench.room / "served").exists():
+        return bench.room / "served"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = ours(bench.folder, f"fixed:{DEPTH}", traces=str(bench.room / "parts"))
+    told["speculative_config"]["model"] = "specstop.collect.engines.serving.RecordingProposer"
+    words = [
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        bench.folder / "target",
+        "--served-model-name",
+        "target",
+        "--port",
+        port,
+    ]
+    words += ["--dtype", "float32", "--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 8]
+    words += [word for name, value in told.items() for word in (f"--{name.replace('_', '-')}", json.dumps(value))]
+    server = subprocess.Popen(
+        [sys.executable, "-m", *map(str, words)], env=os.environ | ENVIRONMENT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def post(prompt: str) -> int:
+        asked = {"model": "target", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS}
+        with urllib.request.urlopen(
+            urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(asked).encode(),
+                {"Content-Type": "application/json"},
+            )
+        ) as answer:
+            return int(json.load(answer)["usage"]["completion_tokens"])
+
+    try:
+        while server.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            time.sleep(0.5)
+        with ThreadPoolExecutor(8) as threads:
+            print(f"      the server wrote {sum(threads.map(post, bench.prompts()))} tokens")
+    finally:
+        server.terminate()
+        server.wait()
+    return bench.run("served", "collect", "--from-vllm", bench.room / "parts")
+
+
 def achievable(bench: Bench) -> None:
     """Print what a policy could reach over the best fixed length that knows all scalars, by the engine's profile."""
     from specstop.collect import open_trace
     from specstop.policies.latency.profile import Profile
+    from specstop.policies.storage.registry import load_policy
     from specstop.train.report.evaluate import evaluate
 
     told = ("--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
     held = open_trace(bench.run("held-out", "collect", *told, "--max-new-tokens", TOKENS))
-    from specstop.policies.storage.registry import load_policy
-
     policies = [load_policy(bench.policy()), load_policy(bench.policy("batch"))]
+    policies[0].name, policies[1].name = "learned", "joint"
     report = evaluate(held, Profile.load(bench.profile()), policies, achievable=True, batch=SIZES)
-    print(json.dumps(report.details, indent=1, default=str)[:6000])
+    found = report.details["batch"]
+    print(
+        f"      by replay, to the best fixed length ({', '.join(map(str, found['best_fixed']))} at {SIZES} requests):"
+    )
+    for line in found["lines"]:
+        bench.bars.figures[f"{line['name']} by replay"] = line["to_best_fixed"]
+        told = ", ".join("{value:.3f} [{low:.3f}, {high:.3f}]".format(**one) for one in line["to_best_fixed"])
+        print(f"      {line['name']}: {told}")

@@ -59,6 +59,24 @@ def put(state: State, rows: Array | slice, other: State) -> State:
     return _over(emptied, state) if other is None else _over(replaced, state, other)
 
 
+def join(states: Sequence[State]) -> State:
+    """Return the state of the streams of several, one behind the other; filled up with zeros as by `put`."""
+    like = next((one for one in states if one is not None), None)
+    if len(states) == 1 or like is None:
+        return like
+
+    def joined(*parts: Array) -> Array:
+        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        return np.concatenate([_filled_up(part, shape) for part in parts])
+
+    return _over(joined, *states)
+
+
+def empty(like: State, rows: int) -> State:
+    """Return the state of so many streams of which nothing is remembered, of the form of another one."""
+    return _over(lambda array: np.zeros((rows, *array.shape[1:]), dtype=array.dtype), like)
+
+
 def _filled_up(array: Array, shape: Sequence[int]) -> Array:
     """Return a copy [S, *shape] with zeros beyond what there was."""
     out = np.zeros((len(array), *shape), dtype=array.dtype)

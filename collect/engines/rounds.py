@@ -17,7 +17,6 @@ from torch import Tensor
 from ...decode.engines.asking import Asking
 from ...decode.engines.rounds import Heard, Sent
 from ...decode.policy.summaries import summarise
-from ...policies import state
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
 from ..explore import Exploring
@@ -37,7 +36,7 @@ def explored_by(asking: Asking, rows: Array) -> Array:
     policy = asking.policy
     if not isinstance(policy, Exploring):
         return np.zeros(len(rows), dtype=bool)
-    return policy.explores(state.take(asking.states, rows))
+    return policy.explores(asking.state_of(rows))
 
 
 @dataclass

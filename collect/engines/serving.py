@@ -4,9 +4,9 @@
         "model": "specstop.collect.engines.serving.RecordingProposer", "num_speculative_tokens": 8}' \\
         --additional-config '{"specstop": {"draft": "DRAFT", "policy": "policy", "traces": "parts", "explore": 0.05}}'
 
-Every so many requests their rounds become a file of the folder `traces`, there whole or not at all; any number of processes
-may write into it. A process that is killed loses the requests that are not in a file yet. `collect --from-vllm FOLDER` makes
-one live trace of all files.
+Every so many requests, and whenever there is nothing to do, their rounds become a file of the folder `traces`, there whole or
+not at all; any number of processes may write into it. A process that is killed loses what is not in a file yet.
+`collect --from-vllm FOLDER` makes one live trace of all files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import itertools
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...decode.engines.drafting import Options
-from ...decode.engines.rounds import Observer, Sent
+from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
@@ -39,6 +41,9 @@ from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explo
 
 TEXTS = 32
 """Requests of a file."""
+
+QUIET_S = 2.0
+"""Seconds without a step after which all that is there is written: vLLM ends its processes as it likes."""
 
 IDLE = 64
 """Steps after which a request that is in none of them has ended."""
@@ -63,27 +68,48 @@ class PartWriter(RoundRecorder):
     ) -> None:  # fmt: skip
         least = round(share * _SHARE)
         super().__init__(
-            rows, depth, temperature, explored, lambda number: int(mix(np.int64(number))) & (_SHARE - 1) < least
+            rows, depth, temperature, explored, lambda number: bool(mix(np.array([number]))[0] & (_SHARE - 1) < least)
         )
         self._folder, self._header, self._eos = folder, header, set(eos)
         self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
         self._chunks: list[Mapping[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock, self._step_s = threading.Lock(), math.inf
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def began(self, row: int, text: Array, name: str | None) -> None:
+        """See `Observer.began`."""
+        with self._lock:
+            super().began(row, text, name)
+
+    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
+        """See `Observer.heard`."""
+        with self._lock:
+            super().heard(rounds, step_s)
 
     def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
         """See `Observer.sent`."""
-        super().sent(drafts, draft_s)
-        self._add(self.take_ended(IDLE))
-        if len(self._chunks) >= TEXTS:
-            self.write()
+        with self._lock:
+            super().sent(drafts, draft_s)
+            self._add(self.take_ended(IDLE))
+            if len(self._chunks) >= TEXTS:
+                self._write()
+            self._step_s = time.monotonic()
 
-    def close(self) -> None:
-        """Write all that is there: the process ends."""
-        self._add(self.take_ended(-1))
-        self.write()
+    def flush(self) -> None:
+        """Write all that is there; what comes later of a request goes on as another text."""
+        with self._lock:
+            self._add(self.take_ended(-1))
+            self._write()
+            self._step_s = math.inf
 
-    def write(self) -> None:
-        """Write the texts that have ended since the last file."""
+    def _watch(self) -> None:
+        while True:
+            time.sleep(QUIET_S / 4)
+            if time.monotonic() - self._step_s > QUIET_S:
+                self.flush()
+
+    def _write(self) -> None:
         chunks, self._chunks = self._chunks, []
         if chunks:
             path = self._folder / f"{self._begun_ns}-{os.getpid()}-{next(self._parts):06d}.parquet"
@@ -127,7 +153,7 @@ class RecordingProposer(Proposer):
             Path(told.traces), header, options.eos, told.share, options.rows, options.depth, options.temperature,
             self._explored,
         )  # fmt: skip
-        atexit.register(self.writer.close)
+        atexit.register(self.writer.flush)
         return self.writer
 
     def _explored(self, rows: Array) -> Array:

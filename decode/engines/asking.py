@@ -43,14 +43,14 @@ class Asking:
         policy: the one in charge.
         first, trims, selects: of it; `selects` whether it chooses among what was drafted.
         history: of the rows of the step.
-        states: of all rows, as they are between steps.
     """
 
     def __init__(self, policy: StopPolicy, rows: int, depth: int, fallback: int) -> None:
         self._rows, self._depth, self._fallback = rows, depth, min(fallback, depth)
         self._here = np.zeros(0, dtype=np.int64)
         self._histories = self.history = History.start(rows)
-        self.states: State = None
+        # Rows do not share arrays between steps: a state's width may say how deep a round has come.
+        self._kept: list[tuple[State, int]] = [(None, 0)] * rows
         self._state: State = None
         self._take_charge(policy.limited(depth))
         self._guarded(lambda: self._start_all())
@@ -62,7 +62,28 @@ class Asking:
         self._observes = type(policy).observe is not StopPolicy.observe
 
     def _start_all(self) -> None:
-        self.states = checked_start(self.policy, self._rows, np.arange(self._rows, dtype=np.int64))
+        every = np.arange(self._rows, dtype=np.int64)
+        self._store(every, checked_start(self.policy, self._rows, every))
+
+    def _store(self, rows: Array, found: State) -> None:
+        """Keep the state of rows [n] until they are wanted again."""
+        for at, row in enumerate(rows.tolist()):
+            self._kept[row] = found, at
+
+    def state_of(self, rows: Array) -> State:
+        """Return the state of rows [n]."""
+        parts: list[tuple[State, list[int]]] = []
+        for row in rows.tolist():
+            found, at = self._kept[row]
+            if not parts or parts[-1][0] is not found:
+                parts.append((found, []))
+            parts[-1][1].append(at)
+        taken = [state.take(found, np.array(at)) for found, at in parts]
+        like = next((one for one in taken if one is not None), None)
+        # A policy may remember nothing of rows that it was not asked about.
+        return state.join(
+            [state.empty(like, len(at)) if one is None else one for one, (_, at) in zip(taken, parts, strict=True)]
+        )
 
     def renew(self, rows: Array, keys: Array) -> None:
         """Go on to other texts in `rows` [n], of keys [n] int64; a policy that carries its state keeps it there."""
@@ -73,21 +94,16 @@ class Asking:
             self._guarded(lambda: self._start(rows, keys))
 
     def _start(self, rows: Array, keys: Array) -> None:
-        self.states = state.put(self.states, rows, checked_start(self.policy, len(rows), keys))
+        self._store(rows, checked_start(self.policy, len(rows), keys))
 
     def attend(self, rows: Array) -> None:
         """Begin a step of these rows [S]: what is asked from here on is of them, in this order."""
         self._here = rows
-        self.history, self._state = state.take(self._histories, rows), state.take(self.states, rows)
+        self.history, self._state = state.take(self._histories, rows), self.state_of(rows)
 
     def leave(self) -> None:
         """End the step: keep what the policy remembers of its rows."""
-        self._guarded(self._put_back)
-
-    def _put_back(self) -> None:
-        self.states = state.put(self.states, self._here, self._state) if self.states is not None else None
-        if self.states is None and self._state is not None:  # of a policy that remembers nothing before it was asked
-            self.states = state.put(_blank(self._state, self._rows), self._here, self._state)
+        self._store(self._here, self._state)
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, 1] bool, the drafts to extend."""
@@ -110,7 +126,7 @@ class Asking:
         """Take in what came of the last drafts of `rows` [n].
 
         Args:
-            rows: those that had a draft, whose outcome is known now.
+            rows: those whose outcome is known now.
             outcome: of n rounds.
         """
         if not len(rows):
@@ -122,8 +138,7 @@ class Asking:
             self._guarded(lambda: self._observe(rows, outcome))
 
     def _observe(self, rows: Array, outcome: RoundOutcome) -> None:
-        after = checked_observe(self.policy, outcome, state.take(self.states, rows))
-        self.states = state.put(self.states, rows, after)
+        self._store(rows, checked_observe(self.policy, outcome, self.state_of(rows)))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
@@ -141,9 +156,4 @@ class Asking:
             stacklevel=2,
         )
         self._take_charge(FixedLength(self._fallback))
-        self.states = self._state = None
-
-
-def _blank(like: State, rows: int) -> State:
-    """Return the state of R rows of which nothing is known, of the form of another one."""
-    return state.take(like, np.zeros(rows, dtype=np.int64))
+        self._kept, self._state = [(None, 0)] * self._rows, None

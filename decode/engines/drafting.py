@@ -142,9 +142,8 @@ class Drafting:
         seconds = [now - one.sent.began_s for one in heard]
         if self._observer is not None and heard:
             self._observer.heard(heard, seconds)
-        drafted = [at for at, one in enumerate(heard) if one.sent.drafted]
-        if drafted:
-            self._tell([heard[at] for at in drafted], np.array([seconds[at] for at in drafted]))
+        if heard:
+            self._tell(heard, np.array(seconds))
 
     def _tell(self, heard: Sequence[Heard], seconds: Array) -> None:
         """Tell the policy of rounds that took so long."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from simulated_engine import Engine, Request
-from specstop.collect.engines.rounds import ANCHORS, RoundRecorder, engine_features
+from specstop.collect.engines.rounds import ANCHORS, RoundRecorder, engine_features, explored_by
 from specstop.collect.engines.serving import PartWriter, import_parts
 from specstop.collect.engines.vllm_records import import_vllm
-from specstop.collect.explore import Exploring, exploring
+from specstop.collect.explore import exploring
 from specstop.collect.live import LiveCollector
 from specstop.collect.schema import Header, chain
 from specstop.decode.engines.drafting import Drafting, Options
@@ -20,7 +20,6 @@ from specstop.decode.engines.models import ModelRows
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies import state
 from specstop.policies.errors import InputError
 from specstop.policies.storage.registry import load_policy
 
@@ -50,12 +49,7 @@ def recorded(
     made: list[Drafting] = []
 
     def explored(rows: np.ndarray) -> np.ndarray:
-        inner = made[0].asking
-        return (
-            asked.explores(state.take(inner.states, rows))
-            if isinstance(asked, Exploring)
-            else np.zeros(len(rows), bool)
-        )
+        return explored_by(made[0].asking, rows)
 
     recorder = (made_by or RoundRecorder)(3, K, 0.0, explored)
     made.append(Drafting(ModelRows(pair.draft_model, 3, pair.vocabulary), asked, Options(3, K, 128), observer=recorder))
@@ -71,7 +65,7 @@ def recorded(
 
     engine.run(propose)
     if isinstance(recorder, PartWriter):
-        recorder.close()
+        recorder.flush()
         return {}, engine
     texts = recorder.take()
     found = {}

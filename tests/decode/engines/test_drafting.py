@@ -127,6 +127,37 @@ def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[R
     assert lengths == {1, 2, 3} and all(verified <= key % 3 + 1 for key, verified, _ in heard)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_state_that_grows_with_a_round_begins_anew_with_each(pair: Pair, requests: list[Request], first: int) -> None:
+    """Rows rest at different depths of a round, and some rounds draft nothing: each is heard of before the next."""
+    widths: list[tuple[int, int]] = []
+
+    class Growing(StopPolicy):
+        name, max_depth = "growing", 4
+
+        def start(self, streams: int, keys: np.ndarray) -> State:
+            return np.zeros((streams, 0)), np.asarray(keys).copy()
+
+        def keep(self, step, state):
+            known, rounds = state
+            widths.append((step.depth, known.shape[1]))
+            going = step.alive & (rounds % 5 >= step.depth)[:, None] & (rounds % 7 > 0)[:, None]
+            return going, (np.concatenate([known, step.alive], 1), rounds)
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            return np.zeros((len(state[0]), 0)), state[1] + 1
+
+    policy = Growing()
+    policy.first = first
+    tool = Tool(pair, policy, 3, requests, True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tool.engine.run(tool.propose)
+    assert {depth for depth, _ in widths} == set(range(first, 4)) and tool.engine.counts["preempted"] > 0
+    assert all(width == depth - first for depth, width in widths)
+    assert first or any(not draft for _, draft in tool.asked)
+
+
 @pytest.mark.parametrize(
     ("draft", "new", "expected"),
     [
