@@ -208,8 +208,8 @@ def collect_traces(pair: Pair, prompts: list[Prompt], folder: Path) -> dict[floa
 
 
 @pytest.fixture(scope="session")
-def traces(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
-    return collect_traces(pair, prompts, tmp_path_factory.mktemp("traces"))
+def traces(compact_pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> dict[float, Trace]:
+    return collect_traces(compact_pair, prompts, tmp_path_factory.mktemp("traces"))
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
 
 
 @pytest.fixture(scope="session")
-def sides(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
+def sides(compact_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Trace]:
     """Traces to train on and to evaluate on, of different prompts, sampled at 0.7."""
     from contract_policies import DEPTH
     from specstop.collect.run import collect
@@ -245,7 +245,7 @@ def sides(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, 
     folder = tmp_path_factory.mktemp("sides")
     options = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
     made = ((24, "fit", 21), (12, "held", 22))
-    return tuple(collect(pair, make_prompts(*args), folder / args[1], **options) for args in made)
+    return tuple(collect(compact_pair, make_prompts(*args), folder / args[1], **options) for args in made)
 
 
 @pytest.fixture(scope="session")
