@@ -43,9 +43,10 @@ from specstop.train.replay.traces.arrays import trace_arrays
 _TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
 
+from drawn_law import replay_law  # noqa: E402
 from enumeration import EXACT  # noqa: E402
 from random_stops import ByTokens, TrimmingByRows  # noqa: E402
-from text_law import Case, apart, live_law, replay_law  # noqa: E402
+from text_law import Case, apart, live_law  # noqa: E402
 
 MODES = ("rejection", "block")
 STOPS: tuple[Callable[[int], StopPolicy], ...] = (

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from baselines import measured
+from hindsight import policy_survival, settle_thresholds
 from pairs import documents, effort, own_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -43,14 +44,12 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
-from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
-from specstop.train.fit.thresholds import settle_thresholds
 from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
 from specstop.train.fit.tuning.rules import tuned_rules
-from specstop.train.heads.calibration.scores import policy_survival, survival_scores
+from specstop.train.heads.calibration.scores import survival_scores
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.head_specs import form, usual_features
 from specstop.train.heads.rows import visits
@@ -59,6 +58,7 @@ from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.reliability import survival
+from text_files import read_documents
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 from bars import Bars, arguments
+from drafting.subtrees import likeliest_nodes, on_subtree, subtree
+from drafting.tree_choice import TreeChoice, choose_tree, likely_tree
 from pairs import documents, effort, pair_folder
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -44,9 +46,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
-from specstop.train.demo.pair_text import read_documents
 from specstop.train.fit.run import train
-from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import TreePlan, fit_tree, tree_features
 from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
@@ -54,9 +54,9 @@ from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.traces.subtrees import likeliest_nodes, likely_tree, on_subtree, subtree
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
+from text_files import read_documents
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
 DEPTH = 10

@@ -9,7 +9,6 @@ from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
-from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import TreePlan
 from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.tuning.rates import fixed_grid
@@ -18,11 +17,12 @@ from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.traces.subtrees import on_subtree
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 
 from .ground import Ground
+from .subtrees import on_subtree
+from .tree_choice import TreeChoice, choose_tree
 
 FIXED, CHAIN, WHOLE, STATIC, NODES = (
     "best fixed length",

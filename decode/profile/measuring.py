@@ -104,14 +104,3 @@ def measure(
     for repetitions in timed.values():
         merged = merged.with_series(collected(repetitions))
     return merged
-
-
-def stopwatch(name: str, call: Callable[[], object], clock: Clock = time.perf_counter) -> Case:
-    """Return the case of a plain call, which is timed as a whole."""
-
-    def case(number: int) -> Seconds:
-        begun = clock()
-        call()
-        return {Key("call", name): [clock() - begun]}
-
-    return case

@@ -267,18 +267,32 @@ def script(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *map(str, args)], capture_output=True, text=True, check=False)
 
 
-def test_the_installed_script_decodes(home: Path, done: dict[str, Any], models: list[str]) -> None:
+EACH = """
+import json
+import sys
+from specstop.cli.main import run
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["specstop", *words]
+    try:
+        run()
+    except SystemExit as end:
+        assert not end.code, end.code
+"""
+
+
+def test_a_process_of_its_own_decodes_and_trains_an_mlp_in_silence(
+    home: Path, done: dict[str, Any], models: list[str], tmp_path: Path
+) -> None:
     same = [*models, "--max-new-tokens", 9, "--temperature", 0.7, "--verification", "match", "--json"]
-    run = script("decode", "w7 w8 w9", "--policy", home / "policy", *same)
+    decode = ["decode", "w7 w8 w9", "--policy", home / "policy", *same]
+    train = ["train", "--traces", home / "fit", "--profile", home / "costs.json", "--out", tmp_path / "p",
+             "--head", "mlp", "--json"]  # fmt: skip
+    lines = json.dumps([[str(word) for word in words] for words in (decode, train)])
+    run = subprocess.run([sys.executable, "-c", EACH, lines], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
-    assert json.loads(run.stdout)["texts"] == parsed(cli("decode", "w7 w8 w9", *same))["texts"]
-
-
-def test_the_installed_script_trains_an_mlp_in_silence(home: Path, done: dict[str, Any], tmp_path: Path) -> None:
-    run = script("train", "--traces", home / "fit", "--profile", home / "costs.json", "--out", tmp_path / "p",
-                 "--head", "mlp", "--json")  # fmt: skip
-    assert (run.returncode, run.stderr) == (0, "")
-    assert json.loads(run.stdout)["rows"] > 100
+    decoded, trained = map(json.loads, run.stdout.splitlines())
+    assert decoded["texts"] == parsed(cli("decode", "w7 w8 w9", *same))["texts"]
+    assert trained["rows"] > 100
     assert load_policy_folder(tmp_path / "p").head.kind == "mlp"
 
 

@@ -122,16 +122,17 @@ class Oracle(torch.nn.Module):
             place = range(count) if packing.place is None else packing.place.tolist()
             row = [at - stream * packing.count for at, stream in zip(place, owner, strict=True)]
         assert mask.shape[0] == len(texts) and mask.shape[3] == len(texts[0])
-        prefixes = [
-            read_prefix([s for s, sees in zip(texts[of], mask[of, 0, at].tolist(), strict=True) if sees])
-            for of, at in zip(owner, row, strict=True)
-        ]
+
+        def prefix(token: int) -> Prefix:
+            of = owner[token]
+            sees = mask[of, 0, row[token]].tolist()
+            return read_prefix([seen for seen, sees_it in zip(texts[of], sees, strict=True) if sees_it])
+
         kept = logits_to_keep.tolist() if isinstance(logits_to_keep, Tensor) else range(count)[-logits_to_keep:]
-        rows = [self.law.rows(prefixes[at]) for at in kept]
-        logits = torch.stack([row[self.side][: self.knows] for row in rows])[None]
+        logits = torch.stack([self.law.rows(prefix(token))[self.side][: self.knows] for token in kept])[None]
         if not rest.get("output_hidden_states"):
             return SimpleNamespace(logits=logits)
-        states = torch.stack([self.law.state(prefix) for prefix in prefixes])[None]
+        states = torch.stack([self.law.state(prefix(token)) for token in range(count)])[None]
         return SimpleNamespace(logits=logits, hidden_states=(states,))
 
     def get_input_embeddings(self) -> torch.nn.Module:

@@ -130,7 +130,7 @@ def test_it_is_recorded_by_collect_and_tuned_by_train(
     header = open_trace(tmp_path / "live").header
     assert (header.collector, header.policy) == ("live", "patience:1")
 
-    profile.with_decisions({"patience": 1e-5}).save(tmp_path / "profile.json")
+    profile.with_decisions({"patience": 1e-5, "logistic": 7e-5}).save(tmp_path / "profile.json")
     costs = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "tuned"]
     tuned = cli("train", *costs, "--tune", 2, "--head", "logistic", "--policy", "patience?chances=1|2", "--quiet")
     assert tuned.code == 0, tuned.err

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,8 @@ from ...policies.errors import InputError
 from ..report.intervals import Resamples
 
 Array = np.ndarray[Any, Any]
+Model = Callable[[], tuple[Array, Array]]
+"""Returns [n] q(x, pi_e) and [n] q(x, a)."""
 
 
 class OffPolicyEstimator(ABC):
@@ -35,7 +37,6 @@ class OffPolicyEstimator(ABC):
 
     estimator_name: ClassVar[str]
 
-    @abstractmethod
     def terms(
         self,
         reward: Array,
@@ -58,6 +59,14 @@ class OffPolicyEstimator(ABC):
         Raises:
             InputError: shapes that differ, probabilities that are none, or no regression where one is needed.
         """
+        weight = importance(reward, action, pscore, action_dist, position)
+        return self._terms(
+            reward, weight, lambda: modelled(action, action_dist, position, estimated_rewards_by_reg_model)
+        )
+
+    @abstractmethod
+    def _terms(self, reward: Array, weight: Array, model: Model) -> tuple[Array, Array]:
+        """Return what `terms` does, given w."""
 
     def estimate_policy_value(
         self,
@@ -108,17 +117,7 @@ class InverseProbabilityWeighting(OffPolicyEstimator):
 
     estimator_name = "ipw"
 
-    def terms(
-        self,
-        reward: Array,
-        action: Array,
-        pscore: Array,
-        action_dist: Array,
-        position: Array | None = None,
-        estimated_rewards_by_reg_model: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Return (w r, 1); see `OffPolicyEstimator.terms`."""
-        weight = importance(reward, action, pscore, action_dist, position)
+    def _terms(self, reward: Array, weight: Array, model: Model) -> tuple[Array, Array]:
         return weight * reward, np.ones(len(reward))
 
 
@@ -127,17 +126,7 @@ class SelfNormalizedInverseProbabilityWeighting(OffPolicyEstimator):
 
     estimator_name = "snipw"
 
-    def terms(
-        self,
-        reward: Array,
-        action: Array,
-        pscore: Array,
-        action_dist: Array,
-        position: Array | None = None,
-        estimated_rewards_by_reg_model: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Return (w r, w); see `OffPolicyEstimator.terms`."""
-        weight = importance(reward, action, pscore, action_dist, position)
+    def _terms(self, reward: Array, weight: Array, model: Model) -> tuple[Array, Array]:
         return weight * reward, weight
 
 
@@ -146,19 +135,8 @@ class DirectMethod(OffPolicyEstimator):
 
     estimator_name = "dm"
 
-    def terms(
-        self,
-        reward: Array,
-        action: Array,
-        pscore: Array,
-        action_dist: Array,
-        position: Array | None = None,
-        estimated_rewards_by_reg_model: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Return (q(x, pi_e), 1); see `OffPolicyEstimator.terms`."""
-        importance(reward, action, pscore, action_dist, position)
-        expected, _ = _modelled(action, action_dist, position, estimated_rewards_by_reg_model)
-        return expected, np.ones(len(reward))
+    def _terms(self, reward: Array, weight: Array, model: Model) -> tuple[Array, Array]:
+        return model()[0], np.ones(len(reward))
 
 
 class DoublyRobust(OffPolicyEstimator):
@@ -166,18 +144,8 @@ class DoublyRobust(OffPolicyEstimator):
 
     estimator_name = "dr"
 
-    def terms(
-        self,
-        reward: Array,
-        action: Array,
-        pscore: Array,
-        action_dist: Array,
-        position: Array | None = None,
-        estimated_rewards_by_reg_model: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """Return (q(x, pi_e) + w (r - q(x, a)), 1); see `OffPolicyEstimator.terms`."""
-        weight = importance(reward, action, pscore, action_dist, position)
-        expected, here = _modelled(action, action_dist, position, estimated_rewards_by_reg_model)
+    def _terms(self, reward: Array, weight: Array, model: Model) -> tuple[Array, Array]:
+        expected, here = model()
         return expected + weight * (reward - here), np.ones(len(reward))
 
 
@@ -216,9 +184,7 @@ def _at(values: Array, action: Array, position: Array | None) -> Array:
     return at
 
 
-def _modelled(
-    action: Array, action_dist: Array, position: Array | None, predicted: Array | None
-) -> tuple[Array, Array]:
+def modelled(action: Array, action_dist: Array, position: Array | None, predicted: Array | None) -> tuple[Array, Array]:
     """Return [n] q(x, pi_e) and [n] q(x, a)."""
     if predicted is None or np.shape(predicted) != np.shape(action_dist):
         came = "none" if predicted is None else str(np.shape(predicted))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from benchmark_scripts import part
-from specstop.decode.profile.measuring import FEWEST, LEAST, Case, Effort, Seconds, measure, stopwatch
+from specstop.decode.profile.measuring import FEWEST, LEAST, Case, Effort, Seconds, measure
 from specstop.policies.latency.measurements import Key
 
 SEED, BUDGET_S = 5, 15.0
@@ -73,16 +73,6 @@ def test_repetitions_that_were_asked_for_are_made_however_noisy_and_long() -> No
     found = measure(cases, Effort(1.0, repetitions=5), clock=made.clock, progress=lambda *call: seen.append(call))
     assert [ns[0] for ns in found.series[Key("call", "a")]] == [9 * 10**9, 10**9, 9 * 10**9, 10**9, 10**9]
     assert seen == [("profile", done, 5) for done in range(6)]
-
-
-def test_any_callable_can_be_timed() -> None:
-    made = Calls()
-
-    def work() -> None:
-        made.now += 0.25
-
-    found = measure({"work": stopwatch("work", work, made.clock)}, Effort(60.0), clock=made.clock)
-    assert found.series == {Key("call", "work"): ((250_000_000,),) * FEWEST}
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from drawn_law import drawn_traces, replay_law
 from enumeration import EXACT
 from random_stops import ByTokens, TrimmingByRows
 from specstop.decode.verify.given_text import KeyedDraws, block_candidates, draw_key, rejection_candidates
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
-from text_law import Case, apart, drawn_traces, live_law, replay_law
+from text_law import Case, apart, live_law
 
 WRONG = 1e-3
 """Total variation that a law which is not the live loop's exceeds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,11 +38,6 @@ from transformers.generation.logits_process import (
 
 TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]
 KEY = 91
-
-
-@pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
 
 
 def allowed(batch: int, ids: Tensor) -> list[int]:
@@ -90,21 +86,36 @@ def speculate(
     return [list(speculator.generate(prompt, key + i).tokens) for i, prompt in enumerate(prompts)]
 
 
+Texts = Callable[[str], list[list[int]]]
+"""Texts by the name of a case: they are the same for every tree, and made once."""
+
+
+@pytest.fixture(scope="module")
+def generated(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
+    """What `generate` writes with the options of a case of `GREEDY`, or with none."""
+
+    @functools.cache
+    def texts(name: str) -> list[list[int]]:
+        options = GREEDY[name][1] if name else {}
+        out = []
+        for prompt in prompt_ids[1::3]:
+            ids = torch.tensor([prompt])
+            made = plain_pair.target.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options
+            )
+            out.append(made[0, len(prompt) :].tolist())
+        return out
+
+    return texts
+
+
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", GREEDY)
 def test_greedy_text_is_that_of_generate_with_the_same_options(
-    pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
+    pair: Pair, prompt_ids: list[list[int]], generated: Texts, name: str, tree: str | None
 ) -> None:
-    shaping, options = GREEDY[name]
-    prompts = prompt_ids[1::3]
-    expected, bare = [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        for more, out in ((options, expected), ({}, bare)):
-            made = pair.target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **more
-            )
-            out.append(made[0, len(prompt) :].tolist())
+    shaping, prompts = GREEDY[name][0], prompt_ids[1::3]
+    expected, bare = generated(name), generated("")
     for mode in ("match", "rejection"):
         for policy in (FixedLength(3), Confidence(0.4))[: 1 if mode == "rejection" else 2]:
             settings = Settings(0.0, NEW, tree=tree, shaping=shaping, verification=mode)
@@ -148,17 +159,28 @@ def slow_text(pair: Pair, prompt: list[int], key: int, processors: LogitsProcess
     return text[len(prompt) :]
 
 
+HOT = 1.3
+
+
+@pytest.fixture(scope="module")
+def sampled(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
+    """What the plain loop writes with the processors of a case of `SAMPLED`."""
+
+    @functools.cache
+    def texts(name: str) -> list[list[int]]:
+        made = enumerate(prompt_ids[1::3])
+        return [slow_text(plain_pair, ids, KEY + i, processors_of(name, len(ids), HOT), NEW) for i, ids in made]
+
+    return texts
+
+
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(
-    pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
+    pair: Pair, prompt_ids: list[list[int]], sampled: Texts, name: str, tree: str | None
 ) -> None:
-    prompts, temperature = prompt_ids[1::3], 1.3
-    expected = [
-        slow_text(pair, prompt, KEY + i, processors_of(name, len(prompt), temperature), NEW)
-        for i, prompt in enumerate(prompts)
-    ]
-    settings = Settings(temperature, NEW, tree=tree, shaping=SAMPLED[name][0])
+    prompts, expected = prompt_ids[1::3], sampled(name)
+    settings = Settings(HOT, NEW, tree=tree, shaping=SAMPLED[name][0])
     for policy in (FixedLength(4), Confidence(0.3)):
         assert speculate(pair, prompts, policy, settings) == expected
     bare = speculate(pair, prompts, FixedLength(4), dataclasses.replace(settings, shaping=Shaping()))
@@ -181,7 +203,7 @@ def banned(pair: Pair, prompt: list[int], text: list[int], processors: LogitsPro
      ("block", None)],
 )  # fmt: skip
 def test_a_forbidden_token_never_appears_under_rejection(
-    pair: Pair, prompt_ids: list[list[int]], mode: str, tree: str | None
+    pair: Pair, plain_pair: Pair, prompt_ids: list[list[int]], mode: str, tree: str | None
 ) -> None:
     """Among them trees that ask for more candidates than the processors leave."""
     prompts = prompt_ids[2:6:3]
@@ -192,14 +214,14 @@ def test_a_forbidden_token_never_appears_under_rejection(
         for prompt, text in zip(prompts, texts, strict=True):
             made = LogitsProcessorList(cases[name][1](len(prompt)))
             processors = processors_of(name, len(prompt), 1.3) if name in SAMPLED else made
-            assert banned(pair, prompt, text, processors) == 0
+            assert banned(plain_pair, prompt, text, processors) == 0
         assert speculate(pair, prompts, FixedLength(3), settings) == texts
         assert speculate(pair, prompts, FixedLength(3), settings, KEY + 7) != texts
 
 
-def test_the_support_check_can_fail(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_the_support_check_can_fail(pair: Pair, plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
     text = speculate(pair, prompt_ids[-1:], FixedLength(3), Settings(1.3, 14))[0]
-    assert banned(pair, prompt_ids[-1], text, LogitsProcessorList([TopKLogitsWarper(1)])) > 0
+    assert banned(plain_pair, prompt_ids[-1], text, LogitsProcessorList([TopKLogitsWarper(1)])) > 0
 
 
 def test_warpers_do_not_touch_greedy_text(pair: Pair, prompt_ids: list[list[int]]) -> None:

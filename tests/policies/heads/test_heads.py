@@ -18,7 +18,6 @@ from head_tensors import (
     WIDTH,
     Array,
     features,
-    knots,
     linear_tensors,
     mlp_tensors,
     slow_basis,
@@ -28,9 +27,6 @@ from head_tensors import (
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads.base import kernels
 from specstop.policies.heads.build import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.rules.chains import Derived, Threshold, build_rule, derived_thresholds
-from told_head import kept_by
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
@@ -326,137 +322,3 @@ def test_an_unknown_head_is_refused() -> None:
     with pytest.raises(PolicyError, match="unknown head 'forest'; expected one of logistic, mlp, xgboost"):
         build_head("forest", NAMES, {})
     assert isinstance(build_head("logistic", NAMES, linear_tensors()), LinearHead)
-
-
-# Calibration
-
-
-MAPS = [
-    Calibrator(),
-    Calibrator("temperature", 2.5),
-    Calibrator("isotonic", knots=knots()),
-    Calibrator("isotonic", knots=knots(1, 2)),
-]
-
-
-@pytest.mark.parametrize("calibrate", MAPS, ids=lambda c: f"{c.kind}-{c.knots.shape[1]}")
-def test_calibration_is_monotone_and_between_0_and_1(calibrate: Calibrator) -> None:
-    x = np.linspace(-40, 40, 2001)
-    y = calibrate(x)
-    assert (np.diff(y) >= 0).all()
-    assert 0 <= y.min() < y.max() <= 1
-    assert np.array_equal(calibrate(x.reshape(3, -1)), y.reshape(3, -1))
-
-
-def test_temperature_divides_the_logit() -> None:
-    x = np.array([-3.0, 0.0, 2.0])
-    assert Calibrator("temperature", 2.0)(x).tolist() == pytest.approx([1 / (1 + math.exp(-v / 2)) for v in x.tolist()])
-    assert Calibrator()(x).tolist() == pytest.approx([1 / (1 + math.exp(-v)) for v in x.tolist()])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_isotonic_interpolates_as_numpy_does(seed: int) -> None:
-    table = knots(seed)
-    x = np.concatenate([np.linspace(-12, 12, 301), table[0]])
-    expected = np.interp(x, *table.astype(np.float64))
-    np.testing.assert_allclose(Calibrator("isotonic", knots=table)(x), expected, atol=1e-5)
-
-
-def test_isotonic_steps_are_as_sharp_as_the_data_they_were_fitted_on() -> None:
-    """Blocks of an isotonic fit end and begin at neighbouring logits; gaps of 1e-6 occur among many."""
-    edges = np.linspace(-8, 8, 51, dtype=np.float32)
-    x = np.stack([edges, np.nextafter(edges + np.float32(1e-6), edges + 1)], 1).reshape(-1)
-    y = np.linspace(0, 1, 52, dtype=np.float32).repeat(2)[1:-1]
-    found = Calibrator("isotonic", knots=np.stack([x, y]))(x)
-    np.testing.assert_allclose(found, y, atol=1e-3)
-    assert 0 <= found.min() <= found.max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "temperature", "table"),
-    [
-        ("platt", 1.0, None),
-        ("temperature", 0.0, None),
-        ("temperature", -1.0, None),
-        ("temperature", float("nan"), None),
-        ("isotonic", 1.0, None),
-        ("isotonic", 1.0, zeros(2, 1)),
-        ("isotonic", 1.0, zeros(3, 4)),
-        ("isotonic", 1.0, np.array([[1.0, 0.0], [0.0, 1.0]], dtype=np.float32)),
-        ("isotonic", 1.0, np.array([[0.0, 1.0], [1.0, 0.0]], dtype=np.float32)),
-        ("isotonic", 1.0, np.array([[0.0, 1.0], [0.0, float("nan")]], dtype=np.float32)),
-        ("isotonic", 1.0, np.array([[0.0, 1.0], [0.0, 1.5]], dtype=np.float32)),
-    ],
-)
-def test_a_calibration_that_is_no_monotone_map_to_probabilities_is_refused(
-    kind: str, temperature: float, table: Array | None
-) -> None:
-    with pytest.raises(PolicyError, match="calibration"):
-        Calibrator(kind, temperature, table)
-
-
-# Rules
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_derived_rule_keeps_where_some_look_ahead_pays(seed: int) -> None:
-    """Against the maximum over m of S next (1 + a_{j+2} + ...) - rho (cost(j + m) - cost(j))."""
-    chance = np.random.default_rng(seed)
-    depth = 6
-    costs = np.sort(chance.random(depth + 1)) + chance.random(depth + 1) * 0.3
-    a, rho = chance.random(depth + 1), chance.random() * 2 + 0.2
-    rule = Derived(derived_thresholds(rho, costs, a.tolist()))
-    kept = 0
-    for j in range(depth):
-        for _ in range(60):
-            survival, next_ = chance.random() if j else 1.0, float(np.float32(chance.random()))
-            best = -math.inf
-            for m in range(1, depth - j + 1):
-                run = sum(math.prod(a[j + 1 + i] for i in range(n)) for n in range(m))
-                best = max(best, survival * next_ * run - rho * (costs[j + m] - costs[j]))
-            keep = bool(kept_by(rule, j, np.array([[survival]]), np.ones((1, 1)), np.array([[next_]])))
-            assert keep == (best > 0)
-            kept += keep
-    assert 0 < kept < 60 * depth
-
-
-def test_step_reads_accept_and_survival_reads_the_product() -> None:
-    before, accept = np.array([[0.5, 1.0, 1.0]]), np.array([[0.75, 0.5, 0.25]])
-    assert kept_by(Threshold("step", 0.5), 3, before, accept, accept).tolist() == [[True, True, False]]
-    assert kept_by(Threshold("step", 0.5), 3, np.ones((1, 3)), accept, accept).tolist() == [[True, True, False]]
-    assert kept_by(Threshold("survival", 0.5), 3, before, accept, accept).tolist() == [[False, True, False]]
-    assert kept_by(Threshold("survival", 0.25), 3, before, accept, accept).tolist() == [[True, True, True]]
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [Threshold("step", 0.3), Threshold("survival", 1.0), Derived([0.1, -2.0]), Derived([0.3], 1)],
-    ids=["step", "survival", "derived", "derived from 1"],
-)
-def test_a_rule_is_made_again_from_its_dictionary(rule: Any) -> None:
-    again = build_rule(rule.to_dict())
-    assert again.to_dict() == rule.to_dict()
-    assert again.first == rule.first
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ({"kind": "guess"}, "unknown rule 'guess'; expected step, survival, any, derived"),
-        ({}, "lacks or mangles 'kind'"),
-        ({"kind": "step"}, "lacks or mangles 'threshold'"),
-        ({"kind": "step", "threshold": 1.5}, "between 0 and 1"),
-        ({"kind": "survival", "threshold": float("nan")}, "between 0 and 1"),
-        ({"kind": "step", "threshold": "x"}, "lacks or mangles"),
-        ({"kind": "derived", "thresholds": [], "first": 0}, "one number for each depth"),
-        ({"kind": "derived", "thresholds": [float("nan")], "first": 0}, "one number"),
-        ({"kind": "derived", "thresholds": 3, "first": 0}, "lacks or mangles"),
-        ({"kind": "derived", "thresholds": [0.1]}, "lacks or mangles 'first'"),
-        ({"kind": "derived", "thresholds": [0.1], "first": 2}, "expected first to be a depth up to 1, not 2"),
-        ({"kind": "derived", "thresholds": [0.1], "first": "0"}, "expected first to be a depth up to 1, not '0'"),
-        ([], "lacks or mangles"),
-    ],
-)
-def test_a_mangled_rule_is_refused(raw: Any, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        build_rule(raw)

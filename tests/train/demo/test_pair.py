@@ -15,7 +15,7 @@ from specstop.collect.prompts.read import Prompt
 from specstop.policies.errors import InputError
 from specstop.train.demo import pair as module
 from specstop.train.demo.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts
-from specstop.train.demo.pair_text import read_documents, split_documents
+from specstop.train.demo.pair_text import split_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = RECIPES["tiny"]
@@ -192,15 +192,6 @@ def test_the_standard_library_has_text_and_no_tests() -> None:
     assert found == sorted(found, key=lambda document: Path(document.name))
 
 
-def test_records_and_folders_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text('{"prompt": "a b", "completion": "c"}\n\n{"prompt": "d", "group": "g"}\n')
-    assert read_documents(path) == [Document("1", "a b\nc", "all", "a b"), Document("3", "d", "g", "d")]
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "x.txt").write_text("text")
-    assert read_documents(tmp_path) == [Document("sub/x.txt", "text", "sub")]
-
-
 def test_held_out_records_give_their_whole_prompt(tmp_path: Path) -> None:
     found = [
         Document(document.name, document.text, document.group, f"prompt of {document.name}") for document in documents()
@@ -222,23 +213,3 @@ def test_too_little_text_is_an_input_error(found: list[Document], message: str, 
     with pytest.raises(InputError, match=re.escape(message)):
         make_pair(found, TINY, tmp_path / "pair")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[1", "records.jsonl:1: expected a JSON object"),
-        ('{"text": "x"}', "records.jsonl:1: expected an object with a non-empty text field 'prompt'"),
-        ('{"prompt": "x", "completion": 3}', "expected text in the field 'completion', got int"),
-    ],
-)
-def test_a_bad_record_names_its_line(line: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(InputError, match=re.escape(message)):
-        read_documents(path)
-
-
-def test_a_missing_text_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not exist"):
-        read_documents(tmp_path / "none.jsonl")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +35,6 @@ def drawn(
         return dataclasses.replace(job, rate=rate, folds=1 if behind(rate) else 2)
 
     study.run(measure, space.count if count is None else count)
-    study.draw()
     return study.trials()
 
 
@@ -91,11 +92,40 @@ def test_a_search_goes_on_from_its_file(tmp_path: Path) -> None:
     whole = drawn(space, folder=tmp_path)
     assert whole[:3] == begun and [t.rate for t in whole] == [100.0, 99.0, 98.0, 97.0, 96.0]
     assert len({str(t.params) for t in whole if t.params}) == sum(bool(t.params) for t in whole), "none drawn twice"
+    Study("search", space, 0, tmp_path, resume=True).draw()
     assert all((tmp_path / f"tune_{name}.svg").stat().st_size > 1000 for name in ("history", "importances"))
     assert Study("search", space, 0, tmp_path, resume=False).ended == 0, "without --resume it begins anew"
-    (tmp_path / JOURNAL).write_text("not a journal\n{")
-    with pytest.raises(InputError, match="not the file of a search"):
-        Study("search", space, 0, tmp_path, resume=True)
+    for text in ("not a journal\n{", "not a journal"):
+        (tmp_path / JOURNAL).write_text(text)
+        with pytest.raises(InputError, match="not the file of a search"):
+            Study("search", space, 0, tmp_path, resume=True)
+        assert (tmp_path / JOURNAL).read_text() == text
+
+
+@pytest.mark.parametrize("half", [b"", b"{", b'{"op_code":4,"worker_id":"a'])
+def test_a_search_killed_in_the_middle_of_a_trial_goes_on_with_it(tmp_path: Path, half: bytes) -> None:
+    """The lock, the half of a line and the running trial are left as SIGKILL leaves them."""
+    space = HeadSpace(("logistic", "xgboost"), ("survival",), 3)
+
+    def killed(job: Trial, behind: Callable[[float], bool]) -> Trial:
+        assert job.name == "logistic"
+        for path in tmp_path.iterdir():
+            shutil.copy(path, left / path.name)
+        raise KeyboardInterrupt
+
+    left = tmp_path.parent / f"{tmp_path.name}-left"
+    left.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        Study("search", space, 0, tmp_path, resume=True).run(killed, 3)
+    journal, lock = left / JOURNAL, left / f"{JOURNAL}.lock"
+    journal.write_bytes(journal.read_bytes() + half)
+    lock.symlink_to(journal)
+    os.utime(lock, (0, 0), follow_symlinks=False)
+    for folder in (left, tmp_path):
+        trials = drawn(space, folder=folder)
+        assert [(t.name, t.rate) for t in trials[:2]] == [("xgboost", 100.0), ("logistic", 99.0)] and len(trials) == 3
+        assert drawn(space, folder=folder) == trials, "there is nothing left to do"
+    assert not lock.is_symlink()
 
 
 def test_the_best_head_is_trained_and_saved_with_the_table(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmark_scripts import part
 from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
@@ -32,8 +33,10 @@ from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
-from specstop.train.replay.traces.subtrees import on_subtree, subtree
 from specstop.train.report.evaluate import evaluate
+
+subtrees = part("subtrees", "drafting")
+
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -188,7 +191,7 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
 
 
 def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
-    arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
+    arrays = subtrees.on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
     assert arrays.tree.is_chain
     seconds = tree_seconds(arrays, profile, Price())
     costs = np.diff(profile.chain_costs(typical_context(arrays), 0.0, depth=3)).tolist()
@@ -204,23 +207,25 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
     filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
     for temperature, trace, shaping in (*((t, trace, Shaping()) for t, trace in forest.items()), (0.7, filtered, two)):
-        part = on_subtree(trace_arrays(trace), SMALL)
-        name = subtree(trace.header.tree, SMALL).name
+        small = subtrees.on_subtree(trace_arrays(trace), SMALL)
+        name = subtrees.subtree(trace.header.tree, SMALL).name
         folder = tmp_path / f"{temperature} {shaping.top_k}"
         options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
-        assert part.tree.parent == whole.tree.parent
-        assert part.path is not None and whole.path is not None
-        same = ~whole.cut & ~part.cut  # how near the end a round is cut depends on the depth
-        assert torch.equal(part.path[same], whole.path[same]) and torch.equal(part.accepted[same], whole.accepted[same])
+        assert small.tree.parent == whole.tree.parent
+        assert small.path is not None and whole.path is not None
+        same = ~whole.cut & ~small.cut  # how near the end a round is cut depends on the depth
+        assert torch.equal(small.path[same], whole.path[same]) and torch.equal(
+            small.accepted[same], whole.accepted[same]
+        )
         for feature in TREE_FEATURES:
-            torch.testing.assert_close(part.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
+            torch.testing.assert_close(small.column(feature), whole.column(feature), atol=1e-5, rtol=1e-5, msg=feature)
 
 
 @pytest.mark.parametrize("nodes", [[1], [0, 2], [0, 9]])
 def test_what_is_no_smaller_tree_is_refused(forest: dict[float, Trace], nodes: list[int]) -> None:
     with pytest.raises(TraceError, match="a smaller tree"):
-        on_subtree(trace_arrays(forest[0.0]), nodes)
+        subtrees.on_subtree(trace_arrays(forest[0.0]), nodes)
 
 
 def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(

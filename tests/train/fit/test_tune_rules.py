@@ -12,7 +12,7 @@ from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import BUILTINS
 from specstop.train.fit.tuning.rates import fixed_grid
-from specstop.train.fit.tuning.rules import BUDGET, GRIDS, fastest, place, rule_defaults, tune_rule, tuned_rules
+from specstop.train.fit.tuning.rules import BUDGET, GRIDS, fastest, place, rule_defaults, tuned_rules
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
@@ -45,7 +45,7 @@ def test_the_tuned_rule_is_the_fastest_of_its_grid(arrays: TraceArrays, profile:
     rho = max(r.rate for r in fixed_grid(arrays, profile))
     choices = [rule_defaults(DEPTH)[name], *GRIDS[name](place(arrays, profile, rho))]
     rates = [replay(arrays, policy, profile).rate for policy in choices]
-    tuned = tune_rule(name, arrays, profile)
+    tuned = tuned_rules([name], arrays, profile)[name]
     assert replay(arrays, tuned, profile).rate == max(rates) > min(rates)
     assert settings(tuned) == settings(choices[rates.index(max(rates))])
 

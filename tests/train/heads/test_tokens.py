@@ -1,4 +1,4 @@
-"""The token head's fit finds which tokens are followed by what the draft gets right; thresholds are cut where it pays."""
+"""The token head's fit finds which tokens are followed by what the draft gets right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from specstop.policies.errors import InputError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
-from specstop.train.fit.thresholds import NEVER, cut_where_it_pays, settle_thresholds
 from specstop.train.heads.calibration.logits import auc
 from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.kinds.tokens import fit_tokens
@@ -106,22 +105,3 @@ def test_it_is_fitted_again_on_its_own_rounds(sides: tuple[Trace, Trace], full_p
 def test_a_fit_without_token_features_is_refused() -> None:
     with pytest.raises(InputError, match="the tokens head needs one of before_token"):
         fit_tokens(FitTask(made_rows(40, 0), made_rows(40, 1), ("entropy",)))
-
-
-def test_a_cut_takes_what_pays_and_nothing_where_nothing_does() -> None:
-    score, gain = torch.tensor([0.9, 0.2, 0.6, 0.4]), torch.tensor([1.0, -5.0, 2.0, -1.0])
-    assert cut_where_it_pays(score, gain) == pytest.approx(0.5)
-    assert cut_where_it_pays(score, -gain.abs()) == NEVER
-    assert cut_where_it_pays(score[:0], gain[:0]) == NEVER
-    assert cut_where_it_pays(torch.tensor([0.5, 0.5]), torch.tensor([3.0, -4.0])) == NEVER  # equal scores go together
-
-
-def test_settled_thresholds_replay_as_planned_and_no_slower_than_derived_ones(
-    sides: tuple[Trace, Trace], full_profile: Profile
-) -> None:
-    arrays = trace_arrays(sides[0])
-    policy = train(sides[0], full_profile).policy
-    settled, rate = settle_thresholds(policy, arrays, full_profile)
-    played = replay(arrays, settled, full_profile).rate
-    assert played == rate
-    assert played > 0.99 * replay(arrays, policy, full_profile).rate

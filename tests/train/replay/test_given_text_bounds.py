@@ -9,13 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from drawn_law import drawn_traces, profile
 from random_stops import ByTokens
 from specstop.policies.baselines.gain import Gain
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
-from text_law import Case, drawn_traces, profile
+from text_law import Case
 
 VERIFY_S = (1.0e-3, 1.3e-3, 1.5e-3, 2.1e-3)
 

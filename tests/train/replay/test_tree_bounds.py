@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import part
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
@@ -20,12 +21,14 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
-from specstop.train.replay.bounds.oracle import optimal_acceptance, oracle_seconds
+from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.replay.traces.subtrees import likeliest_nodes, on_subtree
+
+subtrees = part("subtrees", "drafting")
+
 
 TREE = "3,2,1,1,1"
 
@@ -81,9 +84,9 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
     )
     for some in (arrays, *odd):
         for count in range(arrays.tree.nodes + 1):
-            nodes = likeliest_nodes(some, count, DEPTH)
-            assert len(nodes) == on_subtree(some, nodes).tree.nodes == count
-    assert likeliest_nodes(arrays, 1, DEPTH) == [0]
+            nodes = subtrees.likeliest_nodes(some, count, DEPTH)
+            assert len(nodes) == subtrees.on_subtree(some, nodes).tree.nodes == count
+    assert subtrees.likeliest_nodes(arrays, 1, DEPTH) == [0]
 
 
 def test_the_best_static_tree_is_no_slower_than_any_whole_depth(arrays: TraceArrays, profile: Profile) -> None:
@@ -104,21 +107,6 @@ def test_a_static_tree_runs_live_as_in_replay(
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
         assert log[log[:, 0] == s, 1:].tolist() == [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]
         assert all(r.verified <= 5 for r in rounds)
-
-
-@pytest.mark.parametrize("candidates", [1, 2, 5])
-def test_the_ceiling_is_the_least_over_all_sets_of_tokens(candidates: int) -> None:
-    generator = torch.Generator().manual_seed(candidates)
-    p, q = (torch.softmax(2 * torch.randn(7, 6, generator=generator, dtype=torch.float64), -1) for _ in range(2))
-    p[0, 2], q[1, 3] = 0.0, 0.0
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    least = torch.full((7,), torch.inf, dtype=torch.float64)
-    for members in itertools.product([0.0, 1.0], repeat=6):
-        inside = torch.tensor(members, dtype=torch.float64)
-        least = torch.minimum(least, (p * inside).sum(-1) + 1 - (q * inside).sum(-1) ** candidates)
-    assert torch.allclose(optimal_acceptance(p, q, candidates), least, atol=1e-12)
-    if candidates == 1:
-        assert torch.allclose(least, torch.minimum(p, q).sum(-1), atol=1e-12)
 
 
 def test_thresholds_replayed_side_by_side_are_those_replayed_alone(arrays: TraceArrays, profile: Profile) -> None:

@@ -116,11 +116,6 @@ def rule_defaults(depth: int) -> dict[str, StopPolicy]:
     return {name: load_policy(name, plain=True).limited(depth) for name in GRIDS}
 
 
-def tune_rule(name: str, arrays: TraceArrays, profile: Profile) -> StopPolicy:
-    """Return the rule called `name` with the setting that replays fastest; see `tuned_rules`."""
-    return tuned_rules([name], arrays, profile)[name]
-
-
 def tuned_rules(names: Sequence[str], arrays: TraceArrays, profile: Profile) -> dict[str, StopPolicy]:
     """Return the rules with the settings that replay fastest, the first of several.
 

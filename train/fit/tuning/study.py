@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +24,12 @@ Measure = Callable[[Trial, Callable[[float], bool]], Trial]
 JOURNAL = "tune.journal"
 STARTUP = 4
 """Trials before the first one that may be given up after its first fold."""
+
+LINE = b'{"op_code":'
+"""How the lines of the file begin."""
+
+HELD_S = 2.0
+"""A lock is held while a line is written; optuna itself would wait half a minute for one that nobody holds."""
 
 
 class _NotRunError(Exception):
@@ -56,8 +65,11 @@ class Study:
             return
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + self.ended)  # a resumed search draws others
         self._study.pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP)
-        if not self._study.trials:
-            for first in space.first()[: space.count]:
+        tried = [(trial.rule, trial.name) for trial in self.trials() if not trial.params]
+        waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        drawn = [one.system_attrs["fixed_params"] for one in waiting]
+        for first in space.first()[: space.count]:  # a search that was killed comes back to the one it was at
+            if (first["rule"], first["head"]) not in tried and first not in drawn:
                 self._study.enqueue_trial(first)
 
     @property
@@ -93,11 +105,8 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return the trials that have ended; one that was interrupted has no record."""
-        return [
-            Trial.recorded(one)
-            for one in self._study.get_trials(deepcopy=False)
-            if one.state.is_finished() and one.user_attrs
-        ]
+        ended = [one for one in self._study.get_trials(deepcopy=False) if one.state.is_finished()]
+        return [trial for trial in map(Trial.recorded, ended) if trial is not None]
 
     def draw(self) -> None:
         """Draw what the trials came to, and which hyper-parameters mattered, beside the file."""
@@ -127,8 +136,23 @@ def _storage(folder: Path | None) -> optuna.storages.JournalStorage | None:
     if folder is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / JOURNAL
     try:
-        return optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+        _mend(path)
+        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
     except (ValueError, KeyError, OSError) as error:
         said = " ".join(str(error).split())[:200]
-        raise InputError(f"{folder / JOURNAL}: not the file of a search ({said}); give another --checkpoints") from None
+        raise InputError(f"{path}: not the file of a search ({said}); give another --checkpoints") from None
+
+
+def _mend(path: Path) -> None:
+    """Take away what a process leaves that is killed as it writes: a lock, and half a line that the next would go on in."""
+    lock = path.with_name(f"{path.name}.lock")
+    if lock.is_symlink() and time.time() - lock.lstat().st_mtime > HELD_S:
+        lock.unlink()
+    if not path.exists():
+        return
+    *lines, half = path.read_bytes().split(b"\n")
+    if not all(line.startswith(LINE) and json.loads(line) for line in lines) or not half.startswith(LINE[: len(half)]):
+        raise ValueError("some line of it is none of a search")
+    os.truncate(path, path.stat().st_size - len(half))

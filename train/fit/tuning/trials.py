@@ -44,6 +44,8 @@ SPACES: dict[str, dict[str, Any]] = {
 }
 """Hyper-parameters that are searched, by kind of head: one of a list, or a number between two, on a logarithmic scale."""
 
+RECORD = "trial"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -69,13 +71,12 @@ class Trial:
 
     def record(self, drawn: optuna.Trial) -> None:
         """Keep what came of the trial in optuna's record of it."""
-        for key, value in asdict(self).items():
-            drawn.set_user_attr(key, value)
+        drawn.set_user_attr(RECORD, asdict(self))  # in one piece: the process may be killed at any moment
 
     @classmethod
-    def recorded(cls, frozen: optuna.trial.FrozenTrial) -> Trial:
-        """Return the trial that `record` kept."""
-        return cls(**frozen.user_attrs)
+    def recorded(cls, frozen: optuna.trial.FrozenTrial) -> Trial | None:
+        """Return the trial that `record` kept; None of one that was interrupted."""
+        return cls(**frozen.user_attrs[RECORD]) if RECORD in frozen.user_attrs else None
 
     def row(self, at: int) -> dict[str, Any]:
         """Return the trial as a row of plain JSON."""

@@ -6,17 +6,11 @@ beside what a predictor that is right shows at that size, by simulation from the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ....policies.contract import DraftStep
-from ....policies.learned.policy import LearnedPolicy
-from ....policies.rules.chains import Threshold
-from ...replay.traces.arrays import TraceArrays, seen_features
-from ..rows import Visits
 from .logits import Array, auc, log_loss
 
 BINS = 10
@@ -91,35 +85,3 @@ def _row(predicted: Array, labels: Array, temperature: float | None, depth: int,
         "auc": auc(predicted, labels),
         "log_loss": log_loss(predicted, labels),
     }
-
-
-def policy_survival(policy: LearnedPolicy, arrays: TraceArrays, visited: Visits) -> Scored:
-    """Return what the policy would say of survival in these rounds, drafted to full depth, beside what came of them.
-
-    Args:
-        policy: any learned policy of scalar features; its product is taken from depth 1 on, whenever it is asked first.
-        arrays: a trace of chains, held out where the answer shall mean something.
-        visited: rounds, such as `visits(arrays, [replay(arrays, policy, profile)])`.
-    """
-    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
-    asked = policy.with_rule(Threshold("survival", 0.0))
-    columns = [values[0] for values in survivals(asked, seen[:, : policy.max_depth + 1])]
-    temperature = arrays.column("temperature")[visited.row].numpy()
-    return Scored(np.stack(columns, 1), arrays.accepted[visited.row].numpy(), temperature)
-
-
-def survivals(policy: LearnedPolicy, seen: Array) -> Iterator[Array]:
-    """Yield [3, R] S_j, accept and next of a policy of scalars, depth by depth from its first decision on.
-
-    Args:
-        policy: asked at every depth.
-        seen: [R, K + 1, F], what it sees of rounds of chains at depths 0..K.
-    """
-    rounds = len(seen)
-    alive, parent = np.ones((rounds, 1), dtype=bool), np.zeros((rounds, 1), dtype=np.int64)
-    before = None
-    for depth in range(policy.first, seen.shape[1]):
-        features = np.ascontiguousarray(seen[:, depth, None])
-        found, _ = policy.survive(DraftStep(depth, alive, parent, features, {}, np.arange(rounds)), before)
-        before = found[0] if depth else None
-        yield found[..., 0]

@@ -87,25 +87,6 @@ def _sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:
     return steps, sent
 
 
-def optimal_acceptance(p: Tensor, q: Tensor, candidates: int) -> Tensor:
-    """Return [...], the largest chance that any verification accepts one of several independent candidates.
-
-        alpha = min over sets H of tokens of p(H) + 1 - q(H)^n
-
-    (Optimal transport with several drafts, arXiv 2502.18779.) The best set is a prefix of the tokens in falling order of
-    q / p. This is the ceiling of what n candidates drawn with replacement can bring.
-
-    Args:
-        p, q: [..., V] target's and draft's probabilities.
-        candidates: n.
-    """
-    ratio = torch.where(p > 0, q / p, torch.where(q > 0, torch.inf, 0.0))
-    order = ratio.argsort(-1, descending=True)
-    inside_p, inside_q = (values.gather(-1, order).cumsum(-1) for values in (p, q))
-    alpha = (inside_p + 1.0 - inside_q.clamp_max(1.0) ** candidates).amin(-1)
-    return alpha.clamp(0.0, 1.0)
-
-
 def _cheapest_steps(profile: Profile) -> Profile:
     """Return the profile with no first step more expensive than one that reads two tokens: noise can turn them round."""
     low, high = (

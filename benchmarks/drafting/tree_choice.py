@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....policies.latency.profile import Profile
-from ....policies.learned.trees import TreeGain
-from ....policies.progress import Progress, silent
-from ...heads.crossfit import Folds
-from ...replay.traces.arrays import TraceArrays
-from ...replay.traces.subtrees import likeliest_nodes, on_subtree
-from .fit import TreePlan, fit_tree
+from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.trees import TreeGain
+from specstop.policies.progress import Progress, silent
+from specstop.train.fit.trees.fit import TreePlan, fit_tree
+from specstop.train.heads.crossfit import Folds
+from specstop.train.replay.traces.arrays import TraceArrays
+
+from .subtrees import likeliest_nodes, on_subtree
+
+RATES = (0.62, 0.15, 0.07, 0.042, 0.028, 0.02)
+"""How often the candidates of each rank are accepted on pairs that are neither very near nor far: a start, no more."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def choose_tree(
 
     Args:
         plan: what to fit.
-        arrays: a trace of a large tree (`subtrees.likely_tree`).
+        arrays: a trace of a large tree (`likely_tree`).
         folds: of the prompts.
         profile: what rounds cost.
         sizes: nodes of the sub-trees of most acceptance that are tried; one of as many as were recorded is the whole.
@@ -66,3 +71,26 @@ def choose_tree(
     if best is None:
         raise ValueError("sizes: expected at least one")
     return best
+
+
+def likely_tree(nodes: int, depth: int, rates: Sequence[float] = RATES) -> str:
+    """Return, as `parse_tree` reads it, the tree of the likeliest nodes if every child is accepted as its rank is on average.
+
+    It is what to collect with: wide enough to hold the trees that a policy or a profile may want (`on_subtree`).
+
+    Args:
+        nodes: of it, besides a chain of best children down to `depth`.
+        depth: K.
+        rates: chance of the child of each rank.
+    """
+    front: list[tuple[float, tuple[int, ...]]] = [(-rate, (rank,)) for rank, rate in enumerate(rates)]
+    chosen = {(0,) * d for d in range(1, depth + 1)}
+    while front and len(chosen) < nodes:
+        chance, path = heapq.heappop(front)
+        chosen.add(path)
+        if len(path) < depth:
+            for rank, rate in enumerate(rates):
+                heapq.heappush(front, (chance * rate, (*path, rank)))
+    ordered = sorted(chosen, key=lambda path: (len(path), path))
+    at = {path: node for node, path in enumerate(ordered)}
+    return "parents:" + ",".join(str(at.get(path[:-1], -1)) for path in ordered)

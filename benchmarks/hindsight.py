@@ -9,22 +9,23 @@ settled, the threshold under which the cost-to-go comes out least. One number a 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from specstop.policies.contract import DraftStep
+from specstop.policies.heads.base import Array
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import Price
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.rules.chains import Derived, Threshold
+from specstop.train.fit.continuation.values import LATEST, UNVISITED
+from specstop.train.heads.calibration.scores import Scored
+from specstop.train.heads.rows import Visits
+from specstop.train.replay.bounds.cost_to_go import CostToGo, Played
+from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, seen_features
 from torch import Tensor
-
-from ...policies.heads.base import Array
-from ...policies.latency.profile import Profile
-from ...policies.latency.tables import Price
-from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.chains import Derived
-from ..heads.calibration.scores import survivals
-from ..replay.bounds.cost_to_go import CostToGo, Played
-from ..replay.run import replay
-from ..replay.traces.arrays import TraceArrays, seen_features
-from .continuation.values import LATEST, UNVISITED
 
 ROUNDS = 3
 NEVER = 2.0
@@ -122,3 +123,35 @@ def cut_where_it_pays(score: Tensor, gain: Tensor) -> float:
         return NEVER
     below = float(ranked[at + 1]) if at + 1 < len(ranked) else -1.0
     return 0.5 * (float(ranked[at]) + below)
+
+
+def policy_survival(policy: LearnedPolicy, arrays: TraceArrays, visited: Visits) -> Scored:
+    """Return what the policy would say of survival in these rounds, drafted to full depth, beside what came of them.
+
+    Args:
+        policy: any learned policy of scalar features; its product is taken from depth 1 on, whenever it is asked first.
+        arrays: a trace of chains, held out where the answer shall mean something.
+        visited: rounds, such as `visits(arrays, [replay(arrays, policy, profile)])`.
+    """
+    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
+    asked = policy.with_rule(Threshold("survival", 0.0))
+    columns = [values[0] for values in survivals(asked, seen[:, : policy.max_depth + 1])]
+    temperature = arrays.column("temperature")[visited.row].numpy()
+    return Scored(np.stack(columns, 1), arrays.accepted[visited.row].numpy(), temperature)
+
+
+def survivals(policy: LearnedPolicy, seen: Array) -> Iterator[Array]:
+    """Yield [3, R] S_j, accept and next of a policy of scalars, depth by depth from its first decision on.
+
+    Args:
+        policy: asked at every depth.
+        seen: [R, K + 1, F], what it sees of rounds of chains at depths 0..K.
+    """
+    rounds = len(seen)
+    alive, parent = np.ones((rounds, 1), dtype=bool), np.zeros((rounds, 1), dtype=np.int64)
+    before = None
+    for depth in range(policy.first, seen.shape[1]):
+        features = np.ascontiguousarray(seen[:, depth, None])
+        found, _ = policy.survive(DraftStep(depth, alive, parent, features, {}, np.arange(rounds)), before)
+        before = found[0] if depth else None
+        yield found[..., 0]

@@ -1,0 +1,238 @@
+"""What the shipped collector draws given a text, all answers of its random numbers enumerated, and replay of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import specstop.collect.dense.unroll as unrolling
+import torch
+from enumeration import NEGLIGIBLE
+from specstop.collect.dense.collector import Written, text_columns
+from specstop.collect.dense.completions import target_rows
+from specstop.collect.dense.gather import gather
+from specstop.collect.dense.places import Places
+from specstop.collect.dense.unroll import Anchors, Unroller, node_features
+from specstop.collect.schema import Header, parents
+from specstop.decode.policy.runner import PolicyRunner
+from specstop.decode.rounds import play_round
+from specstop.decode.topology import Topology
+from specstop.decode.verify.modes import MODES
+from specstop.policies.contract import StopPolicy
+from specstop.policies.features import ANCHOR_FEATURES
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
+from specstop.train.replay.source import TraceSource
+from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.replay.traces.checking import check_replayable
+from text_law import Case, JointLaw, Rounds
+from torch import Tensor
+
+CHANCES = ("accept_chance", "next_chance")
+
+
+class Numbers:
+    """The random numbers of the draws at one place, each in every interval within which no answer changes, depth first."""
+
+    def __init__(self) -> None:
+        self._forks: list[tuple[list[tuple[float, float]], int]] = []
+        self.leaves: list[float] = []
+        self.exhausted = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a run: the next leaf, or the first again once there is none."""
+        self._at, self.probability = 0, 1.0
+
+    def end(self) -> None:
+        """Note the leaf, and go on to the next one."""
+        if self.exhausted:
+            return
+        self.leaves.append(self.probability)
+        while self._forks and self._forks[-1][1] + 1 == len(self._forks[-1][0]):
+            self._forks.pop()
+        if not self._forks:
+            self.exhausted = True
+        else:
+            spans, taken = self._forks[-1]
+            self._forks[-1] = spans, taken + 1
+
+    def uniform(self, marks: Sequence[float]) -> float:
+        """Return a number of the interval, between marks, whose turn it is."""
+        edges = sorted({0.0, 1.0, *(min(max(mark, 0.0), 1.0) for mark in marks)})
+        spans = [(low, high) for low, high in itertools.pairwise(edges) if high - low > NEGLIGIBLE]
+        if self.exhausted:
+            taken = 0
+        else:
+            if self._at == len(self._forks):
+                self._forks.append((spans, 0))
+            taken = self._forks[self._at][1]
+            assert self._forks[self._at][0] == spans, "the same answers must lead to the same choices"
+            self._at += 1
+        low, high = spans[taken]
+        self.probability *= high - low
+        return (low + high) / 2
+
+
+class EnumeratedDraws:
+    """See `given_text.Draws`: rows at one position and row of the tree share their numbers, as keyed ones do."""
+
+    def __init__(
+        self, numbers: dict[int, Numbers], wanted: Callable[[int, int], bool], position: Tensor, node: Tensor
+    ) -> None:
+        self._numbers, self._keys = numbers, list(zip(position.tolist(), node.tolist(), strict=True))
+        self._wanted = wanted
+        self._taken = torch.zeros(len(self._keys), dtype=torch.bool)
+
+    def _answer(self, marks: Callable[[int], list[float]], asks: Sequence[bool]) -> list[float]:
+        """Return a number for each row, given the marks of those that ask."""
+        found: dict[tuple[int, int], float] = {}
+        for key in dict.fromkeys(self._keys):
+            rows = [row for row, own in enumerate(self._keys) if own == key and asks[row]]
+            if rows and self._wanted(*key):
+                numbers = self._numbers.setdefault(key[0], Numbers())
+                found[key] = numbers.uniform([mark for row in rows for mark in marks(row)])
+        return [found.get(key, 0.5) for key in self._keys]
+
+    def accepts(self, chance: Tensor, rank: int) -> Tensor:
+        uniform = self._answer(lambda row: [float(chance[row])], (chance > 0.0).tolist())
+        self._taken = torch.tensor(uniform, dtype=torch.float64) < chance
+        return self._taken
+
+    def tokens(self, weights: Tensor, rank: int) -> Tensor:
+        mass = weights.cumsum(-1) / weights.sum(-1, keepdim=True)
+        uniform = self._answer(lambda row: mass[row].tolist()[:-1], (~self._taken).tolist())
+        return torch.searchsorted(mass, torch.tensor(uniform, dtype=torch.float64)[:, None], right=True)[:, 0]
+
+
+def replay_law(case: Case, texts: dict[tuple[int, ...], float] | None = None) -> JointLaw:
+    """Return the joint law of text and rounds of replay, of all texts or of these."""
+    out: JointLaw = {}
+    for text, probability in (case.texts() if texts is None else texts).items():
+        if len(text) < 2:
+            out[text, ()] = probability
+            continue
+        arrays, weights = drawn_traces(case, text)
+        for told, weight in zip(replayed(arrays, case.policy()), weights.tolist(), strict=True):
+            out[text, told] = out.get((text, told), 0.0) + probability * weight
+    return out
+
+
+def replayed(arrays: TraceArrays, policy: StopPolicy) -> list[Rounds]:
+    """Return the rounds of each sequence, as the shared round loop plays them on a trace."""
+    check_replayable(arrays, policy, profile(arrays.tree))
+    source, runner = TraceSource(arrays, policy, np.arange(arrays.sequences)[:, None]), PolicyRunner(policy)
+    runner.start(arrays.keys.numpy())
+    rounds: list[list[Any]] = [[] for _ in range(arrays.sequences)]
+    tokens = arrays.tokens.numpy()
+    while source.active.any():
+        anchor, active = source.anchor, source.active
+        made = play_round(source, runner)
+        sent = made.found.sent[:, 1:]
+        for at in np.flatnonzero(active).tolist():
+            rows = tuple((node + 1, int(tokens[source.row[at], node])) for node in np.flatnonzero(sent[at]).tolist())
+            rounds[at].append((int(anchor[at]), int(made.found.drafted[at]), rows, int(made.accepted[at])))
+        source.next_texts()
+    return [tuple(told) for told in rounds]
+
+
+def drawn_traces(case: Case, text: tuple[int, ...]) -> tuple[TraceArrays, Any]:
+    """Return every trace that the collector may draw given a text, each as a sequence, with their probabilities [S]."""
+    pair, tree, start = case.pair, case.topology, len(case.prompt)
+    numbers: dict[int, Numbers] = {}
+
+    def wanted(position: int, node: int) -> bool:
+        """Whether a round may come to what is drawn there: the limit leaves one token to the target."""
+        return position - start + depths[node] <= case.new - 2 and position - start < len(text)
+
+    unroller = Unroller(
+        pair, tree, 1.0, verification=case.mode, off_text=case.off_text,
+        choices=lambda key, draw: lambda position, node: EnumeratedDraws(numbers, wanted, position, node),
+    )  # fmt: skip
+    depths = unroller.shape.depth
+    rows = target_rows(pair, list(case.prompt), list(text))[0]
+    anchor = torch.arange(1, len(text))
+    anchors = Anchors([*case.prompt, *text], start, anchor, 0)
+    runs: list[Places] = []
+    with mock.patch.object(unrolling, "gather", lambda places, begin, tree: places):
+        while not runs or not all(one.exhausted for one in numbers.values()):
+            for one in numbers.values():
+                one.begin()
+            runs.append(unroller.unroll(anchors, rows))
+            for one in numbers.values():
+                one.end()
+    return _combined(case, unroller, text, rows, anchor, runs, numbers)
+
+
+def _combined(
+    case: Case, unroller: Unroller, text: tuple[int, ...], rows: Tensor, anchor: Tensor, runs: list[Places],
+    numbers: dict[int, Numbers],
+) -> tuple[TraceArrays, Any]:  # fmt: skip
+    """Return the traces of all combinations of leaves of the places, put together by the collector's own `gather`."""
+    start, first = len(case.prompt), runs[0]
+    leaves = [numbers[start + 1 + at].leaves if start + 1 + at in numbers else [1.0] for at in range(first.places)]
+    combos = np.array(list(itertools.product(*(range(len(one)) for one in leaves))))  # [C, P]
+    weights = np.prod([np.array(one)[combos[:, at]] for at, one in enumerate(leaves)], 0)
+    many, states = len(combos), len(first.place)
+    pick = torch.from_numpy(combos)[:, first.place]  # [C, U] run by state
+    mixed = copy.copy(first)
+    state = torch.arange(states)
+    for name in ("token", "kept", "pre", "best", "numbers", "overlap", "target_prob", "chance", "some", "own"):
+        stack = [getattr(run, name) for run in runs]
+        if isinstance(stack[0], Tensor):
+            setattr(mixed, name, torch.stack(stack)[pick, state].flatten(0, 1))
+        else:
+            whole = np.stack(stack)[pick.numpy(), state.numpy()]
+            setattr(mixed, name, whole.reshape(-1, *whole.shape[2:]))
+    shift = torch.arange(many)[:, None] * states
+    mixed.after, mixed.begin = (first.after + shift).flatten(), (first.begin + shift).flatten()
+    begin = (anchor - 1 + torch.arange(many)[:, None] * first.places).flatten()
+    trees = gather(mixed, begin, unroller.tree)
+    stub: Any = SimpleNamespace(
+        unroll=lambda *_: trees, pair=unroller.pair, depth=unroller.depth, features=unroller.features, draws=1
+    )
+    written = Written((0, "t", "", list(case.prompt), 0), list(text), rows, len(text), anchor.repeat(many))
+    return _arrays(case, text_columns(stub, written), many, len(anchor)), weights
+
+
+def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
+    tree, names = case.topology, node_features(case.topology, case.mode)
+    eos = (case.vocabulary - 1,) if case.eos else ()
+    mode = MODES[case.mode]
+    header = Header(
+        "", "", {}, case.vocabulary, eos, 1.0, parents(tree), names, ANCHOR_FEATURES, case.new, 0, 1, many, "",
+        verification=case.mode, label=mode.label, off_text=case.off_text,
+    )  # fmt: skip
+    tokens = torch.from_numpy(columns["tokens"]).int()
+    full = torch.full((many,), rows, dtype=torch.int64)
+    return TraceArrays(
+        header=header,
+        prompt_ids=[str(at) for at in range(many)],
+        groups=[""] * many,
+        keys=torch.zeros(many, dtype=torch.int64),
+        offset=torch.arange(many) * rows,
+        rows=full,
+        first_anchor=torch.ones_like(full),
+        prompt_tokens=torch.full_like(full, len(case.prompt)),
+        text_tokens=torch.from_numpy(np.array(columns["text_tokens"])[::rows].copy()).long(),
+        accepted=torch.from_numpy(columns["accepted_length"]).long(),
+        tokens=tokens,
+        ends=torch.isin(tokens, torch.tensor(eos, dtype=torch.int32)),
+        cut=torch.from_numpy(columns["cut"]),
+        columns={name: torch.from_numpy(np.asarray(columns[name])) for name in (*ANCHOR_FEATURES, *names)},
+        path=None if tree.is_chain else torch.from_numpy(columns["accepted"]),
+        extra={name: torch.from_numpy(columns[name]) for name in CHANCES if name in columns},
+    )
+
+
+def profile(tree: Topology) -> Profile:
+    """Return a latency profile of no machine."""
+    verify = (1e-3,) * (tree.deepest + 1)
+    table = CostTable(8.0, (1e-3, 1e-3), 0.0, verify)
+    return Profile(table, replace(table, context=40.0), 0.0, 0.0, (1e-3, 0.0), {}, 1.0, {})
