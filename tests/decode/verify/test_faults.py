@@ -28,9 +28,11 @@ from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopP
 from torch import Tensor
 
 SEEN = 1e-3
-CHAIN = Case("rejection", "chain:2", kind="dense", seed=1)
-TREE = Case("rejection", "2,1", kind="dense", seed=1, eos=True)
-BLOCK = Case("block", "chain:2", kind="dense", seed=1)
+CHAIN = Case("rejection", "chain:2", kind="dense", seed=1, new=3)
+TREE = Case("rejection", "2,1", kind="dense", seed=1, eos=True, new=3)
+BLOCK = Case("block", "chain:2", kind="dense", seed=1, new=3)
+LONG_CHAIN, LONG_TREE, LONG_BLOCK = (replace(case, new=4) for case in (CHAIN, TREE, BLOCK))
+"""Texts of one token more, for faults that shorter ones do not show."""
 
 Patch = pytest.MonkeyPatch
 is_exact = functools.cache(lambda case: prove(case).distance <= EXACT)
@@ -77,7 +79,7 @@ def test_the_targets_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -
     assert is_seen(case, monkeypatch, *tried_with(lambda found, probs: (found, above(found, probs))))
 
 
-@pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("case", [LONG_CHAIN, LONG_TREE], ids=str)
 def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
     def shifted(found: Candidates, probs: Rows) -> tuple[Candidates, Rows]:
         return replace(found, drawn_from=above(found, found.drawn_from)), probs
@@ -103,7 +105,7 @@ class TrimsUnlikely(StopPolicy):
         return step.alive & (step.features[..., 0] > 0.4), state
 
 
-@pytest.mark.parametrize("case", [CHAIN, TREE, BLOCK], ids=str)
+@pytest.mark.parametrize("case", [LONG_CHAIN, LONG_TREE, LONG_BLOCK], ids=str)
 def test_trimming_by_what_was_drawn(case: Case, monkeypatch: Patch) -> None:
     monkeypatch.setattr(loop, "check_mode", lambda *args: None)
     monkeypatch.setitem(DECIDERS, "trims-unlikely", TrimsUnlikely)
@@ -131,7 +133,7 @@ def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
 
 def test_selecting_once_all_is_drafted(monkeypatch: Patch) -> None:
     """What could be drafted below a token tells whether it ends the text."""
-    case = replace(TREE, decider="selects-by-token")
+    case = replace(LONG_TREE, decider="selects-by-token")
     assert is_seen(case, monkeypatch, (loop, "is_trimming", lambda policy: False))
 
 
