@@ -31,11 +31,11 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.tuning.rules import BUDGET, rule_defaults, tuned_rules
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Line
+from tuned_rules import BUDGET, rule_defaults, tuned_rules
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

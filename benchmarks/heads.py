@@ -48,7 +48,6 @@ from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
-from specstop.train.fit.tuning.rules import tuned_rules
 from specstop.train.heads.calibration.scores import survival_scores
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.head_specs import form, usual_features
@@ -59,6 +58,7 @@ from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.reliability import survival
 from text_files import read_documents
+from tuned_rules import tuned_rules
 
 TEMPERATURES = (0.0, 0.7)
 DEPTH = 10

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from benchmark_scripts import script
 from learned_policies import learned
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
@@ -14,7 +15,6 @@ from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.storage import registry as specs
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import listed_policies, load_policy, plugins
-from specstop.train.fit.tuning.rules import rule_defaults
 
 PLUGIN = """
 import torch
@@ -159,7 +159,7 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
         if name not in ("fixed", "entropy"):
             assert load_policy(name).name.startswith(name)
     assert len(load_policy("bandit").arms) == 6, "its own arms are built-ins, whatever is installed"
-    assert rule_defaults(4)["entropy"].max_depth == 4
+    assert script("tuned_rules").rule_defaults(4)["entropy"].max_depth == 4
 
 
 @pytest.mark.parametrize("name", ["a b", "a:b", "ä", "x" * 3 + "/y", ""])

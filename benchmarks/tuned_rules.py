@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ....policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
-from ....policies.baselines.bandit import Bandit
-from ....policies.baselines.fixed import Confidence, FixedLength
-from ....policies.baselines.gain import Gain
-from ....policies.baselines.online import Online
-from ....policies.baselines.roc import Roc
-from ....policies.baselines.scores import EntropyBound, MaxProb, Product
-from ....policies.baselines.trees import C2T, DDD, Eagle, OptTree
-from ....policies.contract import StopPolicy
-from ....policies.errors import InputError, close_match
-from ....policies.latency.profile import Profile
-from ...replay.run import Replayed, replay_many
-from ...replay.traces.arrays import TraceArrays, typical_context
-from .rates import fixed_grid
+from specstop.policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
+from specstop.policies.baselines.bandit import Bandit
+from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.baselines.gain import Gain
+from specstop.policies.baselines.online import Online
+from specstop.policies.baselines.roc import Roc
+from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
+from specstop.policies.baselines.trees import C2T, DDD, Eagle, OptTree
+from specstop.policies.contract import StopPolicy
+from specstop.policies.errors import InputError, close_match
+from specstop.policies.latency.profile import Profile
+from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.replay.run import Replayed, replay_many
+from specstop.train.replay.traces.arrays import TraceArrays, typical_context
 
 BUDGET = 24
 """Settings tried for each rule besides the published one."""
@@ -111,7 +111,7 @@ GRIDS: dict[str, Grid] = {
 
 def rule_defaults(depth: int) -> dict[str, StopPolicy]:
     """Return each rule as published, none drafting deeper than `depth`."""
-    from ....policies.storage.registry import load_policy
+    from specstop.policies.storage.registry import load_policy
 
     return {name: load_policy(name, plain=True).limited(depth) for name in GRIDS}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from benchmark_scripts import script
 from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
 from specstop.policies.contract import StopPolicy
@@ -12,9 +13,17 @@ from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import BUILTINS
 from specstop.train.fit.tuning.rates import fixed_grid
-from specstop.train.fit.tuning.rules import BUDGET, GRIDS, fastest, place, rule_defaults, tuned_rules
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+
+rules = script("tuned_rules")
+BUDGET = rules.BUDGET
+GRIDS = rules.GRIDS
+fastest = rules.fastest
+place = rules.place
+rule_defaults = rules.rule_defaults
+tuned_rules = rules.tuned_rules
+
 
 CHEAP = ("entropy", "heuristic-transient", "gain")
 
