@@ -162,19 +162,14 @@ class AdaptiveVerification(StopPolicy):
                 state, batch=step.batch, weights=weights, odds=np.full_like(state.odds, np.inf)
             )
         odds = state.odds.copy()
-        chance = np.where(step.alive, step.features[:, :, 0], -np.inf).max(1).astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            seen = np.clip(np.log(chance / (1.0 - chance)), -self.MOST_ODDS, self.MOST_ODDS)
-        odds[:, step.depth - 1] = np.where(step.alive.any(1), seen, np.inf)
+        fits().note_odds(step.alive, step.features, step.depth, self.MOST_ODDS, odds)
         return step.alive.copy(), replace(state, odds=odds)
 
     def _confidences(self, state: AcceptanceState) -> Array:
         """Return [S, K] of this round; of depths not seen yet by the odds above, or as in the round before."""
-        odds = state.odds.copy()
-        for depth in range(1, odds.shape[1]):
-            odds[:, depth] = np.where(np.isinf(odds[:, depth]), odds[:, depth - 1], odds[:, depth])
-        now = 1.0 / (1.0 + np.exp(-(state.weights[:, :1] * odds + state.weights[:, 1:])))
-        return np.where(np.isinf(odds), state.stale, now)
+        out = np.empty(state.odds.shape)
+        fits().say_confidences(state.odds, state.weights, state.stale, out)
+        return out
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch that survive best, as many as pay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,12 @@ def batches_of(batch: Array, keys: Array) -> Batches:
         batch: [S] int64, see `DraftStep`; -1 = no round.
         keys: [S] int64 by which the streams of a batch are put in order; of equal ones the first row comes first.
     """
+    return _batches_of(batch.tobytes(), keys.tobytes())
+
+
+@functools.lru_cache(maxsize=4)  # the same at every depth of a round, and mostly in the next one too
+def _batches_of(of_batch: bytes, of_keys: bytes) -> Batches:
+    batch, keys = np.frombuffer(of_batch, dtype=np.int64), np.frombuffer(of_keys, dtype=np.int64)
     order = np.lexsort((keys, batch))
     order = order[np.count_nonzero(batch < 0) :]  # they come first
     of = batch[order]

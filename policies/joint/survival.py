@@ -84,10 +84,6 @@ class BatchStop(LearnedPolicy):
         self._rates: dict[tuple[int, int], Array] = {}
         self._pays: dict[tuple[int, int], bool] = {}
         self._shares: dict[tuple[int, int], Array] = {}
-        self._latest: tuple[bytes, Batches] = (
-            b"",
-            batches_of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)),
-        )
 
     @property
     def cost_name(self) -> str:
@@ -114,7 +110,7 @@ class BatchStop(LearnedPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the batch should draft on."""
         depth, alive = step.depth, step.alive
-        batches = self._batches_of(step.batch, state.key)
+        batches = batches_of(step.batch, state.key)
         if depth == 0 and not self._may_pay(batches):
             return np.zeros_like(alive), self._begun(state.key, step.batch)
         opens = depth <= max(self.first, 1)
@@ -137,13 +133,6 @@ class BatchStop(LearnedPolicy):
         )  # fmt: skip
         expected = np.where(kept, gains, NOT_DRAFTED)
         return kept, BatchState(state.key, step.batch, survival, expected, known)
-
-    def _batches_of(self, batch: Array, keys: Array) -> Batches:
-        """Return `batches_of`, the same at every depth of a round."""
-        of, known = batch.tobytes() + keys.tobytes(), self._latest
-        if of != known[0]:
-            known = self._latest = of, batches_of(batch, keys)
-        return known[1]
 
     def _may_pay(self, batches: Batches) -> bool:
         """Whether drafting would pay for any of the batches if every token were accepted: else there is nothing to score."""
@@ -224,7 +213,7 @@ class BatchPolicy(BatchStop):
         after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
         offered = tree.drawn & (values >= 0.0)
-        batches = self._batches_of(state.batch, state.key)
+        batches = batches_of(state.batch, state.key)
         grid = self._grids.of(batches.largest, nodes)
         budgets, none = np.zeros(len(batches.sizes), dtype=np.int64), np.zeros(len(batches.sizes), dtype=np.int64)
         told = values, offered, batches.members, batches.starts

@@ -29,6 +29,45 @@ def share_latest(members: Any, starts: Any, refits: Any, weights: Any, out: Any)
             copy_row(weights[latest], out[mine[i]])
 
 
+@kernel("void(boolean[:,::1], float32[:,:,::1], int64, float64, float64[:,::1])")
+def note_odds(alive: Any, features: Any, depth: int, most: float, odds: Any) -> None:
+    """Write the log-odds of a depth: of each stream's branch whose likeliest token is the likeliest; infinite without one.
+
+    Args:
+        alive: [S, B].
+        features: [S, B, 1], the probability of the likeliest token.
+        depth: j, 1 or more.
+        most: at which log-odds are clipped.
+        odds: [S, K], is written.
+    """
+    for s in range(alive.shape[0]):
+        chance = -1.0
+        for b in range(alive.shape[1]):
+            if alive[s, b]:
+                chance = max(chance, np.float64(features[s, b, 0]))
+        odds[s, depth - 1] = np.inf
+        if chance >= 0.0:
+            odds[s, depth - 1] = min(max(np.log(chance / (1.0 - chance)), -most), most)
+
+
+@kernel("void(float64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1])")
+def say_confidences(odds: Any, weights: Any, stale: Any, out: Any) -> None:
+    """Write the confidences of depths by their odds; of those not seen by the odds above, or as they were before.
+
+    Args:
+        odds: [S, K]; infinite = not seen.
+        weights: [S, 1 + K].
+        stale: [S, K] of the round before.
+        out: [S, K].
+    """
+    for s in range(odds.shape[0]):
+        z = np.inf
+        for k in range(odds.shape[1]):
+            if not np.isinf(odds[s, k]):
+                z = odds[s, k]
+            out[s, k] = stale[s, k] if np.isinf(z) else 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
+
+
 @exact
 def _refit(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
     """Take a damped Newton step.
