@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 from conftest import build_draft, build_model
+from scipy.stats import chi2_contingency
 from specstop.collect.engines.vllm_records import import_vllm
 from transformers import PreTrainedTokenizerFast
 
@@ -56,6 +58,25 @@ print("ANSWER" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts
 """
 
 
+SAMPLE = """
+import importlib.util, json, sys
+task = json.loads(sys.argv[1])
+spec = importlib.util.spec_from_file_location("vllm_engine", task["helper"])
+helper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(helper)
+helper.mend()
+from vllm import LLM, SamplingParams
+llm = LLM(model=task["folder"] + "/target", dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=16,
+          **task["options"])
+params = [SamplingParams(temperature=0.7, max_tokens=5, ignore_eos=True, detokenize=False, seed=task["seed"] + at)
+          for at in range(task["count"])]
+outputs = llm.generate([{"prompt_token_ids": [20, 31, 22, 40]}] * task["count"], params, use_tqdm=False)
+spent = helper.drafting_of(llm)
+texts = [list(output.outputs[0].token_ids) for output in outputs]
+print("ANSWER" + json.dumps({"texts": texts, "drafted": spent.drafted if spent else 0}))
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A pair whose heads are as wide as vLLM's attention on a CPU wants them."""
@@ -68,12 +89,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeni
 
 def serve(pair_folder: Path, prompts: list[list[int]], **options: object) -> dict:
     """Return what vLLM wrote for prompts that arrive one by one, and what its drafter did."""
-    task = json.dumps({"target": str(pair_folder / "target"), "prompts": prompts, "options": options})
+    return answer_of(SERVE, {"target": str(pair_folder / "target"), "prompts": prompts, "options": options})
+
+
+def answer_of(script: str, task: dict[str, object]) -> dict:
+    """Return what a script says, run in a process of its own."""
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    ran = subprocess.run([sys.executable, "-c", SERVE, task], capture_output=True, text=True, env=environment)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(task)], capture_output=True, text=True, env=environment
+    )
     answers = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER")]
     assert answers, ran.stderr[-3000:]
     return dict(json.loads(answers[0].removeprefix("ANSWER")))
@@ -111,6 +138,20 @@ def test_texts_are_those_of_plain_vllm(folder: Path, tmp_path: Path) -> None:
         assert anchor not in recorded.setdefault(name, set())
         recorded[name].add(anchor)
     assert len(recorded) == len(prompts) and all(1 in anchors for anchors in recorded.values())
+
+
+def test_sampled_tokens_are_of_plain_vllms_law_once_temperatures_reach_the_verification(folder: Path) -> None:
+    """The whole count runs in `benchmarks/vllm.py --part sampling`; requests are seeded, so that the outcome is one."""
+    helper = str(Path(__file__).parents[2] / "benchmarks" / "vllm_engine.py")
+    told = {"folder": str(folder), "helper": helper, "count": 1600}
+    plain = answer_of(SAMPLE, {**told, "seed": 0, "options": {}})["texts"]
+    found = answer_of(SAMPLE, {**told, "seed": 5000, "options": ours(folder, "fixed:4")})
+    assert found["drafted"] > 2000
+    for place in range(3):
+        counts = [Counter(text[place] for text in texts) for texts in (plain, found["texts"])]
+        often = [token for token in counts[0] | counts[1] if counts[0][token] + counts[1][token] >= 20]
+        table = [[side[token] for token in often] for side in counts]
+        assert chi2_contingency(table).pvalue > 1e-3, f"token {place + 1}"
 
 
 def test_adaptive_verification_begins_with_our_coefficients(tmp_path: Path) -> None:
