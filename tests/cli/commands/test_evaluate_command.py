@@ -50,7 +50,8 @@ def test_decisions_are_added_to_a_profile_and_then_known(
         "".join(f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 9))
     )
     models = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
-    command = ["profile", "--add-policy", "confidence:0.4", *models, "--prompts", tmp_path / "prompts.jsonl", "--quiet"]
+    few = ["--prompts", tmp_path / "prompts.jsonl", "--repeats", 2, "--quiet"]
+    command = ["profile", "--add-policy", "confidence:0.4", *models, *few]
     refused = cli(*command)
     assert refused.code == 2 and "expected the profile to add to; give it with --profile" in refused.err
     refused = cli("profile", "--add-policy", "fixed:2", *command[3:], "--profile", tmp_path / "profile.json")
