@@ -195,8 +195,7 @@ class ModelSource:
         if self.reader.passed:
             self.note()
         places, logits = self.draw(fed)
-        if logits is not None:
-            self.reader.drawn(depth + 1, places, logits)
+        self.reader.drawn(depth + 1, places, logits)
         drawn = self._grown = self._marked(depth + 1, places)
         if any(own.ended for own in self.streams):
             going = [[p for p in own.latest if p not in own.ended] for own in self.streams]

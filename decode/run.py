@@ -13,8 +13,8 @@ from .loop import Request, Speculator
 from .models.pair import Pair
 from .records import Generation
 from .settings import Settings
-from .verify.modes import tell_if_untrained
 from .verify.noise import stream_key
+from .verify.trained_for import tell_if_untrained
 
 
 def decode(

@@ -17,7 +17,7 @@ from ..loop import Speculator
 from ..models.pair import Pair
 from ..records import Generation, Tally
 from ..settings import Settings
-from ..verify.modes import tell_if_untrained
+from ..verify.trained_for import tell_if_untrained
 from .alternate import Runner, run_alternating
 from .hf_baseline import PLAIN, SETTINGS, Assisted
 

@@ -29,9 +29,9 @@ from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
-from ..verify.modes import tell_if_untrained
 from ..verify.noise import stream_key
 from ..verify.sampling import Shaping
+from ..verify.trained_for import tell_if_untrained
 
 
 @dataclasses.dataclass

@@ -38,9 +38,9 @@ class RoundReader:
         self._level: Level | None = None
         self._unread: tuple[Sequence[Sequence[int]], Logits] | None = None
 
-    def drawn(self, depth: int, places: Sequence[Sequence[int]], logits: Logits) -> None:
+    def drawn(self, depth: int, places: Sequence[Sequence[int]], logits: Logits | None) -> None:
         """Keep what the places of each stream were drawn from, at a depth, until the policy is asked about them."""
-        if self._reader.wants(depth, self._topology.deepest):
+        if logits is not None and self._reader.wants(depth, self._topology.deepest):
             self._unread = places, logits
 
     @property

@@ -5,16 +5,13 @@ from __future__ import annotations
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind
-from ...policies.learned.conditions import Conditions, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
-from ..settings import Settings
 from ..topology import Topology
 from .base import Verification
 from .lossy import TargetInit, Typical
 from .match import Match
 from .point import Point
 from .rejection import Block, Rejection, RejectionReplace
-from .sampling import told
 
 MODES: dict[str, type[Verification]] = {
     mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, TargetInit, Typical)
@@ -54,14 +51,6 @@ def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature:
     except PolicyError:
         return Match.name
     return Block.name
-
-
-def tell_if_untrained(policy: StopPolicy, settings: Settings) -> None:
-    """Warn where a learned policy was trained for another temperature, filter or verification than a run has."""
-    temperature, shaping = told(settings.shaping, settings.temperature)
-    name = resolve_mode(settings.verification, policy, settings.topology, temperature)
-    greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
-    tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name), "this run")
 
 
 def describe(name: str) -> str:

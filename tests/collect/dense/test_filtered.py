@@ -20,9 +20,9 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
-from specstop.decode.verify.modes import tell_if_untrained
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping, told
+from specstop.decode.verify.trained_for import tell_if_untrained
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,12 @@ from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_replay_loads_no_model_library() -> None:
+    """transformers would take 140 MiB of it, and most of its start."""
+    code = "import sys, specstop.train.replay.run; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
 
 
 @pytest.fixture
