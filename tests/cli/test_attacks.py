@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from attack_families import family
-from commands import cli
 
 SLOW = ("demo", "profile", "deploy", "transfer")
 
@@ -56,12 +53,6 @@ def test_an_input_that_is_lost_would_be_seen(
 def test_a_signal_at_a_random_moment_leaves_a_trace_whole(
     signals: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def resume(bench: Any, out: Path) -> None:
-        """Go on in this process, which has one thread as the killed one had; the benchmark starts another."""
-        answer = cli(*bench.command("collect", random.Random(0)), "--out", out, "--resume")
-        assert answer.code == 0, answer.err
-
-    monkeypatch.setattr(signals.Bench, "resume", resume)
     monkeypatch.setattr(signals, "COMMANDS", ("collect",))
     seen, faults = signals.attack(1, 3, tmp_path)
     assert faults == []
