@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bars import Bars, arguments
 from pairs import effort, pair_folder
@@ -212,11 +213,11 @@ def _length(policy: StopPolicy, seen: torch.Tensor, depth: int) -> int:
     """Return how many tokens the policy drafts when it sees [1, K + 1, F]."""
     from specstop.decode.policy.reader import draft_step
 
-    state = policy.start(1, torch.zeros(1, dtype=torch.int64))
+    state, shown = policy.start(1, np.zeros(1, dtype=np.int64)), seen.float().numpy()
     for j in range(min(depth, policy.max_depth)):
         if j >= policy.first:
-            keep, state = policy.keep(draft_step(j, seen[:, j]), state)
-            if not bool(keep):
+            keep, state = policy.keep(draft_step(j, np.ascontiguousarray(shown[:, j])), state)
+            if not keep.any():
                 return j
     return min(depth, policy.max_depth)
 
