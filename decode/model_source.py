@@ -90,7 +90,7 @@ class ModelSource:
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
-        self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature)
+        self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature, self.streams)
 
     def reserve(self, tokens: int) -> None:
         """Empty both caches, with room for texts of `tokens` and a round beyond them."""

@@ -86,7 +86,6 @@ def profile(
     set: Set = [],  # noqa: B006
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
-    from ...collect.engines.vllm_profile import measure_vllm
     from ...collect.run import facts
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
@@ -129,6 +128,8 @@ def profile(
         pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
         ids, effort = fitting(chosen, pair, 1, chat, long)[1], Effort(budget, repetitions=repeats)
         if through is not None:
+            from ...collect.engines.vllm_profile import measure_vllm
+
             measured = measure_vllm(
                 names[0],
                 names[1] or "",

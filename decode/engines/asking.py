@@ -131,9 +131,9 @@ class Asking:
         """
         if not len(rows):
             return
-        before = state.take(self._histories, rows)
-        counts = outcome.active & ~outcome.cut
-        self._histories = state.put(self._histories, rows, before.after(outcome.accepted, outcome.verified, counts))
+        before: History = state.take(self._histories, rows)
+        after = before.after(outcome.accepted, outcome.verified, outcome.active, outcome.cut)
+        self._histories = state.put(self._histories, rows, after)
         if self._observes:
             self._guarded(lambda: self._observe(rows, outcome))
 

@@ -22,14 +22,21 @@ class RoundReader:
         size: S.
         topology: of a round.
         temperature: of the sampling.
+        streams: of the round that is being played, where the policy takes over in the middle of one.
     """
 
     def __init__(
-        self, policy: StopPolicy, widths: Mapping[str, int], size: int, topology: Topology, temperature: float
+        self,
+        policy: StopPolicy,
+        widths: Mapping[str, int],
+        size: int,
+        topology: Topology,
+        temperature: float,
+        streams: Sequence[Stream] = (),
     ) -> None:
         self._reader = Reader(policy, widths, size)
         self._size, self._topology, self._temperature = size, topology, temperature
-        self.begin([])
+        self.begin(streams)
 
     def begin(self, streams: Sequence[Stream]) -> None:
         """Begin a round of these streams."""
