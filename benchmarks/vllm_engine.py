@@ -39,7 +39,7 @@ def theirs(folder: Path, method: str, length: int) -> dict[str, Any]:
 
 
 class Engine:
-    """A process that has vLLM with some options.
+    """A process that has vLLM with some options, started when it is first asked.
 
     Args:
         name: for messages.
@@ -49,43 +49,47 @@ class Engine:
     """
 
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any], *, mended: bool = False) -> None:
-        task = json.dumps({"folder": str(folder), "options": options, "mended": mended})
-        self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("vllm.py")), "--worker", task],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | ENVIRONMENT,
-        )
+        self.name, self._task = name, json.dumps({"folder": str(folder), "options": options, "mended": mended})
+        self._process: subprocess.Popen[str] | None = None
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("vllm.py")), "--worker", self._task],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | ENVIRONMENT,
+            )
+        return self._process
 
     def ask(self, do: str, **task: Any) -> dict[str, Any]:
         """Return what the process answers: the one line of its output that is ours."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": do, **task}) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({"do": do, **task}) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
             if line.startswith('{"ours"'):
                 return dict(json.loads(line)["ours"])
-        raise RuntimeError(f"the engine {self.name} ended with {self._process.wait()}")
+        raise RuntimeError(f"the engine {self.name} ended with {process.wait()}")
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 @contextlib.contextmanager
 def engines(folder: Path, options: Mapping[str, Mapping[str, Any]], *, mended: bool = False) -> Iterator[list[Engine]]:
     """Yield engines of these options by name."""
-    started: list[Engine] = []
+    made = [Engine(name, folder, told, mended=mended) for name, told in options.items()]
     try:
-        for name, told in options.items():
-            started.append(Engine(name, folder, told, mended=mended))
-        yield started
+        yield made
     finally:
-        for engine in started:
+        for engine in made:
             engine.close()
 
 
@@ -142,12 +146,12 @@ def serve(llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool 
     }
 
 
-def sample(llm: Any, prompt: str, count: int, tokens: int) -> dict[str, Any]:
-    """Return the first tokens of so many texts sampled at temperature 0.7."""
+def sample(llm: Any, prompt: str, seeds: Sequence[int], tokens: int) -> dict[str, Any]:
+    """Return the first tokens of texts sampled at temperature 0.7, one for each seed."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.7, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([prompt] * count, params, use_tqdm=False)
+    told = {"temperature": 0.7, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    outputs = llm.generate([prompt] * len(seeds), [SamplingParams(seed=s, **told) for s in seeds], use_tqdm=False)
     return {"texts": [list(output.outputs[0].token_ids) for output in outputs]}
 
 

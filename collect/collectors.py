@@ -154,7 +154,7 @@ def choose_engine_collector(
     settings: Settings,
     policy: StopPolicy | None,
     explore: float,
-    batch: int,
+    batch: int | None,
     dtype: Any,
     other: Sequence[Any],
 ) -> Collector:
@@ -182,7 +182,7 @@ def choose_engine_collector(
         )
     made = ThroughVLLM(
         *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,
-        batch if batch > 1 else REQUESTS, str(dtype).removeprefix("torch."),
+        batch or REQUESTS, str(dtype).removeprefix("torch."),
     )  # fmt: skip
     return Collector(made.features, made.rows, made.header)
 

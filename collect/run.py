@@ -67,7 +67,7 @@ def collect(
     off_text: str = "exact",
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
-    batch: int = 1,
+    batch: int | None = None,
     through: str | None = None,
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
@@ -147,7 +147,7 @@ def plan_run(
     off_text: str = "exact",
     shaping: Shaping = UNCHANGED,
     long: str = "skip",
-    batch: int = 1,
+    batch: int | None = None,
     through: str | None = None,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
@@ -182,7 +182,7 @@ def plan_run(
         memory: MiB for the scores of the positions that the dense collector unrolls together; None = a share of what the
             device has free (`dense.memory.budget_mib`), which the header's facts tell.
         long: what becomes of prompts that are too long; see `prompts.tokens.fit`.
-        batch: texts that the live collector decodes side by side.
+        batch: texts that are decoded side by side in a live run; None = 1, and 8 inside vLLM.
         through: "vllm" = a live trace of rounds inside vLLM, which decodes the prompts in this process.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
@@ -220,8 +220,8 @@ def plan_run(
         )  # fmt: skip
     else:
         chosen = choose_collector(
-            pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch, draws,
-            off_text,
+            pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch or 1,
+            draws, off_text,
         )  # fmt: skip
     told: dict[str, Any] = {"prompts from": source}
     if chosen.memory:
@@ -253,7 +253,7 @@ def plan_run(
         facts={**facts(pair), **told},
     )
     work, read = _dealt(prompts, ids, seed, count), _read_by(pair, target, draft, policy)
-    return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * batch))
+    return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * (batch or 1)))
 
 
 def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shards: int) -> tuple[tuple[Work, ...], ...]:

@@ -32,7 +32,6 @@ from ..options.prompts import (
 )
 from ..options.sampling import UNUSED, with_shaping
 from ..options.shared import (
-    Batch,
     Config,
     Depth,
     Device,
@@ -107,6 +106,12 @@ Hidden = Annotated[
         help="Record last hidden states: draft, target, or draft,target. Float16, on disk at each anchor up to 2 bytes x "
         "width x nodes for the draft (depth 10, width 768: 15 kB, a text of 128 tokens 2 MB), 2 bytes x width for the "
         "target; --dry-run says how much it comes to."
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Live: texts decoded side by side; one that ends gives its place to the next. Default: 1, inside vLLM 8."
     ),
 ]
 Memory = Annotated[
@@ -203,7 +208,7 @@ def collect(
     mix: Mix = 0.0,
     completions: Completions = None,
     hidden: Hidden = None,
-    batch: Batch = 1,
+    batch: Batch = None,
     memory: Memory = None,
     from_vllm: FromVLLM = None,
     through: Through = None,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from specstop.collect.engines import through_vllm
 from specstop.collect.engines.rounds import RecordedText
 from specstop.collect.engines.through_vllm import parts_of
 from specstop.collect.prompts.read import Prompt
@@ -47,6 +48,18 @@ def test_a_machine_without_vllm_is_told(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with pytest.raises(InputError, match=r"--through vllm: vLLM cannot be imported .*install it beside specstop"):
         collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(None, 8), (1, 1), (3, 3)])
+def test_as_many_texts_are_decoded_side_by_side_as_were_asked_for(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int | None, rows: int
+) -> None:
+    def start(target: str, drafts: str, depth: int, told: dict, dtype: str) -> None:
+        raise InputError(f"{told['rows']} rows")
+
+    monkeypatch.setattr(through_vllm, "start_vllm", start)
+    with pytest.raises(InputError, match=f"^{rows} rows"):
+        collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm", batch=batch)
 
 
 def test_a_request_that_came_back_has_several_parts() -> None:
