@@ -25,8 +25,9 @@ from bars import Bars, arguments
 from paired import ratio
 from pairs import pair_folder
 from vllm_bench import SIZES, TOKENS, Bench
-from vllm_engine import MOST, Engine, engines, ours, theirs, work
-from vllm_traces import achievable, kills, predict, trace
+from vllm_engine import MOST, Engine, engines, ours, work
+from vllm_speeds import speeds
+from vllm_traces import kills, predict, trace
 
 HERE = str(Path(__file__).parent)
 sys.path[:] = [path for path in sys.path if path != HERE]  # `import vllm` means the library, not this file
@@ -36,7 +37,6 @@ TIE = 1e-3
 """Apart by less than so much, two logits of float32 models may change places with the order of a sum."""
 
 SAMPLES, AT_ONCE, FIRST = 20_000, 1000, 3
-FIXED = (1, 2, 3, 4)
 
 
 def main() -> int:
@@ -157,39 +157,6 @@ def same_law(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:
     table = [[side[key] for key in often] + [side.total() - sum(side[key] for key in often)] for side in counts]
     kept = [column for column in zip(*table, strict=True) if sum(column)]
     return float(chi2_contingency(list(zip(*kept, strict=True))).pvalue) if len(kept) > 1 else 1.0
-
-
-def speeds(bench: Bench) -> None:
-    """Tokens/s by requests side by side, all engines in turns."""
-    fixed = {f"ours fixed:{k}": ours(bench.folder, f"fixed:{k}") for k in FIXED}
-    mine = {"ours learned": ours(bench.folder, bench.policy()), "ours joint": ours(bench.folder, bench.policy("batch"))}
-    other = {
-        f"{m}:{k}": theirs(bench.folder, m, k) for m, most in (("draft_model", (2, 3)), ("ngram", (3,))) for k in most
-    }
-    rates: dict[tuple[str, int], list[float]] = {}
-    prompts = bench.prompts(16)
-    with engines(bench.folder, {"plain": {}, **other, **fixed, **mine}) as running:
-        for engine in running:
-            engine.ask("serve", prompts=prompts, tokens=16, size=MOST)
-        for turn in range(bench.rounds):
-            for size in SIZES:
-                for engine in running if turn % 2 == 0 else running[::-1]:
-                    answer = engine.ask("serve", prompts=prompts, tokens=TOKENS // 2, size=size)
-                    rates.setdefault((engine.name, size), []).append(answer["tokens"] / answer["seconds"])
-    bench.bars.figures["tokens_per_s"] = {f"{name} at {size}": round(mean(r), 1) for (name, size), r in rates.items()}
-    for name, rate in bench.bars.figures["tokens_per_s"].items():
-        print(f"      {name}: {rate} tokens/s")
-    for size in SIZES:
-        best, rival = (
-            max(names, key=lambda name: mean(rates[name, size])) for names in (fixed, {"plain": {}, **other})
-        )
-        for name in mine:
-            to_best, to_rival = (ratio(rates[name, size], rates[against, size]) for against in (best, rival))
-            met = to_best is not None and (to_best.low > 1.0 if size <= 4 else to_best.high >= 0.99)
-            bench.bars.add(f"{name} to {best} at {size}", vars(to_best), met, f"{to_best}")
-            met = to_rival is not None and to_rival.low > 1.0
-            bench.bars.add(f"{name} to vLLM's best ({rival}) at {size}", vars(to_rival), met, f"{to_rival}")
-    achievable(bench)
 
 
 def overhead(bench: Bench) -> None:

@@ -52,7 +52,12 @@ class Engine:
         self.name, self._task = name, json.dumps({"folder": str(folder), "options": options, "mended": mended})
         self._process: subprocess.Popen[str] | None = None
 
-    def _started(self) -> subprocess.Popen[str]:
+    @property
+    def started(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None
+
+    def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("vllm.py")), "--worker", self._task],
@@ -66,7 +71,7 @@ class Engine:
 
     def ask(self, do: str, **task: Any) -> dict[str, Any]:
         """Return what the process answers: the one line of its output that is ours."""
-        process = self._started()
+        process = self._running()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps({"do": do, **task}) + "\n")
         process.stdin.flush()
@@ -112,14 +117,16 @@ def work(task: Mapping[str, Any]) -> int:
 def serve(llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool = False) -> dict[str, Any]:
     """Serve prompts, `size` at a time, the next one arriving as one ends.
 
-    With `abort` every fifth comes twice, and one of the two is aborted on the way.
+    With `abort` every fifth comes twice, and one of the two is aborted on the way. `shares` are seconds by prompt: those of a
+    step are shared out among the requests in it.
     """
     from vllm import SamplingParams
 
     engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens)
     waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
     spent = drafting_of(llm)
-    before, begin, aborted = (spent.all_s, spent.model_s) if spent else (0.0, 0.0), time.perf_counter(), 0
+    before, aborted, shares = (spent.all_s, spent.model_s) if spent else (0.0, 0.0), 0, [0.0] * len(prompts)
+    begin = last = time.perf_counter()
     while waiting or running:
         while waiting and len(running) < size:
             at, prompt = waiting.pop(0)
@@ -127,7 +134,11 @@ def serve(llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool 
             engine.add_request(f"{number}-{at}", prompt, params)
             if abort and at % 5 == 4:
                 engine.add_request(f"{number}-{at}-aborted", prompt, params)
-        for output in engine.step():
+        outputs, now = engine.step(), time.perf_counter()
+        for at in running.values():
+            shares[at] += (now - last) / len(running)
+        last = now
+        for output in outputs:
             name = output.request_id
             if abort and name.endswith("aborted") and len(output.outputs[0].token_ids) > 9 and not output.finished:
                 engine.abort_request([name])
@@ -138,6 +149,7 @@ def serve(llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool 
     after = (spent.all_s, spent.model_s) if spent else (0.0, 0.0)
     return {
         "seconds": seconds,
+        "shares": shares,
         "tokens": sum(map(len, texts.values())),
         "aborted": aborted,
         "outside": (after[0] - before[0]) - (after[1] - before[1]),

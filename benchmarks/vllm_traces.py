@@ -14,13 +14,14 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 from vllm_bench import COMMAND, DEPTH, PROMPTS, SIZES, TOKENS, Bench
-from vllm_engine import ENVIRONMENT, engines, ours
+from vllm_engine import ENVIRONMENT, Engine, engines, ours
 
 ROUNDS, KILLS = 10_000, 10
 FEATURES = 3e-5
@@ -195,17 +196,18 @@ def predict(bench: Bench) -> None:
     from specstop.train.export.serving import batch_profile
     from specstop.train.report.evaluate import evaluate
 
-    profile, learned = Profile.load(bench.profile()), bench.policy()
+    learned, told = bench.policy(), ("--prompts", bench.folder / "prompts-train.jsonl")
+    asked = ("--add-policy", "confidence:0.4", "--add-policy", learned, "--profile", bench.profile())
+    profile = Profile.load(bench.run("priced.json", "profile", *asked, *told))
     specs = {"fixed:2": "fixed:2", "confidence:0.4": "confidence:0.4", "learned": learned}
     prompts, rates = bench.prompts(), dict[tuple[str, int], list[float]]()
     with engines(bench.folder, {name: ours(bench.folder, spec) for name, spec in specs.items()}) as running:
-        for engine in running:
-            engine.ask("serve", prompts=prompts[:8], tokens=16, size=8)
         for turn in range(bench.rounds):
             for size in (1, 8):
                 for engine in running[:: 1 - 2 * (turn % 2)]:
-                    answer = engine.ask("serve", prompts=prompts, tokens=TOKENS, size=size)
-                    rates.setdefault((engine.name, size), []).append(answer["tokens"] / answer["seconds"])
+                    name = f"predict, {size} requests, {engine.name}, round {turn}"
+                    found = bench.kept(name, partial(rate, engine, prompts, size))
+                    rates.setdefault((engine.name, size), []).append(found)
     told = ("--through", "vllm", "--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
     for size in (1, 8):
         made = bench.run("live-1", "collect", *told, "--max-new-tokens", TOKENS) if size == 1 else served(bench)
@@ -215,6 +217,14 @@ def predict(bench: Bench) -> None:
             said, was = report.line(load_policy(spec).name).tokens_per_s, mean(rates[name, size])
             text = f"{said:.1f} predicted, {was:.1f} tokens/s measured: {said / was - 1:+.1%}; 10%"
             bench.bars.add(f"{name} at {size} predicted", said / was, abs(said / was - 1) <= 0.1, text)
+
+
+def rate(engine: Engine, prompts: list[str], size: int) -> float:
+    """Return tokens/s over these prompts; an engine that has done nothing yet first warms up."""
+    if not engine.started:
+        engine.ask("serve", prompts=prompts[:8], tokens=16, size=8)
+    answer = engine.ask("serve", prompts=prompts, tokens=TOKENS, size=size)
+    return float(answer["tokens"] / answer["seconds"])
 
 
 def served(bench: Bench) -> Path:
@@ -277,8 +287,10 @@ def achievable(bench: Bench) -> None:
     held = open_trace(bench.run("held-out", "collect", *told, "--max-new-tokens", TOKENS))
     policies = [load_policy(bench.policy()), load_policy(bench.policy("batch"))]
     policies[0].name, policies[1].name = "learned", "joint"
-    report = evaluate(held, Profile.load(bench.profile()), policies, achievable=True, batch=SIZES)
-    found = report.details["batch"]
+    profile = Profile.load(bench.profile())
+    found = bench.kept(
+        "achievable", lambda: evaluate(held, profile, policies, achievable=True, batch=SIZES).details["batch"]
+    )
     print(
         f"      by replay, to the best fixed length ({', '.join(map(str, found['best_fixed']))} at {SIZES} requests):"
     )

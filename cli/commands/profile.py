@@ -36,7 +36,13 @@ from ..options.shared import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...decode.models.pair import Pair
     from ...decode.verify.sampling import Shaping
+    from ...policies.contract import StopPolicy
+    from ...policies.latency.measurements import Measurements
+    from ...policies.latency.profile import Profile
 
 NEW_TOKENS = 96
 """Of each text that decisions are timed on."""
@@ -53,7 +59,11 @@ def profile(
     drafter: Drafter = "model",
     policy: Policies = [],  # noqa: B006
     add_policy: Annotated[
-        list[str], typer.Option(help="Time this policy's decisions alone and add them to --profile; repeatable.")
+        list[str],
+        typer.Option(
+            help="Time this policy's decisions, in the loop or, where --profile is of vLLM, inside it, and add them to it; "
+            "repeatable."
+        ),
     ] = [],  # noqa: B006
     profile: Annotated[
         Path | None, typer.Option(help="With --add-policy: the profile, replaced unless --out is given.")
@@ -113,10 +123,10 @@ def profile(
     sizes = batch_sizes(batch)
     if through is not None and through != "vllm":
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if through is not None and (policy or tree or shaping.facts or drafter != "model" or verification != "auto"):
+    if through is not None and (tree or shaping.facts or drafter != "model" or verification != "auto"):
         raise InputError(
-            "--through vllm: expected chains of a draft model; leave out --policy, --tree, --verification, --drafter, and "
-            "options that change what is sampled from"
+            "--through vllm: expected chains of a draft model; leave out --tree, --verification, --drafter, and options "
+            "that change what is sampled from"
         )
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
@@ -137,6 +147,7 @@ def profile(
                 depth=depth,
                 temperature=temperature,
                 batch=sizes,
+                policies=rules,
                 readable=pair.readable,
                 dtype=str(pair.target.dtype).removeprefix("torch."),
                 effort=effort,
@@ -182,9 +193,6 @@ def _add_policies(
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
-    from ...decode.profile import loop_decisions
-    from ...decode.settings import Settings
-    from ...decode.verify.sampling import Shaping
     from ...policies.files.outputs import claim_file
     from ...policies.latency.profile import MARK, Profile
     from ...policies.storage.registry import load_policy
@@ -199,17 +207,41 @@ def _add_policies(
         names = find_target(target, draft, drafter, progress)
         pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
         tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
-        shaping = Shaping.of(costs.shaping)
-        settings = Settings(
-            costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification="auto"
-        )
-        timed = loop_decisions(pair, rules, tokens, settings)
+        timed = _decisions(costs, pair, names, rules, tokens)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
         raise InputError(
             f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
         )
     costs.with_measured_decisions(timed).save(place)
     _show(place, json)
+
+
+def _decisions(
+    costs: Profile, pair: Pair, names: Sequence[str | None], rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+) -> Measurements:
+    """Return the timings of decisions where the profile was measured: inside vLLM, or in the loop."""
+    if str(costs.facts.get("engine", "")).startswith("vllm "):
+        from ...collect.engines.vllm_profile import measure_vllm_decisions
+
+        return measure_vllm_decisions(
+            names[0] or "",
+            names[1] or "",
+            tokens,
+            rules,
+            depth=costs.max_depth,
+            temperature=costs.temperature,
+            readable=pair.readable,
+            dtype=str(pair.target.dtype).removeprefix("torch."),
+        )
+    from ...decode.profile import loop_decisions
+    from ...decode.settings import Settings
+    from ...decode.verify.sampling import Shaping
+
+    shaping = Shaping.of(costs.shaping)
+    settings = Settings(
+        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification="auto"
+    )
+    return loop_decisions(pair, rules, tokens, settings)
 
 
 def _show(path: Path, json: bool) -> None:

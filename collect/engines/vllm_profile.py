@@ -1,8 +1,9 @@
 """`profile --through vllm`: what rounds cost inside vLLM, timed by its own steps.
 
 A script drafts in the place of a policy, in texts that vLLM decodes. A step of vLLM's, from one draft to the next, is what
-the class spends (first draft step, later ones, all outside the model) and the rest: vLLM's verification with its scheduler
-and sampling. Drafting nothing is vLLM's step with speculation switched on; without it, a step is a little shorter.
+the class spends (first draft step, later ones, decisions, all else) and the rest: vLLM's verification with its scheduler
+and sampling. Decisions are those of policies, which take the script's place in other texts. Drafting nothing is vLLM's step
+with speculation switched on; without it, a step is a little shorter.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.drafting import Options
+from ...decode.engines.drafting import Options, Spent
+from ...decode.engines.policies import check_engine_policy
 from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
 from ...decode.profile.batches import BatchScript
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
-from ...decode.profile.measuring import Effort, Seconds, measure
+from ...decode.profile.decisions import EFFORT
+from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.script import TWICE, shuffled
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.features import Drawn
@@ -33,13 +36,14 @@ from ...policies.latency.estimate import (
     BATCH_OUTSIDE,
     BATCH_VERIFY,
     CONTEXTS,
+    DECISIONS,
     FIRST,
     LATER,
     OUTSIDE,
     PREFILL,
     VERIFY,
 )
-from ...policies.latency.measurements import Key
+from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
@@ -76,12 +80,14 @@ class StepScript(StopPolicy):
 
 @dataclasses.dataclass
 class _Step:
-    """The drafts of a step: seconds of all of it, of the first draft step and of all of them; whether a text began in it."""
+    """The drafts of a step: seconds of all of it, of the first draft step, of all of them and of decisions; whether a text
+    began in it."""
 
     drafts: Sequence[Sent]
     draft_s: float
     first_s: float
     model_s: float
+    asked_s: float
     began: bool
 
 
@@ -89,19 +95,20 @@ class StepTimer:
     """Times steps; see `decode.engines.rounds.Observer`.
 
     Args:
-        model_s: returns the seconds that the draft model has taken so far.
+        spent: returns the seconds that the draft model and decisions have taken so far.
 
     Attributes:
         timed: seconds by what was timed.
         contexts: mean tokens of the texts, by side and step.
         side: the context that is timed now; `streams` as many requests.
+        policy: whose decisions are timed, and nothing else; None = the script decides, and all else is timed.
     """
 
-    def __init__(self, model_s: Callable[[], float]) -> None:
-        self._model_s, self._known, self._first = model_s, 0.0, 0.0
+    def __init__(self, spent: Callable[[], tuple[float, float]]) -> None:
+        self._spent, self._known, self._first = spent, (0.0, 0.0), 0.0
         self.timed: dict[Key, list[float]] = defaultdict(list)
         self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
-        self.side, self.streams = CONTEXTS[0], 1
+        self.side, self.streams, self.policy = CONTEXTS[0], 1, None
         self._began, self._seconds = False, 0.0
         self._last: _Step | None = None
 
@@ -112,7 +119,7 @@ class StepTimer:
     def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
         """See `Observer.level`."""
         if depth == 1:
-            self._first = self._model_s()
+            self._first = self._spent()[0]
 
     def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
         """See `Observer.heard`."""
@@ -123,18 +130,24 @@ class StepTimer:
         """See `Observer.sent`."""
         if self._last is not None and self._seconds and not self._began:
             self._add(self._last, self._seconds)
-        model = self._model_s()
-        first = self._first - self._known if any(sent.drafted for sent in drafts) else 0.0
-        self._last = _Step(drafts, draft_s, first, model - self._known, self._began)
-        self._known, self._began, self._seconds = model, False, 0.0
+        spent, known = self._spent(), self._known
+        first = self._first - known[0] if any(sent.drafted for sent in drafts) else 0.0
+        self._last = _Step(drafts, draft_s, first, spent[0] - known[0], spent[1] - known[1], self._began)
+        self._known, self._began, self._seconds = spent, False, 0.0
 
     def _add(self, step: _Step, seconds: float) -> None:
         """Add the timings of a step; one that an end of a text has cut short is none."""
         drafts, count = step.drafts, len(step.drafts)
         if any(sent.capped for sent in drafts):
             return
+        if self.policy is not None:
+            if decisions := drafts[0].decisions:
+                self.timed[Key(DECISIONS, self.policy, (decisions,))].append(step.asked_s)
+            return
         drafting, tokens = [sent for sent in drafts if sent.drafted], sum(sent.drafted for sent in drafts)
-        rest, outside, later = seconds - step.draft_s, step.draft_s - step.model_s, step.model_s - step.first_s
+        rest, outside, later = (
+            seconds - step.draft_s, step.draft_s - step.model_s - step.asked_s, step.model_s - step.first_s
+        )  # fmt: skip
 
         def add(what: str, counts: tuple[int, ...], value: float) -> None:
             self.timed[Key(what, self.side, counts)].append(value)
@@ -170,8 +183,12 @@ class TimedProposer(Proposer):
 
     def observer(self, options: Options) -> Observer:
         """Return the timer."""
-        self.timer = StepTimer(lambda: self.drafting.spent.model_s if self.drafting else 0.0)
+        self.timer = StepTimer(self._spent)
         return self.timer
+
+    def _spent(self) -> tuple[float, float]:
+        spent = Spent() if self.drafting is None else self.drafting.spent
+        return spent.model_s, spent.asked_s
 
 
 def measure_vllm(
@@ -183,6 +200,7 @@ def measure_vllm(
     temperature: float = 0.0,
     new_tokens: int = NEW_TOKENS,
     batch: Sequence[int] = (1,),
+    policies: Sequence[StopPolicy] = (),
     readable: int = 2048,
     dtype: str = "float32",
     effort: Effort | None = None,
@@ -198,6 +216,7 @@ def measure_vllm(
         temperature: of the sampling.
         new_tokens: decoded from each of two contexts.
         batch: how many requests are decoded side by side, of each size that is timed; 1 always is.
+        policies: whose decisions are timed as well, of one request.
         readable: the longest text that both models read.
         dtype: of both models.
         effort: how long to measure.
@@ -206,15 +225,14 @@ def measure_vllm(
 
     Raises:
         InputError: vLLM is not installed, or an option is out of range.
+        PolicyError: a policy reads what vLLM does not hand to a drafter.
     """
     sizes = sorted({1, *batch})
     check_limits(depth=depth, temperature=temperature, batch=sizes[-1])
     check_limit("depth", depth, least=1)
-    lengths = two_lengths(readable, prompts, new_tokens + depth)
-    told = {"draft": draft, "rows": sizes[-1], "temperature": temperature}
-    engine = start_vllm(target, CLASS, depth, told, dtype, enable_prefix_caching=False)
-    run = _Run(engine, TimedProposer.made, prompts, lengths, temperature, new_tokens)
-    measured = measure({f"requests {n}": partial(run.play, n) for n in sizes}, effort, progress=progress)
+    run = _Run((target, draft), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
+    cases = {f"requests {n}": partial(run.play, n) for n in sizes}
+    measured = measure({**cases, **run.deciding()}, effort, progress=progress)
     short, long = (statistics.fmean(run.contexts[side]) for side in CONTEXTS)
     from vllm import __version__
 
@@ -226,19 +244,56 @@ def measure_vllm(
     )
 
 
+def measure_vllm_decisions(
+    target: str,
+    draft: str,
+    prompts: Sequence[Sequence[int]],
+    policies: Sequence[StopPolicy],
+    *,
+    depth: int,
+    temperature: float = 0.0,
+    new_tokens: int = NEW_TOKENS,
+    readable: int = 2048,
+    dtype: str = "float32",
+) -> Measurements:
+    """Return the timings of decisions inside vLLM, features included; see `measure_vllm`."""
+    run = _Run((target, draft), prompts, policies, depth, temperature, new_tokens, 1, readable, dtype)
+    return measure(run.deciding(), EFFORT)
+
+
 class _Run:
-    """Texts that vLLM decodes to time its steps."""
+    """Texts that vLLM, started for them, decodes to time its steps; see `measure_vllm`."""
 
     def __init__(
-        self, engine: Any, proposer: TimedProposer, prompts: Sequence[Sequence[int]], lengths: tuple[int, int],
-        temperature: float, new_tokens: int,
+        self, models: tuple[str, str], prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], depth: int,
+        temperature: float, new_tokens: int, rows: int, readable: int, dtype: str,
     ) -> None:  # fmt: skip
+        self._policies = [check_engine_policy(policy, "vllm").limited(depth) for policy in policies]
+        self._prompts, self._lengths = prompts, two_lengths(readable, prompts, new_tokens + depth)
+        settings = {"draft": models[1], "rows": rows, "temperature": temperature}
+        self._engine = start_vllm(models[0], CLASS, depth, settings, dtype, enable_prefix_caching=False)
+        self._proposer = TimedProposer.made
         from vllm import SamplingParams
 
-        self._engine, self._proposer, self._prompts, self._lengths = engine, proposer, prompts, lengths
         told = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
         self._params, self._one = (SamplingParams(max_tokens=n, **told) for n in (new_tokens, 1))
         self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
+
+    def deciding(self) -> dict[str, Case]:
+        """Return the cases of the policies' decisions."""
+        return {policy.cost_name: partial(self._decide, policy) for policy in self._policies}
+
+    def _decide(self, policy: StopPolicy, number: int) -> Seconds:
+        """Decode a text under a policy and return the seconds of its decisions, round by round."""
+        proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
+        assert proposer.drafting is not None
+        proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, 1, policy.cost_name
+        proposer.drafting.take_charge(policy)
+        text = {"prompt_token_ids": stretch(self._prompts, self._lengths[0], number)}
+        self._engine.generate([text], self._params, use_tqdm=False)
+        proposer.drafting.take_charge(proposer.script)
+        proposer.timer.policy = None
+        return timed if number else {}
 
     def play(self, streams: int, number: int) -> Seconds:
         """Decode so many texts side by side at each context."""

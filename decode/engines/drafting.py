@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.features import Drawn, Layout
 from ...policies.latency.profile import Profile
 from ..rounds import draft as draft_chains
+from ..settings import Stopwatch
 from ..topology import chain
 from .asking import Asking
 from .rounds import Heard, Observer, Sent
@@ -48,13 +50,15 @@ class Options:
 
 @dataclass
 class Spent:
-    """Steps, their requests and the tokens drafted for them; seconds of all that is done here, and of the draft model."""
+    """Steps, their requests and the tokens drafted for them; seconds of all that is done here, of the draft model, and of
+    decisions with what is read for them."""
 
     steps: int = 0
     requests: int = 0
     drafted: int = 0
     all_s: float = 0.0
     model_s: float = 0.0
+    asked_s: float = 0.0
 
 
 class _Timed:
@@ -95,11 +99,17 @@ class Drafting:
     ) -> None:
         self.options, self.spent = options, Spent()
         self._draft, self._profile, self._observer = _Timed(draft, self.spent), profile, observer
-        self.asking = Asking(policy, options.rows, options.depth, options.fallback)
+        self._watch = Stopwatch(torch.device("cpu"))
+        self.take_charge(policy)
         self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
         self._waits: list[Sent | None] = [None] * options.rows  # drafts whose outcome is not known yet
         self._read = [0] * options.rows  # tokens that the draft model has read
         self._texts = 0
+
+    def take_charge(self, policy: StopPolicy) -> None:
+        """Ask this policy from the next text on."""
+        self.asking = Asking(policy, self.options.rows, self.options.depth, self.options.fallback)
+        self._watch.wrap(self.asking, {"keep": "policy", "select": "policy"})
 
     @property
     def policy(self) -> StopPolicy:
@@ -197,9 +207,12 @@ class Drafting:
             self._draft, Layout(asking.policy.features), rows, unread, anchors, chain(asking.depth),
             self.options.temperature, self._eos, look,
         )  # fmt: skip
+        self._watch.restart()
+        self._watch.wrap(source, {"step": "policy"})
         asking.attend(here)
         found = draft_chains(source, asking, np.ones((len(rows), 1), dtype=bool), None)
         asking.leave()
+        self.spent.asked_s += sum(self._watch.laps["policy"])
         drafts = []
         for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
             drafted, tokens = int(found.drafted[at]), source.tokens[at, : found.verified[at]].tolist()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, DraftTree
-from ...policies.features import Columns, Drawn, Layout, Summary
+from ...policies.features import Columns, Drawn, Layout
 from ...policies.features.history import History
-from ..policy.summaries import summarise
+from ..policy.summaries import read_columns
 from ..topology import Topology
 
 Look = Callable[[int, Array, Tensor, Drawn], None]
@@ -73,10 +73,13 @@ class Chains:
         self.backlog = np.array([len(tokens) for tokens in unread], dtype=np.int64)
         self._path = np.zeros(len(rows))
         self._base: Array | None = None
-        self._level: tuple[Array, Drawn, Summary] | None = None
+        self._nodes = np.zeros((len(rows), len(layout.names)), dtype=np.float32)
+        self._drawn: tuple[Array, Tensor, Drawn] | None = None
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed the streams [S, 1]; return which have drawn a token, and which of them go on."""
+        if self._columns.plan.path:
+            self._read()  # paths lead through what nobody asked about
         at = np.flatnonzero(feeding[:, 0])
         places = at.tolist()
         fed = [self._unread[i] for i in places] if depth == 0 else self.tokens[at, depth - 1 : depth].tolist()
@@ -87,7 +90,8 @@ class Chains:
         if not known.all():  # a lookup may know of no token, a broken model of none that can be compared
             at, token, logits = at[known], token[known], logits[torch.from_numpy(known).to(logits.device)]
         self.tokens[at, depth] = token
-        self._note(depth, at, logits, token)
+        if len(at):
+            self._note(depth, at, logits, token)
         drawn = np.zeros_like(feeding)
         drawn[at] = True
         if not np.isin(token, self._ends).any():
@@ -97,19 +101,27 @@ class Chains:
         return drawn, going
 
     def _note(self, depth: int, at: Array, logits: Tensor, token: Array) -> None:
-        """Take from the logits what the policy will be shown of the tokens just drawn."""
+        """Keep what tokens were drawn from until the policy is asked about them."""
         count = len(at)
         ids = np.zeros((count, 6), dtype=np.int64)
         ids[:, 0], ids[:, 1], ids[:, 4], ids[:, 5] = np.arange(count), token, 1, depth + 1
         ids[:, 2] = self._anchors[at, 0] if depth == 0 else self.tokens[at, depth - 1]
         drawn = Drawn(ids, self._path[at])
         if self._layout.node:
-            summary = summarise(self._columns.plan, logits, drawn, self._temperature, scores=logits)
-            if self._columns.plan.path:
-                self._path[at] = summary.path
-            self._level = at, drawn, summary
+            self._drawn = at, logits, drawn
         if self._look is not None:
             self._look(depth + 1, at, logits, drawn)
+
+    def _read(self) -> None:
+        """Read the columns of the tokens drawn last, unless they are."""
+        if self._drawn is None:
+            return
+        at, logits, drawn = self._drawn
+        nodes = self._nodes[at]
+        path = read_columns(self._columns, logits, drawn, self._temperature, nodes, scores=logits)
+        self._nodes[at], self._drawn = nodes, None
+        if self._columns.plan.path:
+            self._path[at] = path
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """Return what a policy is shown of the drafts that are `alive` [S, 1]."""
@@ -119,12 +131,8 @@ class Chains:
             anchor = [known.get(name, np.full(len(alive), self._temperature)) for name in layout.anchor]
             columns = np.stack(anchor, 1) if anchor else np.zeros((len(alive), 0))
             self._base = layout.base(columns, history.values(layout.history))
-        features = np.array(self._base)
-        if depth and self._level is not None:
-            at, drawn, summary = self._level
-            rows = features[at]
-            self._columns.write(summary, drawn, self._temperature, rows)
-            features[at] = rows
+        self._read()
+        features = self._base + self._nodes
         features[~alive[:, 0]] = 0.0
         streams = len(alive)
         parent, batch = np.zeros((streams, 1), dtype=np.int64), np.zeros(streams, dtype=np.int64)

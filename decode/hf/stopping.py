@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ...policies.checking import check_policy
-from ...policies.contract import RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
+from ...policies.contract import Array, RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn, Layout
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn
 from ...policies.features.history import History
-from ...policies.features.summary import Array
 from ...policies.storage.registry import load_policy
-from ..policy.reader import draft_step
-from ..policy.summaries import summarise
+from ..policy.reader import Reader, draft_step
+from ..policy.summaries import read_columns
 from ..verify.modes import is_trimming
 
 
@@ -43,12 +42,13 @@ class PolicyStoppingCriteria(StoppingCriteria):
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
-        self._layout = Layout(self.policy.features)
-        self._anchor, self._columns = Columns(self._layout.anchor), Columns(self._layout.node)
+        self._reader = Reader(self.policy)
+        layout = self._reader.layout
+        self._columns = Columns(layout.node, layout.node_at)
         known = (*RUN_FEATURES, *TOKEN_FEATURES)
-        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in known)]
+        unknown = [*self.policy.hidden, *(name for name in layout.anchor if name not in known)]
         if temperature > 0:
-            unknown += [name for name in self._layout.node if name.startswith("noisy_")]
+            unknown += [name for name in layout.node if name.startswith("noisy_")]
         if unknown:
             raise PolicyError(f"{self.policy.name}: reads {', '.join(unknown)}, which the stock assisted loop has not")
         if is_trimming(self.policy):
@@ -95,10 +95,9 @@ class PolicyStoppingCriteria(StoppingCriteria):
             if type(self.policy).observe is not StopPolicy.observe:
                 self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
         self._text, self._drafted = text, 0
+        anchor = text[-1], text[-2] if len(text) > 1 else -1
+        self._base = self._reader.base(self._history, self._temperature, torch.zeros(1, 1), [anchor]).features
         self._path: Array | None = None
-        anchor = Drawn.of([(0, text[-1], text[-2] if len(text) > 1 else -1, 0, 1, 0)])
-        nothing = summarise(self._anchor.plan, torch.zeros(1, 1), anchor, self._temperature)
-        self._known = self._anchor(nothing, anchor, self._temperature)
 
     def _outcome(self, accepted: int) -> RoundOutcome:
         drafted, true = np.array([self._drafted]), np.array([True])
@@ -108,16 +107,15 @@ class PolicyStoppingCriteria(StoppingCriteria):
         """Return [1] bool: stop behind the token just drawn."""
         self._drafted += 1
         device = input_ids.device
-        if self._drafted < self.policy.first or self._drafted >= self.policy.max_depth:
-            return torch.tensor([self._drafted >= self.policy.max_depth], device=device)
+        if self._drafted >= self.policy.max_depth:
+            return torch.tensor([True], device=device)
         logits = scores[-1].float() * (self._temperature or 1.0)
         greedy = logits if self._temperature == 0.0 else None
         before, own = input_ids[0, -2:].tolist()
         drawn = Drawn.of([(0, own, before, 0, 1, self._drafted)], self._path)
-        summary = summarise(self._columns.plan, logits, drawn, self._temperature, None, greedy)
-        self._path = summary.path
-        columns = self._columns(summary, drawn, self._temperature)
-        past = self._history.values(self._layout.history)
-        features = self._layout.step(self._layout.base(self._known, past), columns)
+        features = self._base.copy()
+        self._path = read_columns(self._columns, logits, drawn, self._temperature, features, scores=greedy)
+        if self._drafted < self.policy.first:
+            return torch.tensor([False], device=device)
         keep, self._state = checked_keep(self.policy, draft_step(self._drafted, features), self._state)
         return torch.tensor([not keep[0, 0]], device=device)

@@ -132,9 +132,3 @@ class Layout:
         out[:, self.anchor_at] = anchor
         out[:, self.history_at] = history
         return out
-
-    def step(self, base: Array, nodes: Array) -> Array:
-        """Return [S, F] float32: `base` with the PRE and POST columns [S, .]."""
-        out = base.copy()
-        out[:, self.node_at] = nodes
-        return out

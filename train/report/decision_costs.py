@@ -97,7 +97,9 @@ def lacking_line(lacking: Sequence[Lacking], profile: Profile, header: Header) -
     """
     if not lacking:
         return ()
-    prices = [f"{one.policy.cost_name} ({one.source}: {1e6 * one.price.each:.0f} us each)" for one in lacking]
+    engine = str(profile.facts.get("engine", ""))
+    where = f", outside {engine}" if engine.startswith("vllm ") else ""
+    prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price.each:.0f} us each)" for one in lacking]
     options = [f"--add-policy {one.policy.source or one.policy.name}" for one in lacking]
     pair = [f"--{role} {name}" for role, name in (("target", header.target), ("draft", header.draft)) if name]
     command = " ".join(["specstop profile", *options, f"--profile {profile.source or 'profile.json'}", *pair])

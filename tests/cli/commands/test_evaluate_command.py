@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from commands import cli, files
+from specstop.collect.engines import vllm_profile
 from specstop.collect.store.folder import Trace
+from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.profile import Profile
@@ -67,6 +69,29 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     assert known.measurements.without(DECISIONS, "confidence") == bare.measurements
     report = evaluate(sides[1], known)
     assert not any("does not price" in text for text in report.findings)
+
+
+def test_decisions_of_an_engine_s_profile_are_timed_inside_it(
+    bare: Profile, pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inside(target: str, draft: str, *args: object, depth: int, **more: object) -> None:
+        raise InputError(f"inside {Path(target).name}, {Path(draft).name}, {depth}")
+
+    monkeypatch.setattr(vllm_profile, "measure_vllm_decisions", inside)
+    dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"}).save(tmp_path / "profile.json")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
+    models = [
+        "--target",
+        pair_folder / "target",
+        "--draft",
+        pair_folder / "draft",
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+    ]
+    answer = cli(
+        "profile", "--add-policy", "confidence:0.4", "--profile", tmp_path / "profile.json", *models, "--quiet"
+    )
+    assert answer.code == 2 and f"inside target, draft, {bare.max_depth}" in answer.err
 
 
 def test_without_a_place_to_go_a_profile_is_refused(pair_folder: Path) -> None:

@@ -18,18 +18,24 @@ NOTHING = np.zeros((0, 0))
 
 
 class Clock:
-    """The draft model's seconds so far, as the timer asks for them."""
+    """The seconds of the draft model and of decisions so far, as the timer asks for them."""
 
-    now = 0.0
+    now = asked = 0.0
+
+    def spent(self) -> tuple[float, float]:
+        return self.now, self.asked
 
 
-def play(timer: StepTimer, clock: Clock, drafts: list[Sent], first: float, later: float, outside: float) -> None:
-    """Make the drafts of a step: the model takes `first` and `later` seconds, all else `outside`."""
+def play(
+    timer: StepTimer, clock: Clock, drafts: list[Sent], first: float, later: float, outside: float, asked: float = 0.0
+) -> None:
+    """Make the drafts of a step: the model takes `first` and `later` seconds, decisions `asked`, all else `outside`."""
     if any(sent.drafted for sent in drafts):
         clock.now += first
         timer.level(1, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
     clock.now += later
-    timer.sent(drafts, first + later + outside)
+    clock.asked += asked
+    timer.sent(drafts, first + later + outside + asked)
 
 
 def sent(row: int, drafted: int, *, context: int = 10, backlog: int = 1, capped: bool = False) -> Sent:
@@ -42,11 +48,11 @@ def heard(timer: StepTimer, drafts: list[Sent], seconds: float) -> None:
 
 def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
     clock = Clock()
-    timer = StepTimer(lambda: clock.now)
+    timer = StepTimer(clock.spent)
     timer.began(0, NOTHING, None)
     drafts = [sent(0, 3, backlog=2)]
-    play(timer, clock, drafts, 1.0, 4.0, 0.5)
-    heard(timer, drafts, 20.0)
+    play(timer, clock, drafts, 1.0, 4.0, 0.5, 0.125)
+    heard(timer, drafts, 20.125)
     play(timer, clock, [sent(0, 0)], 0.0, 0.0, 0.25)
     heard(timer, [sent(0, 0)], 9.0)
     play(timer, clock, [sent(0, 1)], 1.0, 0.0, 0.25)
@@ -66,10 +72,21 @@ def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
     }
 
 
+def test_under_a_policy_only_its_decisions_are_timed() -> None:
+    clock = Clock()
+    timer = StepTimer(clock.spent)
+    timer.policy = "mine"
+    for drafted, asked in ((3, 0.5), (0, 0.0), (1, 0.25), (0, 0.0)):
+        drafts = [sent(0, drafted)]
+        play(timer, clock, drafts, 1.0, 1.0, 0.5, asked)
+        heard(timer, drafts, 20.0)
+    assert dict(timer.timed) == {Key("decisions", "mine", (3,)): [0.5], Key("decisions", "mine", (1,)): [0.25]}
+
+
 @pytest.mark.parametrize("why", ["another began", "one ended", "cut by an end of text"])
 def test_steps_of_which_not_all_is_known_are_left_out(why: str) -> None:
     clock = Clock()
-    timer = StepTimer(lambda: clock.now)
+    timer = StepTimer(clock.spent)
     timer.streams = 2
     drafts = [sent(0, 2), sent(1, 2, capped=why == "cut by an end of text")]
     play(timer, clock, drafts, 1.0, 1.0, 0.5)

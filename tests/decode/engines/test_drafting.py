@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 
@@ -94,6 +95,21 @@ def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request
             assert draft == tokens[:stop]
         assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
     assert min(done.values()) > 3 and done["rounds"] > 100
+
+
+def test_decisions_are_timed_apart_from_the_model(pair: Pair, requests: list[Request]) -> None:
+    class Slow(StopPolicy):
+        name, features, max_depth = "slow", ("top1",), 3
+
+        def keep(self, step, state):
+            time.sleep(1e-3)
+            return step.alive, state
+
+    tool = Tool(pair, Slow(), 0, requests[:1], True)
+    tool.engine.run(tool.propose, most=6)
+    spent = tool.drafting.spent
+    assert spent.drafted > 6
+    assert spent.drafted / 3 * 1e-3 <= spent.asked_s < spent.all_s - spent.model_s
 
 
 def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[Request]) -> None:

@@ -283,8 +283,17 @@ class ByTokens(StopPolicy):
         return step.alive & (step.features @ np.array([1, 2, 3, 5], dtype=np.float32) % 4 > 0), state
 
 
+class ByPath(StopPolicy):
+    """Is not asked about the first token, through which the path leads all the same."""
+
+    name, first, max_depth, features = "by-path", 2, 6, ("path_logprob",)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & (step.features[:, :, 0] > -2.0), state
+
+
 @pytest.mark.parametrize(
-    "policy", [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), ByTokens()], ids=lambda p: p.name
+    "policy", [FixedLength(3), Confidence(0.3, 6), Confidence(0.6), ByTokens(), ByPath()], ids=lambda p: p.name
 )
 def test_assisted_text_is_plain_and_its_drafts_are_the_policys(
     endless: Pair, prompt_ids: list[list[int]], policy: StopPolicy

@@ -220,9 +220,7 @@ def test_layout_fills_the_columns_of_each_kind_in_the_policys_order() -> None:
     assert layout.anchor == ("anchor_prob", "anchor_top1")
     assert layout.history == ("last_verified", "mean_full")
     base = layout.base(np.array([[1.0, 2.0]]), np.array([[3.0, 4.0]]))
-    for nodes in ([[5.0, 6.0]], [[7.0, 8.0]]):
-        ((top1, depth),) = nodes
-        assert layout.step(base, np.array(nodes)).tolist() == [[top1, 3.0, 1.0, depth, 4.0, 2.0]]
+    assert layout.node_at == [0, 3]
     assert base.tolist() == [[0.0, 3.0, 1.0, 0.0, 4.0, 2.0]]
 
 
@@ -230,8 +228,7 @@ def test_layout_fills_the_columns_of_each_kind_in_the_policys_order() -> None:
 def test_layout_of_one_kind_or_none(names: tuple[str, ...]) -> None:
     layout = Layout(names)
     base = layout.base(np.ones((2, len(layout.anchor))), np.ones((2, len(layout.history))))
-    assert base.shape == (2, len(names))
-    assert layout.step(base, np.ones((2, len(layout.node)))).tolist() == [[1.0] * len(names)] * 2
+    assert base.tolist() == [[float(bool(layout.anchor or layout.history))] * len(names)] * 2
 
 
 def test_siblings_are_told_what_they_are_ahead_of() -> None:

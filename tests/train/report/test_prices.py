@@ -93,7 +93,10 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
     assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), (
         "timings, not their mean alone"
     )
+    inside = dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"})
+    assert "trained, outside vllm 0.32.0: " in lacking_line([one], inside, sides[1].header)[0]
     (line,) = lacking_line([one], bare, sides[1].header)
+    assert "outside" not in line
     assert (
         f"--add-policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
     )
