@@ -207,7 +207,7 @@ def _add_policies(
         names = find_target(target, draft, drafter, progress)
         pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
         tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
-        timed = _decisions(costs, pair, names, rules, tokens)
+        timed = _decisions(costs, pair, names[:2], rules, tokens)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
         raise InputError(
             f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
@@ -217,14 +217,14 @@ def _add_policies(
 
 
 def _decisions(
-    costs: Profile, pair: Pair, names: Sequence[str | None], rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+    costs: Profile, pair: Pair, names: tuple[str, str | None], rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Measurements:
     """Return the timings of decisions where the profile was measured: inside vLLM, or in the loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
         from ...collect.engines.vllm_profile import measure_vllm_decisions
 
         return measure_vllm_decisions(
-            names[0] or "",
+            names[0],
             names[1] or "",
             tokens,
             rules,

@@ -108,7 +108,8 @@ class StepTimer:
         self._spent, self._known, self._first = spent, (0.0, 0.0), 0.0
         self.timed: dict[Key, list[float]] = defaultdict(list)
         self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
-        self.side, self.streams, self.policy = CONTEXTS[0], 1, None
+        self.side, self.streams = CONTEXTS[0], 1
+        self.policy: str | None = None
         self._began, self._seconds = False, 0.0
         self._last: _Step | None = None
 
