@@ -9,6 +9,7 @@ import os
 import typer
 
 from .command import Command
+from .options.groups import with_groups
 
 COMMANDS = (
     "demo",
@@ -58,4 +59,4 @@ for _name in COMMANDS:
     _python = _name.replace("-", "_") + "_" * keyword.iskeyword(_name)
     _folder = "reports" if _name in REPORTS else "commands"
     _module = importlib.import_module(f".{_folder}.{_python}", __package__)
-    app.command(_name, cls=Command)(getattr(_module, _python))
+    app.command(_name, cls=Command)(with_groups(getattr(_module, _python)))

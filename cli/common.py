@@ -1,14 +1,12 @@
-"""What several commands do first: find the pair, read the prompts."""
+"""What several commands do: read prompts and batch sizes, show numbers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..policies import kernels
 from ..policies.errors import InputError
 from ..policies.limits import check_limits
-from ..policies.progress import Progress, silent
 
 if TYPE_CHECKING:
     from ..collect.prompts.read import Prompt
@@ -17,58 +15,6 @@ if TYPE_CHECKING:
 
 PHASES = {"outside": "framework overhead"}
 """What phases of a round are called for people, where that is not their name."""
-
-
-def quiet_libraries() -> None:
-    """Keep loading bars and advice of transformers and datasets off the console."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-
-def find_target(
-    target: str | None, draft: str | None, drafter: str, progress: Progress = silent
-) -> tuple[str, str | None, Path | None]:
-    """Do as `find_pair`, but with a target alone where candidates come from elsewhere than a draft model."""
-    from ..decode.drafters.find import needs_draft
-
-    if target is not None and not needs_draft(drafter):
-        kernels.load(progress)
-        return target, None, None
-    return find_pair(target, draft, progress)
-
-
-def find_pair(target: str | None, draft: str | None, progress: Progress = silent) -> tuple[str, str, Path | None]:
-    """Return the names of target and draft, and the folder of the demo pair where it stands in for them."""
-    if (target is None) != (draft is None):
-        raise InputError("expected both --target and --draft, or neither for the demo pair")
-    kernels.load(progress)
-    if target is not None and draft is not None:
-        return target, draft, None
-    from ..train.demo.pair import demo_pair
-
-    folder = demo_pair(progress=progress)
-    return str(folder / "target"), str(folder / "draft"), folder
-
-
-def open_pair(
-    target: str,
-    draft: str | None,
-    device: str,
-    dtype: str,
-    engine: str = "auto",
-    drafter: str = "model",
-    device_map: str | None = None,
-) -> Pair:
-    """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
-    from ..decode.drafters.find import needs_draft, with_drafter
-    from ..decode.models.pair import load_pair
-
-    quiet_libraries()
-    small = draft if needs_draft(drafter) else None
-    pair = load_pair(target, small, device=device, dtype=dtype, engine=engine, device_map=device_map)
-    return with_drafter(pair, drafter)
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import PHASES, find_prompts, find_target, fitting, open_pair
+from ..common import PHASES, find_prompts, fitting
 from ..console.output import print_json, progress_bars, table
+from ..options.models import Models
 from ..options.prompts import Chat, Long
-from ..options.sampling import UNUSED, with_shaping
+from ..options.sampling import Filters
 from ..options.shared import (
     Batch,
-    Config,
-    Device,
-    DeviceMap,
-    Draft,
-    Drafter,
-    Dtype,
-    Engine,
     Json,
     MaxNewTokens,
     MostDrafted,
@@ -26,25 +21,20 @@ from ..options.shared import (
     Prompts,
     Quiet,
     Seed,
-    Set,
-    Target,
     Temperature,
     Verification,
 )
 
 if TYPE_CHECKING:
     from ...decode.compare.bench import BenchLine
-    from ...decode.verify.sampling import Shaping
 
 
-@with_shaping
 def bench(
+    *,
     prompts: Prompts = None,
     chat: Chat = False,
     long: Long = "skip",
-    target: Target = None,
-    draft: Draft = None,
-    drafter: Drafter = "model",
+    models: Models,
     policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
     library: Annotated[
         bool,
@@ -53,7 +43,7 @@ def bench(
         ),
     ] = True,
     temperature: Temperature = 0.0,
-    shaping: Shaping = UNUSED,
+    filters: Filters,
     max_new_tokens: MaxNewTokens = 128,
     depth: MostDrafted = None,
     tree: Annotated[
@@ -65,14 +55,8 @@ def bench(
     limit: Annotated[
         int, typer.Option(help="Use only so many prompts, from the first on: each policy decodes each of them.")
     ] = 20,
-    device: Device = "cpu",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    engine: Engine = "auto",
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
     from ...decode.compare.bench import bench as run
@@ -81,17 +65,18 @@ def bench(
     from ...policies.learned.conditions import sampling_text
     from ...policies.storage.registry import load_policy
 
+    shaping = filters.shaping()
     rules = [load_policy(spec) for spec in policy]
     most = max((rule.max_depth for rule in rules), default=0) if depth is None else depth
     settings = Settings(temperature, max_new_tokens, most, verification=verification, tree=tree, shaping=shaping)
     with progress_bars(quiet or json) as progress:
-        names = find_target(target, draft, drafter, progress)
-        chosen = find_prompts(prompts, names[2], "test", limit)
-        pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
+        found = models.find(progress)
+        chosen = find_prompts(prompts, found.demo, "test", limit)
+        pair = models.open(found)
         stock = None
         if library:
             plain = pair.engines == ("plain", "plain")
-            stock = pair if plain else open_pair(*names[:2], device, dtype, "plain", device_map=device_map)
+            stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,

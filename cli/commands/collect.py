@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,54 +12,19 @@ import typer
 from ...policies.errors import InputError
 from ...policies.files.outputs import RUN_FILE, claim_folder
 from ...policies.progress import Progress
-from ..common import find_target, open_pair
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars
 from ..options.config import config_saved, save_config
-from ..options.prompts import (
-    Asked,
-    Chat,
-    Column,
-    Deduplicate,
-    Group,
-    Long,
-    Preset,
-    ShuffleSeed,
-    Side,
-    Source,
-    Split,
-    SplitSeed,
-    TestShare,
-)
-from ..options.sampling import UNUSED, with_shaping
-from ..options.shared import (
-    Config,
-    Depth,
-    Device,
-    DeviceMap,
-    Draft,
-    Drafter,
-    Dtype,
-    Engine,
-    Json,
-    Limit,
-    MaxNewTokens,
-    Out,
-    Overwrite,
-    Quiet,
-    Resume,
-    Seed,
-    Set,
-    Target,
-    Temperature,
-)
+from ..options.models import Models
+from ..options.prompts import Asked, Long
+from ..options.sampling import Filters
+from ..options.shared import Depth, Json, MaxNewTokens, Out, Overwrite, Quiet, Resume, Seed, Temperature
 from .collected import show_estimate, show_trace
 
 if TYPE_CHECKING:
     from ...collect.processes import Place
     from ...collect.shards import Plan
     from ...collect.store.folder import Trace
-    from ...decode.verify.sampling import Shaping
 
 Shards = Annotated[
     int | None, typer.Option(help="Number of files that the trace is split into; default: one for every 32 prompts.")
@@ -83,13 +49,6 @@ Mix = Annotated[
     float,
     typer.Option(
         help="Dense collector, --depth 1: share of the target's tokens in the text that the draft reads (SpecDec++)."
-    ),
-]
-Completions = Annotated[
-    str | None,
-    typer.Option(
-        help="Dense collector: column of texts, or lists of token ids, to label in the place of the target's own. Above "
-        "temperature 0 they must be samples of the target, drawn as the options say."
     ),
 ]
 LivePolicy = Annotated[
@@ -170,25 +129,12 @@ RayTasks = Annotated[
 ]
 
 
-@with_shaping
 def collect(
+    *,
     out: Out,
-    prompts: Source = None,
-    preset: Preset = None,
-    split: Split = None,
-    column: Column = None,
-    group: Group = None,
-    side: Side = None,
-    test_share: TestShare = 0.2,
-    split_seed: SplitSeed = 0,
-    shuffle_seed: ShuffleSeed = None,
-    deduplicate: Deduplicate = False,
-    limit: Limit = None,
-    chat: Chat = False,
+    asked: Asked,
     long: Long = "skip",
-    target: Target = None,
-    draft: Draft = None,
-    drafter: Drafter = "model",
+    models: Models,
     depth: Depth = 10,
     tree: Tree = None,
     collector: Collector = "dense",
@@ -206,21 +152,16 @@ def collect(
     off_text: OffText = "exact",
     explore: Explore = 0.0,
     mix: Mix = 0.0,
-    completions: Completions = None,
     hidden: Hidden = None,
     batch: Batch = None,
     memory: Memory = None,
     from_vllm: FromVLLM = None,
     through: Through = None,
     temperature: Temperature = 0.0,
-    shaping: Shaping = UNUSED,
+    filters: Filters,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     shards: Shards = None,
-    device: Device = "cpu",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    engine: Engine = "auto",
     resume: Resume = False,
     overwrite: Overwrite = False,
     repair: Repair = False,
@@ -229,8 +170,6 @@ def collect(
     ray_tasks: RayTasks = None,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Record what the draft proposes at every position of the target's text, and what the target accepts.
 
@@ -244,23 +183,8 @@ def collect(
 
     place = read_place(os.environ)
     if from_vllm is not None:
-        _import_vllm(from_vllm, out, target or "", draft or "", overwrite, json)
+        _import_vllm(from_vllm, out, models.target or "", models.draft or "", overwrite, json)
         return
-    asked = Asked(
-        prompts,
-        preset,
-        split,
-        column,
-        group,
-        side,
-        test_share,
-        split_seed,
-        shuffle_seed,
-        deduplicate,
-        limit,
-        chat,
-        completions,
-    )
     if repair and not resume and place.world == 1:
         raise InputError(
             "--repair: expected --resume with it; `specstop merge --repair` only moves damaged shards aside"
@@ -275,14 +199,14 @@ def collect(
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
     with progress_bars(quiet or json) as progress:
-        names = find_target(target, draft, drafter, progress)
-        chosen = asked.read(names[2])
-        pair = open_pair(*names[:2], place.device(device), dtype, engine, drafter, device_map)
+        found = models.find(progress)
+        chosen = asked.read(found.demo)
+        pair = replace(models, device=place.device(models.device)).open(found)
         plan = plan_run(
             pair,
-            apply_chat_template(chosen, pair.tokenizer) if chat else chosen,
-            target=names[0],
-            draft=(names[1] or "") if drafter == "model" else drafter,
+            apply_chat_template(chosen, pair.tokenizer) if asked.chat else chosen,
+            target=found.target,
+            draft=(found.draft or "") if models.drafter == "model" else models.drafter,
             depth=depth,
             tree=tree,
             collector=collector,
@@ -292,7 +216,7 @@ def collect(
             off_text=off_text,
             explore=explore,
             mix=mix,
-            completions=None if completions is None else {p.id: p.completion or "" for p in chosen},
+            completions=None if asked.completions is None else {p.id: p.completion or "" for p in chosen},
             temperature=temperature,
             max_new_tokens=max_new_tokens,
             seed=seed,
@@ -300,7 +224,7 @@ def collect(
             source=asked.described(),
             vectors=_vectors(hidden),
             memory=memory,
-            shaping=shaping,
+            shaping=filters.shaping(),
             long=long,
             batch=batch,
             through=through,

@@ -8,44 +8,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...policies.errors import InputError
-from ..common import PHASES, find_prompts, find_target, fitting, open_pair, percent
+from ..common import PHASES, find_prompts, fitting, percent
 from ..console.output import print_json, progress_bars, table
+from ..options.models import Models
 from ..options.prompts import Chat, Long
-from ..options.sampling import UNUSED, with_shaping
+from ..options.sampling import Filters
 from ..options.shared import (
     Batch,
-    Config,
-    Device,
-    DeviceMap,
-    Draft,
-    Drafter,
-    Dtype,
-    Engine,
     Json,
     Limit,
     MaxNewTokens,
     MostDrafted,
     Prompts,
     Seed,
-    Set,
-    Target,
     Temperature,
     Verification,
 )
 
 if TYPE_CHECKING:
     from ...decode.records import Tally
-    from ...decode.verify.sampling import Shaping
 
 
-@with_shaping
 def decode(
+    *,
     text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
     prompts: Prompts = None,
     chat: Chat = False,
     long: Long = "refuse",
-    target: Target = None,
-    draft: Draft = None,
+    models: Models,
     policy: Annotated[
         str, typer.Option(help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value.")
     ] = "fixed:4",
@@ -57,8 +47,7 @@ def decode(
         str | None,
         typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
     ] = None,
-    drafter: Drafter = "model",
-    shaping: Shaping = UNUSED,
+    filters: Filters,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
     guard: Annotated[
         str,
@@ -70,14 +59,8 @@ def decode(
     batch: Batch = 1,
     seed: Seed = 0,
     limit: Limit = None,
-    device: Device = "cpu",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    engine: Engine = "auto",
     json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the texts alone: no progress, no tables.")] = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
     from ...collect.prompts.read import Prompt
@@ -91,19 +74,19 @@ def decode(
         raise InputError("expected prompts as arguments or --prompts, not both")
     rule = load_policy(policy)
     with progress_bars(quiet or json) as progress:
-        names = find_target(target, draft, drafter, progress)
+        found = models.find(progress)
     if text:
         chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
     else:
-        chosen = find_prompts(prompts, names[2], "test", limit or (None if prompts else 1))
-    pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
+        chosen = find_prompts(prompts, found.demo, "test", limit or (None if prompts else 1))
+    pair = models.open(found)
     settings = Settings(
         temperature,
         max_new_tokens,
         rule.max_depth if depth is None else depth,
         verification=verification,
         tree=tree,
-        shaping=shaping,
+        shaping=filters.shaping(),
         stops=stop_strings(pair, stop),
         guard=guard,
     )

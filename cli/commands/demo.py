@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import quiet_libraries
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
-from ..options.shared import Config, Json, Overwrite, Quiet, Seed, Set, Temperature, Verification
+from ..options.models import quiet_libraries
+from ..options.shared import Json, Overwrite, Quiet, Seed, Temperature, Verification
 
 if TYPE_CHECKING:
     from ...train.demo.demo import Demo
@@ -29,8 +29,6 @@ def demo(
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Run the whole pipeline on the embedded pair: collect, train, evaluate, decode live."""
     from ...train.demo.demo import demo as run

@@ -11,7 +11,7 @@ import typer
 from ...policies.errors import InputError, PolicyError, close_match
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
-from ..options.shared import Config, Json, Out, Overwrite, Quiet, Seed, Set
+from ..options.shared import Json, Out, Overwrite, Quiet, Seed
 
 if TYPE_CHECKING:
     from ...policies.progress import Progress
@@ -54,8 +54,6 @@ def deploy(
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Write a learned policy, or what of it another runtime can take, for that runtime."""
     if to not in TARGETS:

@@ -9,7 +9,7 @@ import typer
 
 from ..console.output import print_json, table
 from ..options.config import config_saved
-from ..options.shared import Config, Json, Out, Overwrite, Set
+from ..options.shared import Json, Out, Overwrite
 
 
 def import_(
@@ -32,8 +32,6 @@ def import_(
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the layout's.")] = None,
     overwrite: Overwrite = False,
     json: Json = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Bring a released head (DynaSD, SpecDec++) into a policy folder. No code of the file is run."""
     from ...train.released.convert import import_weights

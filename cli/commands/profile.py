@@ -9,37 +9,19 @@ import typer
 
 from ...policies.errors import InputError
 from ...policies.files.deferral import uninterrupted
-from ..common import batch_sizes, find_prompts, find_target, fitting, flat, open_pair
+from ..common import batch_sizes, find_prompts, fitting, flat
 from ..console.output import next_step, print_json, progress_bars, table
 from ..console.streams import say
 from ..options.config import given_config, save_config
+from ..options.models import Found, Models
 from ..options.prompts import Chat, Long
-from ..options.sampling import UNUSED, with_shaping
-from ..options.shared import (
-    Config,
-    Depth,
-    Device,
-    DeviceMap,
-    Draft,
-    Drafter,
-    Dtype,
-    Engine,
-    Json,
-    Overwrite,
-    Policies,
-    Prompts,
-    Quiet,
-    Set,
-    Target,
-    Temperature,
-    Verification,
-)
+from ..options.sampling import Filters
+from ..options.shared import Depth, Json, Overwrite, Policies, Prompts, Quiet, Temperature, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...decode.models.pair import Pair
-    from ...decode.verify.sampling import Shaping
     from ...policies.contract import StopPolicy
     from ...policies.latency.measurements import Measurements
     from ...policies.latency.profile import Profile
@@ -48,15 +30,13 @@ NEW_TOKENS = 96
 """Of each text that decisions are timed on."""
 
 
-@with_shaping
 def profile(
+    *,
     out: Annotated[Path | None, typer.Option(help="JSON file that the profile is written to.")] = None,
     prompts: Prompts = None,
     chat: Chat = False,
     long: Long = "skip",
-    target: Target = None,
-    draft: Draft = None,
-    drafter: Drafter = "model",
+    models: Models,
     policy: Policies = [],  # noqa: B006
     add_policy: Annotated[
         list[str],
@@ -70,7 +50,7 @@ def profile(
     ] = None,
     depth: Depth = 10,
     temperature: Temperature = 0.0,
-    shaping: Shaping = UNUSED,
+    filters: Filters,
     verification: Verification = "auto",
     tree: Annotated[
         str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
@@ -85,15 +65,9 @@ def profile(
     repeats: Annotated[
         int | None, typer.Option(help="Repetitions, however noisy; by default as many as noise and --budget say.")
     ] = None,
-    device: Device = "cpu",
-    device_map: DeviceMap = None,
-    dtype: Dtype = "float32",
-    engine: Engine = "auto",
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
     from ...collect.run import facts
@@ -104,26 +78,14 @@ def profile(
     from ...policies.storage.registry import load_policy
 
     if add_policy:
-        pair_options = (target, draft, drafter, device, dtype, engine, device_map)
-        _add_policies(
-            profile,
-            add_policy,
-            out,
-            prompts,
-            pair_options,
-            chat=chat,
-            long=long,
-            overwrite=overwrite,
-            json=json,
-            quiet=quiet,
-        )
+        _add_policies(profile, add_policy, out, prompts, models, chat, long, overwrite, json, quiet)
         return
     if out is None:
         raise InputError("--out: expected a JSON file for the profile to go to")
-    sizes = batch_sizes(batch)
+    sizes, shaping = batch_sizes(batch), filters.shaping()
     if through is not None and through != "vllm":
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if through is not None and (tree or shaping.facts or drafter != "model" or verification != "auto"):
+    if through is not None and (tree or shaping.facts or models.drafter != "model" or verification != "auto"):
         raise InputError(
             "--through vllm: expected chains of a draft model; leave out --tree, --verification, --drafter, and options "
             "that change what is sampled from"
@@ -132,17 +94,17 @@ def profile(
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
     refuse_inputs(saved, [given_config(saved)])
     with progress_bars(quiet or json) as progress:
-        names = find_target(target, draft, drafter, progress)
+        found = models.find(progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]
-        chosen = find_prompts(prompts, names[2], "train", 32)
-        pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
+        chosen = find_prompts(prompts, found.demo, "train", 32)
+        pair = models.open(found)
         ids, effort = fitting(chosen, pair, 1, chat, long)[1], Effort(budget, repetitions=repeats)
         if through is not None:
             from ...collect.engines.vllm_profile import measure_vllm
 
             measured = measure_vllm(
-                names[0],
-                names[1] or "",
+                found.target,
+                found.draft or "",
                 ids,
                 depth=depth,
                 temperature=temperature,
@@ -184,8 +146,7 @@ def _add_policies(
     specs: list[str],
     out: Path | None,
     prompts: Path | None,
-    pair_options: tuple[str | None, str | None, str, str, str, str, str | None],
-    *,
+    models: Models,
     chat: bool,
     long: str,
     overwrite: bool,
@@ -202,12 +163,11 @@ def _add_policies(
     costs = Profile.load(known)
     place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
     rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
-    target, draft, drafter, device, dtype, engine, device_map = pair_options
     with progress_bars(quiet or json) as progress:
-        names = find_target(target, draft, drafter, progress)
-        pair = open_pair(*names[:2], device, dtype, engine, drafter, device_map)
-        tokens = fitting(find_prompts(prompts, names[2], "train", 32), pair, 1, chat, long)[1]
-        timed = _decisions(costs, pair, names[:2], rules, tokens)
+        found = models.find(progress)
+        pair = models.open(found)
+        tokens = fitting(find_prompts(prompts, found.demo, "train", 32), pair, 1, chat, long)[1]
+        timed = _decisions(costs, pair, found, rules, tokens)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
         raise InputError(
             f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
@@ -217,15 +177,15 @@ def _add_policies(
 
 
 def _decisions(
-    costs: Profile, pair: Pair, names: tuple[str, str | None], rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+    costs: Profile, pair: Pair, found: Found, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Measurements:
     """Return the timings of decisions where the profile was measured: inside vLLM, or in the loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
         from ...collect.engines.vllm_profile import measure_vllm_decisions
 
         return measure_vllm_decisions(
-            names[0],
-            names[1] or "",
+            found.target,
+            found.draft or "",
             tokens,
             rules,
             depth=costs.max_depth,

@@ -13,7 +13,8 @@ from ..common import flat
 from ..console.output import next_step, output, print_json, progress_bars, table
 from ..console.streams import say
 from ..options.config import config_saved
-from ..options.shared import Config, Json, Out, Overwrite, ProfileFile, Quiet, Resume, Seed, Set
+from ..options.shared import Json, Out, Overwrite, ProfileFile, Quiet, Seed
+from ..options.training import Training
 
 if TYPE_CHECKING:
     from ...policies.progress import Progress
@@ -25,6 +26,7 @@ DIAGNOSTICS = ("accept_", "next_", "survival_")
 
 
 def train(
+    *,
     traces: Annotated[
         list[Path],
         typer.Option(help="Trace folder of `specstop collect`; repeatable, such as for several temperatures."),
@@ -80,25 +82,7 @@ def train(
         typer.Option(help="With --tune: a policy to try too; ranges as name?x=0.1..0.9 or x=1|2|4; repeatable."),
     ] = [],  # noqa: B006
     tune_folds: Annotated[int, typer.Option(help="Parts of the prompts that --tune leaves out in turn.")] = 3,
-    epochs: Annotated[int | None, typer.Option(help="Maximum epochs of neural heads.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a training step of neural heads.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of neural heads.")] = None,
-    accelerator: Annotated[
-        str, typer.Option(help="Where Lightning trains neural heads: cpu, gpu, mps or auto.")
-    ] = "cpu",
-    devices: Annotated[
-        str, typer.Option(help="Devices that Lightning trains on: a count, a list such as 0,1, or auto.")
-    ] = "1",
-    precision: Annotated[
-        str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")
-    ] = "32-true",
-    checkpoints: Annotated[
-        Path | None, typer.Option(help="Work folder: a network's checkpoints and logs, trials.")
-    ] = None,
-    resume: Resume = False,
-    logger: Annotated[
-        str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
-    ] = None,
+    training: Training,
     device: Annotated[str, typer.Option(help="Where XGBoost trains: cpu or cuda.")] = "cpu",
     out_of_core: Annotated[
         bool | None, typer.Option(help="XGBoost reads its rows in pieces from disk; default: where they are many.")
@@ -111,24 +95,16 @@ def train(
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Fit a stop head on traces and save it as a policy folder."""
     from ...policies.latency.profile import Profile
 
     costs = Profile.load(profile)
-    if resume and checkpoints is None:
-        raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
+    fit = training.fit_options(device=device, out_of_core=out_of_core, params=_params(param))
     if tune is None and policy:
         raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
-    from ...train.heads.fitting import FitOptions
     from ...train.report.evaluate import load_traces
 
-    fit = FitOptions(
-        accelerator, devices, precision, epochs, batch_size, learning_rate, checkpoints, resume, logger, device,
-        out_of_core, _params(param),
-    )  # fmt: skip
     common: dict[str, Any] = {
         "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
     }  # fmt: skip

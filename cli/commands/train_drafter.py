@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...policies.errors import InputError
-from ..common import find_prompts, find_target, flat, open_pair
+from ..common import find_prompts, flat
 from ..console.output import next_step, output, print_json, progress_bars, table
 from ..options.config import config_saved
+from ..options.models import Models
 from ..options.prompts import Chat, Long
 from ..options.shared import (
-    Config,
     Device,
     DeviceMap,
     Dtype,
@@ -24,17 +23,17 @@ from ..options.shared import (
     Overwrite,
     Prompts,
     Quiet,
-    Resume,
     Seed,
-    Set,
     Target,
 )
+from ..options.training import Training
 
 if TYPE_CHECKING:
     from ...decode.drafters.folder import TrainedDrafter
 
 
 def train_drafter(
+    *,
     out: Out,
     kind: Annotated[
         str, typer.Option(help="medusa, hydra (heads), ctc, or layer (one autoregressive transformer layer).")
@@ -48,23 +47,7 @@ def train_drafter(
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature of half of the target's texts; the other half is greedy.")
     ] = 0.7,
-    epochs: Annotated[int | None, typer.Option(help="Maximum epochs; training stops early.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Texts in a training step.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    accelerator: Annotated[str, typer.Option(help="Where Lightning trains: cpu, gpu, mps or auto.")] = "cpu",
-    devices: Annotated[
-        str, typer.Option(help="Devices that Lightning trains on: a count, a list such as 0,1, or auto.")
-    ] = "1",
-    precision: Annotated[
-        str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")
-    ] = "32-true",
-    checkpoints: Annotated[
-        Path | None, typer.Option(help="Work folder for the target's texts and states, checkpoints and logs.")
-    ] = None,
-    resume: Resume = False,
-    logger: Annotated[
-        str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
-    ] = None,
+    training: Training,
     limit: Limit = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -73,23 +56,16 @@ def train_drafter(
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Fit a drafter on the target's own texts and hidden states, and save it as a folder."""
-    if resume and checkpoints is None:
-        raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
+    options = training.fit_options()
     from ...collect.prompts.read import apply_chat_template
     from ...train.drafters.run import train_drafter as run
-    from ...train.heads.fitting import FitOptions
 
-    options = FitOptions(
-        accelerator, devices, precision, epochs, batch_size, learning_rate, checkpoints, resume, logger
-    )
     with progress_bars(quiet or json) as progress, config_saved(out):
-        names = find_target(target, None, kind, progress)
-        chosen = find_prompts(prompts, names[2], "train", limit)
-        pair = open_pair(names[0], None, device, dtype, "plain", device_map=device_map)
+        found = Models(target, drafter=kind).find(progress)._replace(draft=None)
+        chosen = find_prompts(prompts, found.demo, "train", limit)
+        pair = Models(device=device, device_map=device_map, dtype=dtype, engine="plain").open(found)
         trained = run(
             pair, apply_chat_template(chosen, pair.tokenizer) if chat else chosen, out, kind,
             depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, fit_options=options,

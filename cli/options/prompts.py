@@ -9,28 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...policies.errors import InputError
+from .shared import Limit
 
 if TYPE_CHECKING:
     from ...collect.prompts.read import Choice, Columns, Prompt
 
-Source = Annotated[
-    str | None,
-    typer.Option(
-        "--prompts",
-        help="JSON Lines, a .txt file of a prompt a line, a data set folder, or hf:org/name[:config].",
-    ),
-]
-Preset = Annotated[
-    str | None, typer.Option(help="Layout and source: demo, gsm8k, humaneval, mt-bench, spec-bench (with --prompts).")
-]
-Split = Annotated[str | None, typer.Option(help="Split of a data set; default: train, or the preset's.")]
-Column = Annotated[str | None, typer.Option(help="Column of the prompt: text, turns, or chat messages.")]
-Group = Annotated[str | None, typer.Option(help="Column of the group that results are reported by.")]
-Side = Annotated[str | None, typer.Option(help="Only one side of the split by prompt: train or test.")]
-TestShare = Annotated[float, typer.Option(help="Share of the prompts on the test side.")]
-SplitSeed = Annotated[int, typer.Option(help="Seed of the split by prompt.")]
-ShuffleSeed = Annotated[int | None, typer.Option(help="Shuffle the prompts with this seed; default: as they come.")]
-Deduplicate = Annotated[bool, typer.Option("--deduplicate", help="Drop prompts whose text has come before.")]
 Long = Annotated[
     str,
     typer.Option(
@@ -43,21 +26,35 @@ Chat = Annotated[bool, typer.Option("--chat", help="Write prompts through the to
 
 @dataclass(frozen=True)
 class Asked:
-    """What the prompt options say; the fields are the options."""
+    """Which prompts, and what of them; the fields are the options."""
 
-    source: str | None
-    preset: str | None
-    split: str | None
-    column: str | None
-    group: str | None
-    side: str | None
-    test_share: float
-    split_seed: int
-    shuffle_seed: int | None
-    deduplicate: bool
-    limit: int | None
-    chat: bool
-    completion: str | None = None
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="JSON Lines, a .txt file of a prompt a line, a data set folder, or hf:org/name[:config]."),
+    ] = None
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Layout and source: demo, gsm8k, humaneval, mt-bench, spec-bench (with --prompts)."),
+    ] = None
+    split: Annotated[str | None, typer.Option(help="Split of a data set; default: train, or the preset's.")] = None
+    column: Annotated[str | None, typer.Option(help="Column of the prompt: text, turns, or chat messages.")] = None
+    group: Annotated[str | None, typer.Option(help="Column of the group that results are reported by.")] = None
+    side: Annotated[str | None, typer.Option(help="Only one side of the split by prompt: train or test.")] = None
+    test_share: Annotated[float, typer.Option(help="Share of the prompts on the test side.")] = 0.2
+    split_seed: Annotated[int, typer.Option(help="Seed of the split by prompt.")] = 0
+    shuffle_seed: Annotated[
+        int | None, typer.Option(help="Shuffle the prompts with this seed; default: as they come.")
+    ] = None
+    deduplicate: Annotated[bool, typer.Option("--deduplicate", help="Drop prompts whose text has come before.")] = False
+    limit: Limit = None
+    chat: Chat = False
+    completions: Annotated[
+        str | None,
+        typer.Option(
+            help="Dense collector: column of texts, or lists of token ids, to label in the place of the target's own. "
+            "Above temperature 0 they must be samples of the target, drawn as the options say."
+        ),
+    ] = None
 
     def read(self, demo: Path | None) -> list[Prompt]:
         """Read the prompts; `demo` is the folder of the embedded pair where that is used.
@@ -69,11 +66,11 @@ class Asked:
         from ...collect.prompts.read import Choice, Columns, read_prompts
 
         choice = Choice(self.deduplicate, self.side, self.test_share, self.split_seed, self.shuffle_seed, self.limit)
-        columns = Columns(self.column, self.group, self.completion)
-        if self.preset == DEMO or (self.source is None and self.preset is None):
+        columns = Columns(self.column, self.group, self.completions)
+        if self.preset == DEMO or (self.prompts is None and self.preset is None):
             return self._demo(demo, columns, choice)
         split = self.split
-        source = self.source
+        source = self.prompts
         if self.preset is not None:
             layout = find_preset(self.preset)
             if source is None and not layout.hub:
@@ -87,7 +84,7 @@ class Asked:
         """Read the embedded pair's prompts, whose sides are two files of different documents."""
         from ...collect.prompts.read import read_prompts
 
-        if self.source is not None:
+        if self.prompts is not None:
             raise InputError("--preset demo: brings its own prompts; leave --prompts out, or name another preset")
         if demo is None:
             from ...train.demo.pair import demo_pair
@@ -103,7 +100,7 @@ class Asked:
 
     def described(self) -> str:
         """Return one line for the data card: where the prompts are from, and which of them; of a path, its name only."""
-        source = self.source or ""
+        source = self.prompts or ""
         name = source if source.startswith("hf:") else Path(source).name
         parts = [name, f"preset {self.preset}" if self.preset else ""]
         if not any(parts):

@@ -12,16 +12,15 @@ from ...policies.errors import InputError
 from ..common import batch_sizes
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
-from ..options.sampling import UNUSED, with_shaping
-from ..options.shared import Config, Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Set, Traces
+from ..options.sampling import Filters
+from ..options.shared import Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Traces
 
 if TYPE_CHECKING:
-    from ...decode.verify.sampling import Shaping
     from ...train.report.records import Report
 
 
-@with_shaping
 def evaluate(
+    *,
     traces: Traces,
     profile: ProfileFile,
     out: Out,
@@ -47,13 +46,11 @@ def evaluate(
             help="With --batch: requests a second, at random, or a JSON file of their times. Default: all at once."
         ),
     ] = None,
-    shaping: Shaping = UNUSED,
+    filters: Filters,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Say offline, exactly, what each policy would gain on held-out prompts with this latency.
 
@@ -75,7 +72,7 @@ def evaluate(
             out=out,
             sweep=sweep,
             achievable=achievable,
-            shaping=shaping if shaping.facts else None,
+            shaping=shaping if (shaping := filters.shaping()).facts else None,
             batch=sizes,
             arrivals=coming,
             seed=seed,

@@ -10,7 +10,7 @@ import typer
 from ...policies.files.outputs import claim_folder, staged_folder
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
-from ..options.shared import Config, Json, Out, Overwrite, Policies, Quiet, Seed, Set
+from ..options.shared import Json, Out, Overwrite, Policies, Quiet, Seed
 
 
 def transfer(
@@ -30,8 +30,6 @@ def transfer(
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
-    config: Config = None,
-    set: Set = [],  # noqa: B006
 ) -> None:
     """Use policies on traces that they were not trained on: a table that says where not to deploy them."""
     from ...policies.latency.profile import Profile

@@ -154,7 +154,7 @@ def test_the_demo_preset_reads_the_embedded_pairs_own_sides(tmp_path: Path) -> N
         (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
 
     def read(preset: str | None, side: str | None) -> list[str]:
-        asked = Asked(None, preset, None, None, None, side, 0.2, 0, None, False, 2, False)
+        asked = Asked(preset=preset, side=side, limit=2)
         assert asked.described().startswith("preset demo")
         return [prompt.text for prompt in asked.read(tmp_path)]
 

@@ -1,0 +1,74 @@
+"""The options that say which models run, and where; finding and loading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...policies import kernels
+from ...policies.errors import InputError
+from ...policies.progress import Progress, silent
+from .shared import Device, DeviceMap, Draft, Drafter, Dtype, Engine, Target
+
+if TYPE_CHECKING:
+    from ...decode.models.pair import Pair
+
+
+class Found(NamedTuple):
+    """Names of the models, no draft where candidates come from elsewhere; the demo pair's folder where it stands in."""
+
+    target: str
+    draft: str | None
+    demo: Path | None
+
+
+@dataclass(frozen=True)
+class Models:
+    """The options that say which models run, and where; the fields are the options."""
+
+    target: Target = None
+    draft: Draft = None
+    drafter: Drafter = "model"
+    device: Device = "cpu"
+    device_map: DeviceMap = None
+    dtype: Dtype = "float32"
+    engine: Engine = "auto"
+
+    def find(self, progress: Progress = silent) -> Found:
+        """Find the models, and make the demo pair where it is asked for and not there yet.
+
+        Raises:
+            InputError: a target without a draft, or the other way round.
+        """
+        from ...decode.drafters.find import needs_draft
+
+        alone = self.target is not None and not needs_draft(self.drafter)
+        if not alone and (self.target is None) != (self.draft is None):
+            raise InputError("expected both --target and --draft, or neither for the demo pair")
+        kernels.load(progress)
+        if self.target is not None:
+            return Found(self.target, None if alone else self.draft, None)
+        from ...train.demo.pair import demo_pair
+
+        folder = demo_pair(progress=progress)
+        return Found(str(folder / "target"), str(folder / "draft"), folder)
+
+    def open(self, found: Found) -> Pair:
+        """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
+        from ...decode.drafters.find import needs_draft, with_drafter
+        from ...decode.models.pair import load_pair
+
+        quiet_libraries()
+        small = found.draft if needs_draft(self.drafter) else None
+        where, kind, engine = self.device, self.dtype, self.engine
+        pair = load_pair(found.target, small, device=where, dtype=kind, engine=engine, device_map=self.device_map)
+        return with_drafter(pair, self.drafter)
+
+
+def quiet_libraries() -> None:
+    """Keep loading bars and advice of transformers and datasets off the console."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
