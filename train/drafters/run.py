@@ -24,7 +24,7 @@ from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
-from ..heads.trainer import LAST, Report, fit_best, make_trainer, quiet, work_folder
+from ..heads.trainer import Report, best_epoch, work_folder
 from .acceptance import acceptance
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
@@ -122,13 +122,12 @@ def _fitted(
 ) -> nn.Module:  # fmt: skip
     """Return the network with the least held-out loss. The caller's torch random state is left as it was."""
     epochs = options.epochs or EPOCHS[kind]
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad(), quiet():
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         network = new_network(pair, kind, depth)
         module = DrafterModule(network, *_ends(pair), options.learning_rate or RATE)
-        trainer, best = make_trainer(options, folder, epochs, [Report(f"train {kind}", progress, epochs)])
         data = TextsDataModule(texts, held_out, options.batch_size or BATCH, seed)
-        state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
+        state = best_epoch(module, data, options, folder, epochs, Report(f"train {kind}", progress, epochs))
     module.load_state_dict(state)
     fitted: nn.Module = network.cpu().requires_grad_(False).eval()
     return fitted

@@ -15,7 +15,7 @@ from ...policies.errors import TraceError
 from .batches import Batches
 from .fitting import FitTask
 from .rows import FitRows
-from .trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet, work_folder
+from .trainer import MONITOR, Report, best_epoch, work_folder
 
 
 @dataclass(frozen=True)
@@ -39,36 +39,19 @@ class Recipe:
     constant: bool = False
 
 
-class RowsModule(lightning.LightningModule):
-    """Any network on rows; cross-entropy against labels in [0, 1], rejections with weight w.
+class LabelledModule(lightning.LightningModule):
+    """What is trained on rows; cross-entropy against labels in [0, 1], rejections with weight w.
 
     The loss is [w (1 - P)(-ln(1 - p)) + P (-ln p)], summed over the labels that are known, over the sum of the weights
     [w (1 - P) + P] (SpecDec++, arXiv 2405.19715, `train.py`); with w = 1 the ordinary mean.
 
-    Args:
-        network: from the inputs of a batch to logits [R, O].
+    Attributes:
         rate, decay: of AdamW.
-        rejection_weight: w.
+        weight: w.
         constant: keep the rate; else one cycle.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        rate: float = 2e-3,
-        decay: float = 1e-3,
-        rejection_weight: float = 1.0,
-        constant: bool = False,
-    ) -> None:
-        super().__init__()
-        self.save_hyperparameters(ignore=["network"])
-        self.network = network
-        self.rate, self.decay, self.weight, self.constant = rate, decay, rejection_weight, constant
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return logits [R, O]."""
-        logits: Tensor = self.network(*inputs)
-        return logits
+    rate, decay, weight, constant = 2e-3, 1e-3, 1.0, False
 
     def _loss(self, batch: Sequence[Tensor]) -> Tensor:
         *inputs, labels, known = batch
@@ -92,8 +75,35 @@ class RowsModule(lightning.LightningModule):
         if self.constant:
             return optimizer
         steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, max(steps, 1))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, max(steps, 2))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class RowsModule(LabelledModule):
+    """Any network on rows.
+
+    Args:
+        network: from the inputs of a batch to logits [R, O].
+        rate, decay, rejection_weight, constant: see `LabelledModule`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        rate: float = 2e-3,
+        decay: float = 1e-3,
+        rejection_weight: float = 1.0,
+        constant: bool = False,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["network"])
+        self.network = network
+        self.rate, self.decay, self.weight, self.constant = rate, decay, rejection_weight, constant
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return logits [R, O]."""
+        logits: Tensor = self.network(*inputs)
+        return logits
 
 
 class RowsDataModule(lightning.LightningDataModule):
@@ -138,10 +148,9 @@ def train_network(
     decay = float(options.params.get("weight_decay", recipe.decay))
     module = RowsModule(network, rate, decay, recipe.rejection_weight, recipe.constant)
     data = RowsDataModule(rows, held_out, options.batch_size or recipe.batch, task.seed)
-    with torch.random.fork_rng(), quiet(), work_folder(options) as folder:
+    with torch.random.fork_rng(), work_folder(options) as folder:
         torch.manual_seed(task.seed)
-        trainer, best = make_trainer(options, folder, epochs, [Report(f"train {name}", task.progress, epochs)])
-        state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
+        state = best_epoch(module, data, options, folder, epochs, Report(f"train {name}", task.progress, epochs))
     return {key.removeprefix("network."): value.detach().float().cpu() for key, value in state.items()}
 
 

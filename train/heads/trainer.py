@@ -111,24 +111,40 @@ def make_trainer(
     return trainer, best
 
 
-def fit_best(
+def best_epoch(
+    module: lightning.LightningModule,
+    data: lightning.LightningDataModule,
+    options: FitOptions,
+    folder: Path,
+    epochs: int,
+    report: Report,
+) -> dict[str, torch.Tensor]:
+    """Fit without advice on the console, and return the weights of the best epoch.
+
+    Args:
+        module, data: what is fitted, on what.
+        options: of the Trainer.
+        folder: of checkpoints, where `options.resume` goes on from the last one.
+        epochs: at most.
+        report: is told of each.
+
+    Raises:
+        InputError: as `make_trainer`; the checkpoint is not of such a run; or no epoch left a loss that is a number.
+        KeyboardInterrupt: the run was interrupted, which Lightning would turn into the end of the process.
+    """
+    with _quiet():
+        trainer, best = make_trainer(options, folder, epochs, [report])
+        return _fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
+
+
+def _fit_best(
     trainer: lightning.Trainer,
     best: ModelCheckpoint,
     module: lightning.LightningModule,
     data: lightning.LightningDataModule,
     resume: Path | None,
 ) -> dict[str, torch.Tensor]:
-    """Fit, and return the weights of the best epoch.
-
-    Args:
-        trainer, best: from `make_trainer`.
-        module, data: what is fitted, on what.
-        resume: checkpoint of a run to go on from, if it is there.
-
-    Raises:
-        InputError: the checkpoint is not of such a run, or no epoch left a loss that is a number.
-        KeyboardInterrupt: the run was interrupted, which Lightning would turn into the end of the process.
-    """
+    """Do what `best_epoch` does with a Trainer that is made."""
     again = str(resume) if resume is not None and resume.exists() else None
     stopped = False
     try:
@@ -176,7 +192,7 @@ def _devices(text: str) -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep Lightning's advice about hardware and workers off the console."""
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
     known = [logging.getLogger(name) for name in names]

@@ -14,27 +14,24 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ....policies.heads.build import Basis, MLPHead
 from ....policies.progress import Progress, silent
 from ..basis import basis_columns, fit_basis
-from ..batches import Batches
 from ..exported import exported
 from ..fitting import FitOptions, FitTask
+from ..networks import LabelledModule, RowsDataModule
 from ..rows import FitRows
-from ..trainer import LAST, MONITOR, Report, fit_best, make_trainer, quiet, work_folder
+from ..trainer import Report, best_epoch, work_folder
 
 EPOCHS, BATCH, RATE, DECAY = 20, 1024, 2e-3, 1e-3
 WIDTH, LAYERS = 64, 2
 
 
-class StopHeadModule(lightning.LightningModule):
-    """Two logits, `accept` and `next`, from standardised columns; binary cross-entropy on the rows that have a label.
+class StopHeadModule(LabelledModule):
+    """Two logits, `accept` and `next`, from standardised columns.
 
     Args:
         width: input columns, F' + 1 (the flag for depth 0).
@@ -72,28 +69,8 @@ class StopHeadModule(lightning.LightningModule):
             x = layer(x if index == 0 else nn.functional.silu(x))
         return x
 
-    def _loss(self, batch: list[Tensor]) -> Tensor:
-        columns, labels, known = batch
-        losses = nn.functional.binary_cross_entropy_with_logits(self(columns), labels, reduction="none")
-        return (losses * known).sum() / known.sum().clamp_min(1)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """Return the loss of a batch (columns, labels [R, 2], known [R, 2])."""
-        return self._loss(batch)
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Log the held-out loss."""
-        self.log(MONITOR, self._loss(batch), batch_size=int(batch[2].sum()))
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW under a one-cycle schedule."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=self.decay)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.rate, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class TraceDataModule(lightning.LightningDataModule):
+class TraceDataModule(RowsDataModule):
     """Batches of training and held-out rows, put through a basis.
 
     Args:
@@ -104,22 +81,14 @@ class TraceDataModule(lightning.LightningDataModule):
     """
 
     def __init__(self, rows: FitRows, held_out: FitRows, basis: Basis, batch: int = BATCH, seed: int = 0) -> None:
-        super().__init__()
-        self.parts, self.basis, self.batch, self.seed = (rows, held_out), basis, batch, seed
+        super().__init__(_tensors(rows, basis), _tensors(held_out, basis), batch, seed)
 
-    def _data(self, rows: FitRows) -> TensorDataset:
-        columns = torch.from_numpy(basis_columns(self.basis, rows.features, rows.depth))
-        columns = torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
-        labels = rows.labels
-        return TensorDataset(columns, labels, torch.stack([rows.drawn, rows.followed_known], 1).float())
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return shuffled batches of the training rows."""
-        return DataLoader(Batches(self._data(self.parts[0]), self.batch, self), batch_size=None)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return the held-out rows in order."""
-        return DataLoader(Batches(self._data(self.parts[1]), 1 << 16, None), batch_size=None)
+def _tensors(rows: FitRows, basis: Basis) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the columns with the flag for depth 0, labels and which of them are known."""
+    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
+    columns = torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
+    return columns, rows.labels, torch.stack([rows.drawn, rows.followed_known], 1).float()
 
 
 def fit_mlp(
@@ -149,12 +118,11 @@ def fit_mlp(
     params = options.params
     rate = float(options.learning_rate or params.get("learning_rate", RATE))
     hidden = (int(params.get("width", WIDTH)),) * int(params.get("layers", LAYERS))
-    with torch.random.fork_rng(), quiet(), work_folder(options) as folder:
+    with torch.random.fork_rng(), work_folder(options) as folder:
         torch.manual_seed(seed)
         module = StopHeadModule(basis.width + 1, hidden, rate, float(params.get("weight_decay", DECAY)))
-        trainer, best = make_trainer(options, folder, most, [Report("train mlp", progress, most)])
         data = TraceDataModule(rows, held_out, basis, options.batch_size or BATCH, seed)
-        state = fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
+        state = best_epoch(module, data, options, folder, most, Report("train mlp", progress, most))
     module.load_state_dict(state)
     return module.to_head(names, basis, rows)
 
