@@ -1,11 +1,13 @@
-"""Packages whose names are imported when they are first used: an error class must not cost the import of a model library."""
+"""Importing names when they are first used, since an error class must not cost a model library; and all of a folder."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 
@@ -28,3 +30,10 @@ def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any]
     if os.environ.get("EAGER_IMPORT"):
         vars(sys.modules[package]).update({name: find(name) for name in home})
     return find, sorted(home)
+
+
+def modules(package: ModuleType) -> list[ModuleType]:
+    """Return all modules of a folder, imported: for what is entered where it is defined."""
+    return [
+        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+    ]

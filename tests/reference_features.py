@@ -9,7 +9,7 @@ import torch
 from specstop.decode.policy.summaries import on_device, summarise
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import TOP, Columns, Drawn
-from specstop.policies.features.codes import BOUND
+from specstop.policies.features.definitions import BOUND
 from specstop.policies.features.summary import NO_SCORES
 from torch import Tensor
 

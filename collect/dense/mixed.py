@@ -22,7 +22,7 @@ from ...decode.settings import Settings
 from ...decode.verify.noise import gumbel, match_scores, mix as scramble
 from ...decode.verify.sampling import Sampler
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn
-from ...policies.features.codes import BOUND
+from ...policies.features.definitions import BOUND
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from .collector import Written, text_columns
 from .unroll import Unroller

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from .scores import check_number, check_whole
@@ -13,6 +14,7 @@ from .scores import check_number, check_whole
 kernels = on_first_use("baselines.adaptive")
 
 
+@builtin("heuristic-transient", "start", "heuristic-transient:20 starts anew with each text")
 class HeuristicTransient(StopPolicy):
     """Draft K tokens; K grows by `up` after a round that was accepted whole, else it shrinks by `down`, to 1 at least.
 
@@ -46,6 +48,7 @@ class HeuristicTransient(StopPolicy):
         return after
 
 
+@builtin("heuristic", "start", "heuristic:20 drafts 2 more after full acceptance, else 1 less")
 class Heuristic(HeuristicTransient):
     """The same with a K that passes from text to text: `num_assistant_tokens_schedule="heuristic"`."""
 
@@ -53,6 +56,7 @@ class Heuristic(HeuristicTransient):
     _called = "heuristic"
 
 
+@builtin("adaedl", "start", "adaedl:0.6 stops by an entropy bound that adapts from there")
 class AdaEDL(StopPolicy):
     """Draft on while the bound 1 - sqrt(gamma H_j) on the acceptance probability is at least lambda, which adapts.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, State, StopPolicy
 from ..errors import PolicyError
 from .scores import AtLeast, float32
 
 
+@builtin("fixed", "length", "fixed:4 drafts 4 tokens a round; fixed:0 is plain decoding")
 class FixedLength(StopPolicy):
     """Draft the same number of tokens each round; 0 is plain decoding (Leviathan et al. 2023, arXiv 2211.17192).
 
@@ -24,6 +26,7 @@ class FixedLength(StopPolicy):
         return step.alive & (step.depth < self.max_depth), state
 
 
+@builtin("confidence", "threshold", "confidence:0.4 stops below that draft probability")
 class Confidence(AtLeast):
     """Stop after the first drawn token whose probability under the draft is below a threshold.
 

@@ -7,12 +7,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..latency.robust_fits import extended
 from .scores import check_number, check_whole
 from .trees import kernels, node_values, with_level
 
 
+@builtin("gain", "step", "gain:0.1 expands and verifies nodes worth their price in tokens")
 class Gain(StopPolicy):
     """Buy draft steps and verified nodes with expected tokens, the survival of a node read off the draft's own probabilities.
 

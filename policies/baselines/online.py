@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from .scores import check_number, check_whole
@@ -31,6 +32,7 @@ class OnlineState:
     survival: Array
 
 
+@builtin("online", "threshold", "online:0.4 stops below that survival, learned while decoding")
 class Online(StopPolicy):
     """Draft on while S_j, the product of the modelled acceptance probabilities, is at least a threshold.
 

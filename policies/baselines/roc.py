@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from .scores import check_number, check_whole
@@ -31,6 +32,7 @@ class RocState:
     count: Array
 
 
+@builtin("roc", "threshold", "roc:0.4 is confidence with a threshold fitted to the text so far")
 class Roc(StopPolicy):
     """The confidence rule with a threshold that is fitted to the text so far.
 

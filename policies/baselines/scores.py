@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, State, StopPolicy
 from ..errors import PolicyError
 
@@ -45,6 +46,7 @@ class AtLeast(StopPolicy):
         return step.alive & (step.features[:, :, 0] >= self.level), state
 
 
+@builtin("entropy", "level", "entropy:0.6 stops above that entropy of the draft (SVIP)")
 class EntropyBound(StopPolicy):
     """Draft on while the entropy of q_j, in nats at temperature 1, is at most a level.
 
@@ -65,6 +67,7 @@ class EntropyBound(StopPolicy):
         return step.alive & (step.features[:, :, 0] <= self.level), state
 
 
+@builtin("maxprob", "threshold", "maxprob:0.6 stops below that largest probability (Kangaroo, p_min)")
 class MaxProb(AtLeast):
     """Draft on while the largest probability of q_j is at least a threshold, whichever token was drawn.
 
@@ -80,6 +83,7 @@ class MaxProb(AtLeast):
         self.name = f"maxprob:{threshold:g}"
 
 
+@builtin("product", "threshold", "product:0.3 stops below that probability of the whole draft")
 class Product(AtLeast):
     """Draft on while the product of the drawn tokens' probabilities, q_1(x_1) ... q_j(x_j), is at least a threshold.
 

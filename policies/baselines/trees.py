@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..builtins import builtin
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from .scores import check_number, check_whole, float32
@@ -48,6 +49,7 @@ def node_values(levels: Sequence[Array], tree: DraftTree) -> Array:
     return out
 
 
+@builtin("ddd", "threshold", "ddd:-0.5 stops below that log-probability of the beam")
 class DDD(StopPolicy):
     """Draft on while the beam as a whole is likely enough: log sum_i exp(log q of path i) >= a threshold.
 
@@ -77,6 +79,7 @@ class DDD(StopPolicy):
         return kept, state
 
 
+@builtin("eagle", "nodes", "eagle:59 verifies the likeliest nodes of a tree (EAGLE-2)")
 class Eagle(StopPolicy):
     """Expand the best branches of each depth; of all that was drawn verify the nodes with the likeliest paths.
 
@@ -117,6 +120,7 @@ class Eagle(StopPolicy):
         return ()
 
 
+@builtin("opt", "delta", "opt:0.5 goes deeper while that much is expected of it (OPT-Tree)")
 class OptTree(Eagle):
     """Draft another level while the last one raised the expected accepted length by more than `delta`.
 
@@ -140,6 +144,7 @@ class OptTree(Eagle):
         return kept, levels
 
 
+@builtin("c2t", "bias", "c2t:2 prunes nodes by path probability, entropy and depth")
 class C2T(StopPolicy):
     """Prune each node by a confidence in its joint probability P, entropy H and depth d: expand it or drop it.
 

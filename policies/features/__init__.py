@@ -1,6 +1,5 @@
 """Features: their definitions, the summary of a row that they are made of, and the columns that a policy reads."""
 
-from .codes import TOP
 from .columns import Columns, Layout
 from .definitions import (
     ANCHOR_FEATURES,
@@ -15,7 +14,7 @@ from .definitions import (
     Kind,
     feature,
 )
-from .summary import Drawn, Need, Plan, Summary, summarise
+from .summary import TOP, Drawn, Need, Plan, Summary, summarise
 
 __all__ = [
     "ANCHOR_FEATURES",

@@ -15,9 +15,11 @@ import numpy as np
 
 from ..errors import PolicyError
 from ..kernels import on_first_use
-from .codes import TOP
 
 Array = np.ndarray[Any, Any]
+
+TOP = 10
+"""The most ranks of a row that features speak of."""
 
 
 class Need(enum.Flag):

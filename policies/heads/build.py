@@ -7,8 +7,11 @@ the same features and x_1..x_j accepted. At depth 0 only `next` means anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from .. import heads
 from ..errors import PolicyError
+from ..lazy import modules
 from .base import NO_HIDDEN, Array, Basis, Head, Hidden, TensorHead, expect, take, with_ranges
 from .boosted import DEEPEST_TREE, TreesHead
 from .dynasd import HardHead, SoftHead
@@ -39,21 +42,18 @@ __all__ = [
     "with_ranges",
 ]
 
-HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Array]], Head]] = {
-    "logistic": LinearHead,
-    "mlp": MLPHead,
-    "xgboost": TreesHead,
-    "resnet": ResNetHead,
-    "dynasd-soft": SoftHead,
-    "dynasd-hard": HardHead,
-    "specdec": SpecDecHead,
-    "tokens": TokenHead,
+HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Array]], Any]] = {
+    made.kind: made
+    for module in modules(heads)
+    for made in vars(module).values()
+    if isinstance(made, type) and issubclass(made, TensorHead) and hasattr(made, "kind")
 }
-"""Every kind of head by name."""
+"""Every kind of head by name: the classes of this folder that name one."""
 
 
 def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Array]) -> Head:
     """Return the head of this kind; an unknown kind or wrong tensors are a `PolicyError`."""
     if kind not in HEADS:
-        raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(HEADS)}")
-    return HEADS[kind](names, tensors)
+        raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(sorted(HEADS))}")
+    head: Head = HEADS[kind](names, tensors)
+    return head

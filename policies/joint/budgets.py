@@ -11,6 +11,7 @@ import numpy as np
 
 from ..baselines.scores import check_number, check_whole
 from ..baselines.trees import node_values, with_level
+from ..builtins import builtin
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from ..latency.profile import Profile
@@ -37,6 +38,7 @@ class TetrisState:
     levels: Levels = ()
 
 
+@builtin("tetris", "each", "tetris:3 sends the likeliest tokens of a batch, 3 a stream on average")
 class Tetris(StopPolicy):
     """Draft a few tokens more than can be verified, and send the batch's likeliest ones, by the probability of their paths.
 
@@ -108,6 +110,7 @@ class AcceptanceState:
     stale: Array
 
 
+@builtin("adaptive-verification", "length", "adaptive-verification:4 sends as many tokens of a batch as pay (vLLM)")
 class AdaptiveVerification(StopPolicy):
     """Draft K tokens for every stream, and send as many of the batch's as make the most tokens a second.
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..baselines.scores import check_number, check_whole
+from ..builtins import builtin
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..errors import PolicyError
 from ..latency.profile import Profile
@@ -16,6 +17,7 @@ from .grid import priced
 from .groups import batches_of
 
 
+@builtin("load", "table", "load?table=1:4,8:2,32:0 drafts a length by the size of the batch")
 class LoadLength(StopPolicy):
     """Draft the length that a table has for the number of streams that share the verification.
 
@@ -64,6 +66,7 @@ class GoodputState:
     length: Array
 
 
+@builtin("smartspec", "start", "smartspec:0.7 drafts the length of the most goodput of a batch")
 class SmartSpec(StopPolicy):
     """Draft for all streams of a batch the one length of the largest goodput: expected tokens over predicted seconds.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..features.codes import BOUND, TOP, Code
+from ..features.definitions import BOUND, Code
+from ..features.summary import TOP
 from .compiled import REASSOCIATE, inlined, kernel
 
 LEAST = np.float32(-87.0)

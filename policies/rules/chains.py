@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -184,13 +185,19 @@ def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) ->
     return thresholds
 
 
+THRESHOLDED: dict[str, Callable[[float], Rule]] = {
+    "survival": partial(Threshold, "survival"),
+    "step": partial(Threshold, "step"),
+    "any": AnyFork,
+}
+"""The rules that a threshold is all of, by kind: `train` finds the one that replays fastest."""
+
+
 def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
     """Return the rule saved as `raw`; an unknown or mangled one is a `PolicyError`."""
     try:
-        if raw["kind"] in ("step", "survival"):
-            return Threshold(raw["kind"], float(raw["threshold"]))
-        if raw["kind"] == "any":
-            return AnyFork(float(raw["threshold"]))
+        if raw["kind"] in THRESHOLDED:
+            return THRESHOLDED[raw["kind"]](float(raw["threshold"]))
         if raw["kind"] == "derived":
             return Derived([float(t) for t in raw["thresholds"]], raw["first"])
         if raw["kind"] == "continuation":
@@ -201,6 +208,5 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
-    raise PolicyError(
-        f"unknown rule {raw['kind']!r}; expected step, survival, any, derived, continuation, batch or gain"
-    )
+    known = ", ".join([*THRESHOLDED, "derived", "continuation", "batch or gain"])
+    raise PolicyError(f"unknown rule {raw['kind']!r}; expected {known}")

@@ -15,21 +15,15 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from ..baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
+from .. import baselines, joint
 from ..baselines.bandit import Bandit
-from ..baselines.fixed import Confidence, FixedLength
-from ..baselines.gain import Gain
-from ..baselines.online import Online
-from ..baselines.roc import Roc
-from ..baselines.scores import EntropyBound, MaxProb, Product
-from ..baselines.trees import C2T, DDD, Eagle, OptTree
+from ..builtins import BUILTINS as BUILTINS, builtin
 from ..checking import check_policy
 from ..contract import StopPolicy
 from ..errors import InputError, PolicyError, SpecstopWarning, close_match
-from ..joint.budgets import AdaptiveVerification, Tetris
-from ..joint.lengths import LoadLength, SmartSpec
 from ..joint.survival import for_batches
 from ..latency.profile import Profile
+from ..lazy import modules
 from ..learned.policy import LearnedPolicy
 from ..plugin_code import loading, reason
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
@@ -39,48 +33,16 @@ SWITCH = "SPECSTOP_PLUGINS"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-@dataclass(frozen=True)
-class Builtin:
-    """A built-in policy: its class, the parameter that a bare value after the colon sets, and its use."""
-
-    build: Callable[..., StopPolicy]
-    value: str
-    usage: str
-
+for _folder in (baselines, joint):
+    modules(_folder)  # each enters its policies
 
 ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
 
 
+@builtin("bandit", "explore", "bandit?kind=thompson&arms=fixed:2,fixed:6 picks a policy each round")
 def build_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
     """Return the bandit over the policies that `arms` names, with commas between them."""
     return Bandit([load_policy(arm, plain=arms == ARMS) for arm in str(arms).split(",") if arm], kind, explore)
-
-
-BUILTINS = {
-    "fixed": Builtin(FixedLength, "length", "fixed:4 drafts 4 tokens a round; fixed:0 is plain decoding"),
-    "confidence": Builtin(Confidence, "threshold", "confidence:0.4 stops below that draft probability"),
-    "heuristic": Builtin(Heuristic, "start", "heuristic:20 drafts 2 more after full acceptance, else 1 less"),
-    "heuristic-transient": Builtin(HeuristicTransient, "start", "heuristic-transient:20 starts anew with each text"),
-    "roc": Builtin(Roc, "threshold", "roc:0.4 is confidence with a threshold fitted to the text so far"),
-    "entropy": Builtin(EntropyBound, "level", "entropy:0.6 stops above that entropy of the draft (SVIP)"),
-    "adaedl": Builtin(AdaEDL, "start", "adaedl:0.6 stops by an entropy bound that adapts from there"),
-    "maxprob": Builtin(MaxProb, "threshold", "maxprob:0.6 stops below that largest probability (Kangaroo, p_min)"),
-    "product": Builtin(Product, "threshold", "product:0.3 stops below that probability of the whole draft"),
-    "online": Builtin(Online, "threshold", "online:0.4 stops below that survival, learned while decoding"),
-    "bandit": Builtin(build_bandit, "explore", "bandit?kind=thompson&arms=fixed:2,fixed:6 picks a policy each round"),
-    "ddd": Builtin(DDD, "threshold", "ddd:-0.5 stops below that log-probability of the beam"),
-    "eagle": Builtin(Eagle, "nodes", "eagle:59 verifies the likeliest nodes of a tree (EAGLE-2)"),
-    "opt": Builtin(OptTree, "delta", "opt:0.5 goes deeper while that much is expected of it (OPT-Tree)"),
-    "c2t": Builtin(C2T, "bias", "c2t:2 prunes nodes by path probability, entropy and depth"),
-    "gain": Builtin(Gain, "step", "gain:0.1 expands and verifies nodes worth their price in tokens"),
-    "tetris": Builtin(Tetris, "each", "tetris:3 sends the likeliest tokens of a batch, 3 a stream on average"),
-    "adaptive-verification": Builtin(
-        AdaptiveVerification, "length", "adaptive-verification:4 sends as many tokens of a batch as pay (vLLM)"
-    ),
-    "smartspec": Builtin(SmartSpec, "start", "smartspec:0.7 drafts the length of the most goodput of a batch"),
-    "load": Builtin(LoadLength, "table", "load?table=1:4,8:2,32:0 drafts a length by the size of the batch"),
-}
-"""The policies that come with specstop."""
 
 
 def plugins() -> dict[str, EntryPoint]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ...policies.errors import InputError, close_match
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.chains import AnyFork, Continuation, Derived, Rule, Threshold, derived_thresholds
+from ...policies.rules.chains import THRESHOLDED, Continuation, Derived, Rule, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Rates, replayed_rates
 from .tuning.batches import settle_batch
@@ -19,9 +19,7 @@ FINER = (-0.025, -0.0125, 0.0125, 0.025)
 
 RULES: dict[str, Callable[[float], Rule]] = {
     "derived": lambda threshold: Derived([threshold], 1),
-    "survival": lambda threshold: Threshold("survival", threshold),
-    "step": lambda threshold: Threshold("step", threshold),
-    "any": AnyFork,
+    **THRESHOLDED,
     "continuation": Continuation,
     "batch": lambda threshold: Derived([threshold], 1),
 }

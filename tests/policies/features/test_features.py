@@ -20,7 +20,7 @@ from specstop.policies.features import (
     feature,
     summarise,
 )
-from specstop.policies.features.codes import BOUND
+from specstop.policies.features.definitions import BOUND
 from specstop.policies.kernels import rows as row_kernels
 
 ROWS, VOCABULARY = 40, 30

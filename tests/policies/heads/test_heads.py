@@ -319,6 +319,7 @@ def test_an_mlp_needs_two_outputs_and_a_layer() -> None:
 
 
 def test_an_unknown_head_is_refused() -> None:
-    with pytest.raises(PolicyError, match="unknown head 'forest'; expected one of logistic, mlp, xgboost"):
+    kinds = "dynasd-hard, dynasd-soft, logistic, mlp, resnet, specdec, tokens, xgboost"
+    with pytest.raises(PolicyError, match=f"^unknown head 'forest'; expected one of {kinds}$"):
         build_head("forest", NAMES, {})
     assert isinstance(build_head("logistic", NAMES, linear_tensors()), LinearHead)
