@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -241,11 +242,19 @@ def _trace(pair: Pair, room: Path) -> Trace:
     return collect(pair, prompts, room / "trace", depth=DEPTH, temperature=0.0, max_new_tokens=12, shards=1)
 
 
+@functools.cache
+def _material() -> tuple[Pair, list[str]]:
+    """Return a pair and good profiles, which take longer to measure than to damage."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_pair(Path(folder))
+        pair = load_pair(Path(folder) / "target", Path(folder) / "draft", dtype="float64", engine="compact")
+        return pair, good_profiles(pair)
+
+
 def attack(count: int, seed: int, room: Path) -> tuple[Counter[str], list[str]]:
     """Damage `count` profiles; return how often what happened, and the faults found."""
-    folder = save_pair(room / "pair")
-    pair = load_pair(folder / "target", folder / "draft", dtype="float64")
-    texts, trace, path = good_profiles(pair), _trace(pair, room), room / "profile.json"
+    pair, texts = _material()
+    trace, path = _trace(pair, room), room / "profile.json"
     seen: Counter[str] = Counter()
     faults, taken = [], 0
     for number in range(count):

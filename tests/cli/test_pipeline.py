@@ -53,6 +53,8 @@ def models(pair_folder: Path) -> list[str]:
         str(pair_folder / "draft"),
         "--dtype",
         "float64",
+        "--engine",
+        "compact",
     ]
 
 

@@ -51,7 +51,16 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 9))
     )
-    models = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    models = [
+        "--target",
+        pair_folder / "target",
+        "--draft",
+        pair_folder / "draft",
+        "--dtype",
+        "float64",
+        "--engine",
+        "compact",
+    ]
     few = ["--prompts", tmp_path / "prompts.jsonl", "--repeats", 2, "--quiet"]
     command = ["profile", "--add-policy", "confidence:0.4", *models, *few]
     refused = cli(*command)

@@ -32,7 +32,16 @@ def asked(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.fixture
 def command(pair_folder: Path, tmp_path: Path) -> list[object]:
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
-    models = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    models = [
+        "--target",
+        pair_folder / "target",
+        "--draft",
+        pair_folder / "draft",
+        "--dtype",
+        "float64",
+        "--engine",
+        "compact",
+    ]
     return ["profile", *models, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "p.json"]
 
 

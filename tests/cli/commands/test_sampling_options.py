@@ -22,7 +22,16 @@ FILTERS = ["--top-p", 0.8, "--repetition-penalty", 1.2]
 def models(pair_folder: Path, tmp_path: Path) -> list[object]:
     lines = [f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 10)]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
-    named = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
+    named = [
+        "--target",
+        pair_folder / "target",
+        "--draft",
+        pair_folder / "draft",
+        "--dtype",
+        "float64",
+        "--engine",
+        "compact",
+    ]
     return [*named, "--prompts", tmp_path / "prompts.jsonl"]
 
 

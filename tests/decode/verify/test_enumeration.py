@@ -28,10 +28,10 @@ def sample(decider: str, count: int) -> list[Case]:
     return random.Random(decider).sample(cases, count)
 
 
-def check(case: Case) -> Proof:
+def check(case: Case, most: int = LEAVES) -> Proof:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # policies that fail say so, once each
-        case, proof = prove_within(case, LEAVES)
+        case, proof = prove_within(case, most)
     assert proof.reused == 0, f"{case}: a random number was used twice"
     assert proof.distance <= EXACT, f"{case}: {proof.distance:.1e} from the target's distribution"
     return proof
@@ -39,7 +39,7 @@ def check(case: Case) -> Proof:
 
 @pytest.mark.parametrize("decider", DECIDERS)
 def test_texts_have_the_targets_distribution_under_any_policy(decider: str) -> None:
-    proofs = [check(case) for case in sample(decider, 3)]
+    proofs = [check(case, LEAVES // 2) for case in sample(decider, 2)]
     assert sum(proof.leaves for proof in proofs) > 30
     assert sum(proof.accepted for proof in proofs) > 0
 

@@ -62,7 +62,7 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
 def test_a_trained_folder_replays_as_the_returned_policy(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str, rule: str
 ) -> None:
-    options = {"cross_fit": rule == "derived", "fit": FEW_EPOCHS}
+    options = {"cross_fit": rule == "derived", "folds": 2, "fit": FEW_EPOCHS}
     trained = train(sides[0], full_profile, head=head, rule=rule, threshold=0.45, out=tmp_path / "p", **options)
     assert trained.path == tmp_path / "p"
     again = load_policy_folder(tmp_path / "p")
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
 ) -> None:
     for number, seed in enumerate((3, 3, 4)):
-        train(sides[0], full_profile, head=head, out=tmp_path / str(number), seed=seed, fit=FEW_EPOCHS)
+        train(sides[0], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, fit=FEW_EPOCHS)
     first, second, third = (files(tmp_path / str(n)) for n in range(3))
     assert first == second
     assert first["weights.safetensors"] != third["weights.safetensors"]

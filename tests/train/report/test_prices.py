@@ -111,10 +111,11 @@ def test_evaluating_twice_gives_the_same_bytes(
     for name, profile in (("known", known), ("unknown", bare)):
         reports = []
         for at in range(2):
-            evaluate(sides[1], profile, [TEST_POLICIES["trimming"]], out=tmp_path / f"{name}{at}", detailed=False)
+            more = {"detailed": False, "sweep": name == "known"}
+            evaluate(sides[1], profile, [TEST_POLICIES["trimming"]], out=tmp_path / f"{name}{at}", **more)
             reports.append(files(tmp_path / f"{name}{at}"))
         assert reports[0] == reports[1] and set(FILES) < set(reports[0])
         assert ("decisions.json" in reports[0]) == (name == "unknown")
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "another"))
-    evaluate(sides[1], bare, [TEST_POLICIES["trimming"]], out=tmp_path / "unknown0", detailed=False, overwrite=True)
+    evaluate(sides[1], bare, [TEST_POLICIES["trimming"]], out=tmp_path / "unknown0", overwrite=True, **more)
     assert files(tmp_path / "unknown0") == reports[0], "the report's own copy serves"
