@@ -13,8 +13,6 @@ from .features.hidden_states import HIDDEN_STATES
 from .plugin_code import Contained, own
 
 METHODS = ("start", "keep", "select", "observe", "limited")
-RETIRED = ("keep_one", "keep_few", "select_few", "forget")
-"""Methods that were asked for single streams: what defines one was written for another version."""
 
 
 def _is_flag(value: Any) -> bool:
@@ -60,7 +58,6 @@ def check_policy(policy: Any) -> StopPolicy:
         for name, (expected, fits) in ATTRIBUTES.items():
             if not fits(value := getattr(policy, name)):
                 raise PolicyError(f"{who}.{name}: expected {expected}, not {_shown(value)}")
-        _check_retired(who, type(policy))
         _check_names(f"{who}.features", "feature", policy.features, FEATURES)
         _check_names(f"{who}.hidden", "hidden state", policy.hidden, HIDDEN_STATES)
         sizes = getattr(policy, "sizes", {})  # only of policies whose hidden states are of one size
@@ -70,20 +67,6 @@ def check_policy(policy: Any) -> StopPolicy:
             raise PolicyError(f"{who}.sizes: expected whole numbers by name of a hidden state, not {_shown(sizes)}")
         _check_limited(who, policy)
     return policy
-
-
-def _check_retired(who: str, kind: type[StopPolicy]) -> None:
-    """Refuse what would never be called."""
-    for name in RETIRED:
-        if hasattr(kind, name):
-            raise PolicyError(
-                f"{who}.{name}: no longer asked for; keep, select and observe decide for one stream as for many, on numpy "
-                "arrays"
-            )
-    if hasattr(kind, "vectors"):
-        raise PolicyError(
-            f"{who}.vectors: expected the names of hidden states under `hidden`, as numpy arrays in step.hidden"
-        )
 
 
 def _check_names(where: str, what: str, names: Any, known: Mapping[str, Any]) -> None:

@@ -92,12 +92,12 @@ SEEDED = (
 ATTRIBUTES = (
     "features = 'top1'", "features = None", "features = 5", "features = ('entrpy',)", "features = ('top1', 'top1')",
     "features = (1,)", "features = {'top1': 1}", "features = property(lambda self: 1 / 0)", "hidden = 'draft_hidden'",
-    "hidden = None", "hidden = ('state',)", "vectors = ('draft_hidden',)", "max_depth = '4'", "max_depth = -1",
+    "hidden = None", "hidden = ('state',)", "max_depth = '4'", "max_depth = -1",
     "max_depth = 2.5", "max_depth = None", "max_depth = True", "max_depth = property(lambda self: 4)", "first = -1",
     "first = '0'", "first = 0.5", "first = None", "name = ''", "name = None", "name = 7", "name = 'a\\nb'",
     "name = '\\udfff'", "trims = 1", "trims = 'no'", "carries = None", "reads_clock = 'never'", "joint = 2", "keep = None",
     "start = 3", "select = 'all'", "observe = []", "limited = lambda self, depth: None",
-    "limited = lambda self, depth: sys.exit()", "keep_one = 5", "keep_few = lambda self, *args: None", "sizes = 3",
+    "limited = lambda self, depth: sys.exit()", "sizes = 3",
 )  # fmt: skip
 MADE = (
     "Mine = 5", "Mine = None", "Mine = os.getpid", "def Mine(): return None", "class Mine: pass", "del Mine", "Mine = Mine()",

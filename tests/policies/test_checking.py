@@ -90,15 +90,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("start", 3, "expected a method, not the int 3"),
     ("select", "all", "expected a method, not the str 'all'"),
     ("observe", [], "expected a method, not the list []"),
-    *(
-        (
-            name,
-            lambda self, *args: None,
-            "no longer asked for; keep, select and observe decide for one stream as for many",
-        )
-        for name in ("keep_one", "keep_few", "select_few", "forget")
-    ),
-    ("vectors", ("draft_hidden",), "expected the names of hidden states under `hidden`"),
     ("limited", lambda self, depth: None, "expected limited(3) to draft no deeper than 3"),
     ("limited", lambda self, depth: self, "expected limited(3) to draft no deeper than 3"),
 ]
