@@ -26,7 +26,7 @@ from head_tensors import (
 )
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads.base import kernels
-from specstop.policies.heads.build import Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
+from specstop.policies.heads.build import HEADS, Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
@@ -319,7 +319,8 @@ def test_an_mlp_needs_two_outputs_and_a_layer() -> None:
 
 
 def test_an_unknown_head_is_refused() -> None:
-    kinds = "dynasd-hard, dynasd-soft, logistic, mlp, resnet, specdec, tokens, xgboost"
+    kinds = ", ".join(sorted(HEADS))
+    assert {"dynasd-hard", "dynasd-soft", "logistic", "mlp", "resnet", "specdec", "tokens", "xgboost"} <= set(HEADS)
     with pytest.raises(PolicyError, match=f"^unknown head 'forest'; expected one of {kinds}$"):
         build_head("forest", NAMES, {})
     assert isinstance(build_head("logistic", NAMES, linear_tensors()), LinearHead)
