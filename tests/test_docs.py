@@ -19,6 +19,7 @@ from specstop.cli.app import COMMANDS
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
+from specstop.train.report.pricing import Draws
 
 ROOT = Path(__file__).parents[1]
 from commands import cli  # noqa: E402
@@ -59,7 +60,13 @@ def few_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Effort, "__post_init__", bounded)
 
 
-@pytest.mark.usefixtures("place", "module_cache", "few_repetitions")
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports whose intervals are of few draws of the profile."""
+    monkeypatch.setattr(Draws.__init__, "__defaults__", (0, 10))
+
+
+@pytest.mark.usefixtures("place", "module_cache", "few_repetitions", "few_draws")
 def test_every_block_of_the_pages_runs() -> None:
     for page in RUN:
         blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
@@ -120,6 +127,7 @@ def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> No
 def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
     """Of a benchmark, at least; what other engines are started with is theirs (`deploy.md`)."""
     pages = [cli("--help").out, *(cli(name, "--help").out for name in COMMANDS)]
+    assert all("--config" in page and "--set" in page for page in pages[1:]), "options that every command has"
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(pages)))
     known |= set(re.findall(r"--[a-z][a-z-]+", " ".join(p.read_text() for p in (ROOT / "benchmarks").glob("*.py"))))
     for page in documents():
@@ -150,7 +158,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
 
 @pytest.mark.filterwarnings("error:.*does not resolve")
 def test_the_reference_is_made_from_docstrings(eager: list[ModuleType], tmp_path: Path) -> None:
-    pdoc = pytest.importorskip("pdoc")
+    pdoc, render = pytest.importorskip("pdoc"), pytest.importorskip("pdoc.render")
+    render.configure(show_source=False, search=False)  # both are pdoc's own, and half of the time
     pdoc.pdoc(*ROOMS, output_directory=tmp_path)
     for room in eager:
         page = (tmp_path / f"{room.__name__.replace('.', os.sep)}.html").read_text()

@@ -23,7 +23,7 @@ PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]
 @pytest.fixture(scope="module")
 def models(pair_folder: Path) -> list[str]:
     return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--dtype", "float64",
-            "--max-new-tokens", "14"]  # fmt: skip
+            "--engine", "compact", "--max-new-tokens", "14"]  # fmt: skip
 
 
 def decoded(models: list[str], *options: object, prompts: list[str] = PROMPTS) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_fewer_features_and_a_name_of_its_own(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
     chosen = ("drawn_prob", "mean_full", "anchor_top1")
-    policy = train(sides[0], full_profile, features=chosen, name="mine", out=tmp_path / "p").policy
+    policy = train(sides[0], full_profile, features=chosen, name="mine", cross_fit=False, out=tmp_path / "p").policy
     assert policy.features == chosen
     assert load_policy_folder(tmp_path / "p").name == "mine"
 
@@ -173,8 +173,8 @@ def test_a_folder_in_use_is_refused_or_replaced(
         train(sides[0], full_profile, out=out, overwrite=True)
     assert (out / "mine.txt").read_text() == "keep"
     (out / "mine.txt").unlink()
-    train(sides[0], full_profile, out=out, overwrite=True)
-    train(sides[0], full_profile, out=out, overwrite=True, name="again")
+    train(sides[0], full_profile, out=out, overwrite=True, cross_fit=False)
+    train(sides[0], full_profile, out=out, overwrite=True, cross_fit=False, name="again")
     again = load_policy_folder(out)
     assert (again.name, again.max_depth, again.source) == ("again", DEPTH, out)
 
@@ -198,7 +198,7 @@ def test_a_policy_never_replaces_what_it_is_made_from(
 def test_a_failed_run_keeps_the_policy_it_was_to_replace(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
-    train(sides[0], full_profile, out=tmp_path / "p")
+    train(sides[0], full_profile, out=tmp_path / "p", cross_fit=False)
     before = files(tmp_path / "p")
     few = Trace(sides[0].folder, sides[0].header, sides[0].rows.select(range(20)))
     with pytest.raises(TraceError):
