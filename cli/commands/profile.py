@@ -138,7 +138,8 @@ def profile(
         say(f"warning: {measured.noise.text}")
     _show(out, json)
     if not json:
-        next_step("train", "--traces", "TRACES", "--profile", out, "--out", "policy")
+        where = ("--for", through) if through else ()
+        next_step("train", "--traces", "TRACES", "--profile", out, *where, "--out", "policy")
 
 
 def _add_policies(

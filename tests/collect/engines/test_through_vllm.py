@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -46,8 +47,10 @@ def test_a_machine_without_vllm_is_told(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.delenv("VLLM_LOGGING_STREAM", raising=False)
     with pytest.raises(InputError, match=r"--through vllm: vLLM cannot be imported .*install it beside specstop"):
         collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
+    assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr", "the output is JSON where that is asked for"
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(None, 8), (1, 1), (3, 3)])
