@@ -7,9 +7,17 @@ from pathlib import Path
 from benchmark_scripts import family
 from specstop.cli.app import COMMANDS
 
-__all__ = ["COMMANDS", "Answer", "cli", "files"]
+__all__ = ["COMMANDS", "COMPACT", "Answer", "cli", "files", "model_options"]
 
 Answer, cli = family("in_process").Answer, family("in_process").cli
+
+COMPACT = ("--dtype", "float64", "--engine", "compact")
+"""The exact forward that takes the least time."""
+
+
+def model_options(folder: Path, *more: str) -> list[str]:
+    """Return the options that name the pair in a folder, and more of them."""
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), *more]
 
 
 def files(folder: Path) -> dict[str, bytes]:

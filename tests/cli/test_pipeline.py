@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import COMMANDS, Answer, cli, files
+from commands import COMMANDS, COMPACT, Answer, cli, files, model_options
 from conftest import NEW, make_prompts
 from specstop.collect.store.folder import open_trace, shard_path
 from specstop.decode.models.pair import Pair
@@ -46,16 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(pair_folder: Path) -> list[str]:
-    return [
-        "--target",
-        str(pair_folder / "target"),
-        "--draft",
-        str(pair_folder / "draft"),
-        "--dtype",
-        "float64",
-        "--engine",
-        "compact",
-    ]
+    return model_options(pair_folder, *COMPACT)
 
 
 @pytest.fixture(scope="module")

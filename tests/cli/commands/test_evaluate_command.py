@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import cli, files
+from commands import COMPACT, cli, files, model_options
 from specstop.collect.engines import vllm_profile
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
@@ -51,16 +51,7 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 9))
     )
-    models = [
-        "--target",
-        pair_folder / "target",
-        "--draft",
-        pair_folder / "draft",
-        "--dtype",
-        "float64",
-        "--engine",
-        "compact",
-    ]
+    models = model_options(pair_folder, *COMPACT)
     few = ["--prompts", tmp_path / "prompts.jsonl", "--repeats", 2, "--quiet"]
     command = ["profile", "--add-policy", "confidence:0.4", *models, *few]
     refused = cli(*command)
@@ -89,14 +80,7 @@ def test_decisions_of_an_engine_s_profile_are_timed_inside_it(
     monkeypatch.setattr(vllm_profile, "measure_vllm_decisions", inside)
     dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"}).save(tmp_path / "profile.json")
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
-    models = [
-        "--target",
-        pair_folder / "target",
-        "--draft",
-        pair_folder / "draft",
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-    ]
+    models = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
     answer = cli(
         "profile", "--add-policy", "confidence:0.4", "--profile", tmp_path / "profile.json", *models, "--quiet"
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import cli
+from commands import cli, model_options
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
@@ -60,14 +60,7 @@ def test_an_imported_policy_is_evaluated_and_decodes(
     assert report.code == 0, report.err
     assert "dynasd-hard" in report.out
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w6 w7 w8"}\n')
-    models = [
-        "--target",
-        pair_folder / "target",
-        "--draft",
-        pair_folder / "draft",
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-    ]
+    models = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
     plain, mine = (
         json.loads(cli("decode", *models, "--policy", policy, "--max-new-tokens", "9", "--json").out)
         for policy in ("fixed:0", tmp_path / "p")
@@ -82,14 +75,7 @@ def test_a_soft_model_of_another_size_is_refused_by_name(
     assert cli("import", tmp_path / "soft.pt", "--out", tmp_path / "p").code == 0
     assert "draft_hidden (768 numbers)" in cli("info", tmp_path / "p", "--json").out
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w6 w7 w8"}\n{"prompt": "w9"}\n')
-    models = [
-        "--target",
-        pair_folder / "target",
-        "--draft",
-        pair_folder / "draft",
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-    ]
+    models = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
     answer = cli("decode", *models, "--policy", tmp_path / "p", "--max-new-tokens", "9")
     assert answer.code == 2 and "reads draft_hidden of 768 numbers, but here it has" in answer.err
     from specstop.collect.prompts.read import read_prompts

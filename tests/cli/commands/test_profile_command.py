@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import cli
+from commands import COMPACT, cli, model_options
 from specstop.decode.profile.measuring import BUDGET_S, Effort
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
@@ -32,16 +32,7 @@ def asked(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.fixture
 def command(pair_folder: Path, tmp_path: Path) -> list[object]:
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n')
-    models = [
-        "--target",
-        pair_folder / "target",
-        "--draft",
-        pair_folder / "draft",
-        "--dtype",
-        "float64",
-        "--engine",
-        "compact",
-    ]
+    models = model_options(pair_folder, *COMPACT)
     return ["profile", *models, "--prompts", tmp_path / "prompts.jsonl", "--out", tmp_path / "p.json"]
 
 

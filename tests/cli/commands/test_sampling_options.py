@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from commands import cli
+from commands import COMPACT, cli, model_options
 from specstop.cli.app import app
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.verify.sampling import Shaping
@@ -22,16 +22,7 @@ FILTERS = ["--top-p", 0.8, "--repetition-penalty", 1.2]
 def models(pair_folder: Path, tmp_path: Path) -> list[object]:
     lines = [f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 10)]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
-    named = [
-        "--target",
-        pair_folder / "target",
-        "--draft",
-        pair_folder / "draft",
-        "--dtype",
-        "float64",
-        "--engine",
-        "compact",
-    ]
+    named = model_options(pair_folder, *COMPACT)
     return [*named, "--prompts", tmp_path / "prompts.jsonl"]
 
 

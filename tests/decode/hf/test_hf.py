@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from assisted_policies import ByPath, ByTokens
 from conftest import EOS, NEW
 from contract_policies import TEST_POLICIES, SelectingByToken
 from specstop.collect.store.folder import Trace
@@ -24,7 +25,7 @@ from specstop.decode import (
 )
 from specstop.decode.models.pair import Pair, join
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
@@ -271,25 +272,6 @@ def assisted(pair: Pair, prompt: list[int], policy: StopPolicy) -> tuple[Tensor,
     drafts = drafts_of(pair.draft, run)
     assert [drafted for drafted, _ in riding.rounds] == drafts[:-1]  # there is no one to tell of the last
     return out[0], drafts
-
-
-class ByTokens(StopPolicy):
-    """Decides by which tokens there are."""
-
-    name, first, max_depth = "by-tokens", 1, 6
-    features = ("anchor_token", "before_token", "drawn_token", "above_token")
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.features @ np.array([1, 2, 3, 5], dtype=np.float32) % 4 > 0), state
-
-
-class ByPath(StopPolicy):
-    """Is not asked about the first token, through which the path leads all the same."""
-
-    name, first, max_depth, features = "by-path", 2, 6, ("path_logprob",)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (step.features[:, :, 0] > -2.0), state
 
 
 @pytest.mark.parametrize(
