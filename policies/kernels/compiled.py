@@ -1,8 +1,9 @@
 """How kernels are compiled: one signature each, serial, without the lock of the interpreter, kept between runs.
 
 Serial, because a kernel with `parallel=True` adds up in another order than the same kernel on one thread, and its threads do
-not survive a fork. One signature, because a call with other types would compile a second version in the middle of a round:
-with the signature given, numba refuses it instead.
+not survive a fork. Sums in the order that is written down: left to the compiler it is another one in each kernel that a part
+is inlined into, and in the process that compiled it. One signature, because a call with other types would compile a second
+version in the middle of a round: with the signature given, numba refuses it instead.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-REASSOCIATE = {"reassoc", "nsz", "contract", "nnan"}
-"""What lets the compiler add up a row in several lanes. Infinities keep their meaning: a masked logit is one."""
+UNORDERED = {"reassoc", "nsz", "nnan"}
+"""What lets the compiler compare the numbers of a row in several lanes; infinities keep their meaning, as masked logits."""
 
 
-def kernel(signature: str, fastmath: set[str] | None = None) -> Callable[[_Function], _Function]:
+def kernel(signature: str) -> Callable[[_Function], _Function]:
     """Return a decorator that compiles a function for this signature, and keeps it in numba's cache folder if it can."""
 
     def build(function: _Function) -> _Function:
-        options: dict[str, Any] = {"nogil": True, "fastmath": fastmath or False, "error_model": "numpy"}
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
             return cast(_Function, numba.njit(signature, cache=True, **options)(function))
         except (RuntimeError, OSError):  # no folder that can be written: compiled anew in each process
@@ -31,9 +32,9 @@ def kernel(signature: str, fastmath: set[str] | None = None) -> Callable[[_Funct
     return build
 
 
-def inlined(function: _Function) -> _Function:
-    """Compile a part of kernels, for whatever types it is used with."""
-    return cast(_Function, numba.njit(nogil=True, fastmath=REASSOCIATE, error_model="numpy")(function))
+def any_order(function: _Function) -> _Function:
+    """Compile a part of kernels that only compares, so that the order of its operations changes no result."""
+    return cast(_Function, numba.njit(nogil=True, fastmath=UNORDERED, error_model="numpy")(function))
 
 
 def exact(function: _Function) -> _Function:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..features.definitions import BOUND, Code
 from ..features.summary import TOP
-from .compiled import REASSOCIATE, inlined, kernel
+from .compiled import any_order, exact, kernel
 
 LEAST = np.float32(-87.0)
 """Below the largest logit by this much a token weighs 1e-38 of it: nothing, in single precision. A masked token
@@ -24,6 +24,8 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 )
 _HALF, _ONE, _BIAS = np.float32(0.5), np.float32(1.0), np.int32(127)
 _BLOCK = 64
+"""Entries that are looked at, or added up, at a time."""
+
 _MARGIN, _LARGEST, _ENTROPY = int(Code.MARGIN), int(Code.LARGEST), int(Code.ENTROPY)
 _TOKEN_PROBABILITY, _SAMPLED, _PATH = int(Code.TOKEN_PROBABILITY), int(Code.SAMPLED_PROBABILITY), int(Code.PATH)
 _NOISY_MARGIN, _NOISY_SCORE, _NOISY_LEAD = int(Code.NOISY_MARGIN), int(Code.NOISY_SCORE), int(Code.NOISY_LEAD)
@@ -31,7 +33,7 @@ _TOKEN, _PARENT, _DEPTH, _RANK = int(Code.TOKEN), int(Code.PARENT_TOKEN), int(Co
 _TEMPERATURE, _PROBABILITY = int(Code.TEMPERATURE), int(Code.PROBABILITY)
 
 
-@inlined
+@exact
 def _exp(x: Any) -> Any:
     """Return e^x for -87 <= x <= 0, to 2 units in the last place.
 
@@ -45,7 +47,7 @@ def _exp(x: Any) -> Any:
     return (p * r * r + r + _ONE) * power
 
 
-@inlined
+@any_order
 def _largest(row: Any) -> Any:
     """Return the largest of a row."""
     most = row[0]
@@ -54,7 +56,7 @@ def _largest(row: Any) -> Any:
     return most
 
 
-@inlined
+@any_order
 def _rank(row: Any, count: Any, best: Any) -> None:
     """Fill `best` with the `count` largest of a row in falling order, and -infinity behind them.
 
@@ -77,22 +79,41 @@ def _rank(row: Any, count: Any, best: Any) -> None:
                 best[at] = value
 
 
-@inlined
+@exact
 def _spread(row: Any, most: Any, scale: Any) -> Any:
-    """Return the sum of e^d over a row, and that of e^d d, d = (entry - most) scale."""
-    total, weighted = np.float32(0.0), np.float32(0.0)
-    for i in range(row.shape[0]):
-        below = max((row[i] - most) * scale, LEAST)
+    """Return the sum of e^d over a row, and that of e^d d, d = (entry - most) scale.
+
+    Each place of a block has sums of its own: so the order of additions is written down, and yet the compiler can work on
+    many at a time. Left to it, the order was another one in each kernel that this is a part of, and another one in the
+    process that compiled a kernel than in those that read it from numba's cache.
+    """
+    sums, weighted, whole = (
+        np.zeros(_BLOCK, np.float32),
+        np.zeros(_BLOCK, np.float32),
+        row.shape[0] - row.shape[0] % _BLOCK,
+    )
+    for start in range(0, whole, _BLOCK):
+        block = row[start : start + _BLOCK]
+        for k in range(_BLOCK):
+            below = max((block[k] - most) * scale, LEAST)
+            power = _exp(below)
+            sums[k] += power
+            weighted[k] += power * below
+    for k in range(row.shape[0] - whole):
+        below = max((row[whole + k] - most) * scale, LEAST)
         power = _exp(below)
-        total += power
-        weighted += power * below
-    return np.float64(total), np.float64(weighted)
+        sums[k] += power
+        weighted[k] += power * below
+    total, total_weighted = 0.0, 0.0
+    for k in range(_BLOCK):
+        total += sums[k]
+        total_weighted += weighted[k]
+    return total, total_weighted
 
 
 @kernel(
     "void(float32[:,::1], int64, boolean, float32[:,::1], int64, float32[:,::1], float64, int64[:,::1], float64[::1], "
-    "float64[::1], float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1])",
-    REASSOCIATE,
+    "float64[::1], float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1])"
 )
 def read_rows(
     logits: Any, ranks: int, spread: bool, scores: Any, most: int, sampled: Any, scale: float, ids: Any,
@@ -143,13 +164,13 @@ def read_rows(
             numbers[b, 1] = np.float64(sampled[r, token] - largest) * scale - norm
 
 
-@inlined
+@exact
 def _probability(top: Any, norm: Any, rank: Any) -> Any:
     """Return the probability of the token of this rank; 0 beyond the vocabulary, where `top` is -infinity."""
     return np.exp(np.float64(top[rank]) - np.float64(top[0]) - norm)
 
 
-@inlined
+@exact
 def _bounded(margin: Any) -> Any:
     return min(max(margin, -BOUND), BOUND)
 
