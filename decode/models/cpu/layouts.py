@@ -1,7 +1,7 @@
-"""Which layout of a weight multiplies fastest on this machine, measured when a model is loaded and kept for the next time.
+"""Which layout of its weights a model multiplies in on this machine: measured when it is loaded and kept for the next time.
 
-Kept under processor, threads, torch and type, so that runs agree with themselves: another layout rounds differently in the
-last bits. `SPECSTOP_LAYOUT=reordered` (`linear`, `transposed`) takes one for all products and measures nothing.
+Kept under processor, threads, torch and the shapes of the model, so that runs agree with themselves: another layout rounds
+differently in the last bits. `SPECSTOP_LAYOUT=reordered` (`linear`, `transposed`) takes one for all and measures nothing.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import contextlib
 import json
 import os
 import platform
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ....policies.errors import InputError
 from ....policies.files.atomic import cache_folder, write_json
-from .products import BOUNDS, LAYOUTS, Product, can_pack, prepared
+from .passes import ROWS, Choice, pass_seconds, sample, shape_of
+from .products import BOUNDS, LAYOUTS, Product, can_pack
 
 FORCED = "SPECSTOP_LAYOUT"
-ROWS = (1, 2, 5, 16)
-"""Rows that a class is measured with."""
-
 SMALL = 64 << 10
 """Bytes of a weight below which nothing is measured: every layout takes a few microseconds, most of them the call itself."""
 
@@ -38,39 +38,21 @@ EXTRA = 1 << 30
 STALL_S, SLOWEST = 5e-4, 1e10
 """A call that takes longer than this and a row read at so many bytes a second has waited for something."""
 
-_WEIGHTS, _LEAST_TURNS, _MOST_TURNS, _BUDGET_S = 4, 3, 25, 0.1
-
-Seconds = dict[str, list[float]]
-"""By layout, of a product by class of rows."""
+Seconds = Mapping[str, Sequence[float]]
+"""By layout, of all products of a shape, by class of rows."""
 
 
 def choose_layouts(products: Sequence[Product]) -> None:
-    """Have products multiply in the layouts that are fastest here; those of one shape alike."""
+    """Have the products of a model multiply in the layouts that are fastest here; those of one shape alike."""
     if forced := os.environ.get(FORCED):
         if forced not in LAYOUTS:
             raise InputError(f"{FORCED}: expected one of {', '.join(LAYOUTS)}, not {forced!r}")
         for product in products:
             product.settle((forced,) * len(BOUNDS))
         return
-    by_shape: dict[str, list[Product]] = {}
-    for product in products:
-        if is_measured(product):
-            weight = product.weights
-            by_shape.setdefault(f"{weight.shape[0]}x{weight.shape[1]} {weight.dtype}", []).append(product)
-    known = _read()
-    found = {shape: measured(some) for shape, some in by_shape.items() if shape not in known}
-    found = {shape: seconds for shape, seconds in found.items() if is_undisturbed(seconds, by_shape[shape][0])}
-    if found:
-        _write(found)
-        known |= found
-    left = EXTRA
-    for shape, some in by_shape.items():
-        if shape not in known:  # until the machine is quieter
-            continue
-        extra = sum(product.weights.nbytes for product in some)
-        layouts = best_layouts(known[shape], 2 if extra <= left else 1)
-        left -= extra if len(set(layouts)) > 1 else 0
-        for product in some:
+    free = [product for product in products if is_measured(product)]
+    if free:
+        for product, layouts in zip(free, _known_or_measured(free), strict=True):
             product.use(layouts)
     for product in products:
         product.settle(product.layouts)
@@ -81,6 +63,44 @@ def is_measured(product: Product) -> bool:
     if product.weight is None:  # it has been settled
         return False
     return product.weight.nbytes >= SMALL and not can_pack(product.weight.device, product.weight.dtype)
+
+
+def _known_or_measured(products: Sequence[Product]) -> list[tuple[str, ...]]:
+    """Return the layouts of each product: those that were kept for such a model, or those measured now."""
+    shapes = [shape_of(product) for product in products]
+    model = ", ".join(f"{count} of {shape}" for shape, count in sorted(Counter(shapes).items()))
+    known = _read().get(model)
+    if known is None:
+        known = best_choice(products)
+        if known is None:  # until the machine is quieter
+            return [product.layouts for product in products]
+        _write(model, known)
+    return [tuple(known[shape]) for shape in shapes]
+
+
+@torch.inference_mode()
+def best_choice(products: Sequence[Product]) -> Choice | None:
+    """Return the layouts by shape; None where the machine had no time for the timings that they follow from.
+
+    A second layout of the same weights saves nothing where both do not stay in the cache that one of them stays in: a pass
+    over 46 MB of weights took 1.2 to 1.4 times as long with two layouts as with either of them, when sizes changed from pass
+    to pass. So it is kept only where passes with both are measured to be faster than with one.
+    """
+    some = sample(products)
+    weights = {shape_of(product): product.weights for product in some}
+    timed = pass_seconds(some, [dict.fromkeys(weights, (layout,) * len(ROWS)) for layout in LAYOUTS])
+    alone = {shape: {layout: found[shape] for layout, found in zip(LAYOUTS, timed, strict=True)} for shape in weights}
+    counts = Counter(map(shape_of, some))
+    for shape, weight in weights.items():
+        longest = max(max(values) for values in alone[shape].values())
+        if not is_undisturbed(longest / counts[shape], weight):
+            return None
+    one, two = ({shape: best_layouts(alone[shape], most) for shape in weights} for most in (1, 2))
+    doubled = sum(product.weights.nbytes for product in products if len(set(two[shape_of(product)])) > 1)
+    if not 0 < doubled <= EXTRA:
+        return one
+    with_one, with_two = (np.sum([*found.values()], 0) for found in pass_seconds(some, [one, two]))
+    return two if (with_two / with_one).mean() < 1.0 - LEAST_GAIN else one
 
 
 def best_layouts(seconds: Seconds, most: int) -> tuple[str, ...]:
@@ -98,44 +118,12 @@ def best_layouts(seconds: Seconds, most: int) -> tuple[str, ...]:
     return best
 
 
-@torch.inference_mode()
-def measured(products: Sequence[Product]) -> Seconds:
-    """Return the seconds of a product of this shape, of each weight the least of several turns: what else runs only adds.
-
-    Weights of several layers and all layouts take turns, so that none stays in the cache nearest to the core: no forward
-    finds it there.
-    """
-    some = products[:_WEIGHTS]
-    like = some[0].weights
-    inputs = [torch.ones(1, rows, like.shape[1], dtype=like.dtype) for rows in ROWS]
-    calls = [
-        (layout, at, form, x)
-        for layout in LAYOUTS
-        for form in [prepared(layout, one.weights, one.bias) for one in some]
-        for at, x in enumerate(inputs)
-    ]
-    least = [float("inf")] * len(calls)
-    begin = time.perf_counter()
-    for turn in range(_MOST_TURNS):
-        if turn >= _LEAST_TURNS and time.perf_counter() - begin > _BUDGET_S:
-            break
-        for call, (_, _, form, x) in enumerate(calls):
-            now = time.perf_counter()
-            form(x)
-            least[call] = min(least[call], time.perf_counter() - now)
-    seconds: Seconds = {layout: [0.0] * len(ROWS) for layout in LAYOUTS}
-    for value, (layout, at, _, _) in zip(least, calls, strict=True):
-        seconds[layout][at] += value / len(some)
-    return seconds
-
-
-def is_undisturbed(seconds: Seconds, product: Product) -> bool:
-    """Whether the machine had time for these timings.
+def is_undisturbed(seconds: float, weight: Tensor) -> bool:
+    """Whether the machine had time for a product that took so long.
 
     Where others take all cores, threads wait for each other, for milliseconds.
     """
-    most = STALL_S + max(ROWS) * product.weights.nbytes / SLOWEST
-    return all(value < most for values in seconds.values() for value in values)
+    return seconds < STALL_S + max(ROWS) * weight.nbytes / SLOWEST
 
 
 def machine() -> str:
@@ -151,36 +139,36 @@ def _file() -> Path:
     return cache_folder() / "layouts.json"
 
 
-def _read() -> dict[str, Seconds]:
-    """Return what is known of this machine, by shape; nothing where the file is not there or is damaged."""
+def _read() -> dict[str, Choice]:
+    """Return what is known of this machine, by model; nothing where the file is not there or is damaged."""
     return _entries().get(machine(), {})
 
 
-def _entries() -> dict[str, dict[str, Seconds]]:
+def _entries() -> dict[str, dict[str, Choice]]:
     try:
         raw = json.loads(_file().read_text(encoding="utf-8"))
         return {
-            where: {shape: seconds for shape, seconds in shapes.items() if _is_whole(seconds)}
-            for where, shapes in raw.items()
+            where: {model: choice for model, choice in models.items() if _is_whole(model, choice)}
+            for where, models in raw.items()
         }
     except (OSError, ValueError, AttributeError):
         return {}
 
 
-def _is_whole(seconds: Any) -> bool:
-    """Whether timings read from a file are those of all layouts and classes."""
-    return isinstance(seconds, dict) and all(
-        isinstance(seconds.get(layout), list)
-        and len(seconds[layout]) == len(ROWS)
-        and all(isinstance(value, float) and value > 0.0 for value in seconds[layout])
-        for layout in LAYOUTS
+def _is_whole(model: str, choice: Any) -> bool:
+    """Whether what was read from a file names a layout for each class of each shape of a model."""
+    return isinstance(choice, dict) and all(
+        isinstance(choice.get(shape), list)
+        and len(choice[shape]) == len(BOUNDS)
+        and {*map(str, choice[shape])} <= {*LAYOUTS}
+        for shape in (part.partition(" of ")[2] for part in model.split(", "))
     )
 
 
-def _write(found: dict[str, Seconds]) -> None:
+def _write(model: str, choice: Choice) -> None:
     """Keep what was found; a cache that cannot be written costs the next run some tenths of a second."""
     entries = _entries()
-    entries[machine()] = {**entries.get(machine(), {}), **found}
+    entries[machine()] = {**entries.get(machine(), {}), model: choice}
     with contextlib.suppress(OSError):
         _file().parent.mkdir(parents=True, exist_ok=True)
         write_json(_file(), entries)

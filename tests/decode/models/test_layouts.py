@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from specstop.decode.models.cpu import layouts
+from specstop.decode.models.cpu import layouts, passes
 from specstop.decode.models.cpu.products import BOUNDS, LAYOUTS, Product
 from specstop.decode.models.engine import pack
 from specstop.policies.errors import InputError
@@ -25,15 +27,35 @@ def weight(seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, costs: dict[str, list[float]]) -> list[str]:
-    """Have products take made-up times, in microseconds, and note which shapes were measured."""
+APART = {"reordered": [4.0, 4.0, 4.0, 4.0], "linear": [2.0, 3.0, 5.0, 9.0], "transposed": [1.0, 2.0, 5.0, 9.0]}
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, costs: dict[str, list[float]], both: float = 1.0) -> list[str]:
+    """Have passes take made-up times, in microseconds a product, and note which products were measured.
+
+    Args:
+        costs: by layout, by class of rows.
+        both: what passes take of that where two layouts of a weight are kept.
+    """
     seen: list[str] = []
 
-    def measured(products: list[Product]) -> dict[str, list[float]]:
-        seen.append("x".join(map(str, products[0].weight.shape)))
-        return {layout: [1e-6 * value for value in values] for layout, values in costs.items()}
+    def pass_seconds(
+        products: Sequence[Product], choices: Sequence[Mapping[str, Sequence[str]]]
+    ) -> list[dict[str, list[float]]]:
+        seen.append(" ".join(map(passes.shape_of, products)))
+        count = Counter(map(passes.shape_of, products))
+        return [
+            {
+                shape: [
+                    1e-6 * count[shape] * costs[layout][at] * (both if len(set(kept)) > 1 else 1.0)
+                    for at, layout in enumerate(kept)
+                ]
+                for shape, kept in choice.items()
+            }
+            for choice in choices
+        ]
 
-    monkeypatch.setattr(layouts, "measured", measured)
+    monkeypatch.setattr(layouts, "pass_seconds", pass_seconds)
     return seen
 
 
@@ -51,16 +73,28 @@ def test_every_layout_gives_the_product(rows: int, bias: torch.Tensor | None) ->
 
 
 def test_what_is_fastest_for_so_many_rows_is_used_and_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {"reordered": [4.0, 4.0, 4.0, 4.0], "linear": [2.0, 3.0, 5.0, 9.0], "transposed": [1.0, 2.0, 5.0, 9.0]}
-    seen = clock(monkeypatch, costs)
+    seen = clock(monkeypatch, APART)
     several = [Product(weight(seed)) for seed in range(3)]
     layouts.choose_layouts(several)
     assert {product.layouts for product in several} == {("transposed", "transposed", "reordered", "reordered")}
-    assert seen == ["192x128"]
-    again = Product(weight(9))
-    layouts.choose_layouts([again])
-    assert again.layouts == several[0].layouts and seen == ["192x128"], "known from before"
-    assert list(json.loads(cache.read_text())) == [layouts.machine()]
+    assert seen == ["192x128 float32 192x128 float32 192x128 float32"] * 2, "each alone, then one beside two"
+    again = [Product(weight(seed)) for seed in range(3)]
+    layouts.choose_layouts(again)
+    assert again[0].layouts == several[0].layouts and len(seen) == 2, "known from before"
+    layouts.choose_layouts([*again[:1], Product(weight())])
+    assert len(seen) == 4, "a model of other weights has other caches"
+    known = json.loads(cache.read_text())
+    assert list(known) == [layouts.machine()]
+    assert list(known[layouts.machine()]) == ["3 of 192x128 float32", "1 of 192x128 float32"]
+
+
+def test_a_second_layout_is_kept_only_where_passes_with_both_are_faster(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(monkeypatch, APART, both=1.6)
+    product = Product(weight())
+    layouts.choose_layouts([product])
+    assert product.layouts == ("reordered",) * len(BOUNDS), "caches hold one of them"
 
 
 def test_a_little_faster_is_no_reason_and_a_second_layout_has_a_price(
@@ -75,7 +109,17 @@ def test_a_little_faster_is_no_reason_and_a_second_layout_has_a_price(
     monkeypatch.setattr(layouts, "EXTRA", weight().nbytes)
     one, other = Product(weight()), Product(weight(1, (256, 128)))
     layouts.choose_layouts([one, other])
-    assert [len(set(product.layouts)) for product in (one, other)] == [2, 1], "there is memory for one second layout"
+    assert [set(product.layouts) for product in (one, other)] == [{"linear"}] * 2, (
+        "there is memory for one second layout"
+    )
+
+
+def test_a_sample_has_each_shape_and_as_much_as_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, some = Product(weight(1, (256, 128))), [Product(weight(seed)) for seed in range(4)]
+    monkeypatch.setattr(passes, "SAMPLE", large.weights.nbytes + 2 * weight().nbytes)
+    assert passes.sample([*some, large]) == [*some[:2], large]
+    monkeypatch.setattr(passes, "SAMPLE", 0)
+    assert passes.sample([*some, large]) == [some[0], large]
 
 
 def test_small_weights_and_other_types_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +137,22 @@ def test_timings_of_a_machine_that_had_no_time_are_not_kept(cache: Path, monkeyp
         product = Product(weight())
         layouts.choose_layouts([product])
         assert product.layouts == ("reordered",) * 4
-    assert seen == ["192x128"] * 2 and not cache.exists()
+    assert len(seen) == 2 and not cache.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 3}', '{"x": {"192x128 torch.float32": {"linear": [1]}}}'])
+DAMAGED = ("3", '{"192x128 float32": ["linear"]}', '{"192x128 float32": ["linear", "best", "linear", "linear"]}', "{}")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"x": 3}', *(f'{{"x": {{"1 of 192x128 float32": {t}}}}}' for t in DAMAGED)]
+)
 def test_a_damaged_file_is_measured_anew(cache: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     cache.write_text(text.replace('"x"', json.dumps(layouts.machine())))
     seen = clock(monkeypatch, {layout: [1.0] * 4 for layout in LAYOUTS})
     layouts.choose_layouts([Product(weight())])
-    assert seen == ["192x128"] and "192x128 torch.float32" in cache.read_text()
+    assert len(seen) == 1 and json.loads(cache.read_text())[layouts.machine()] == {
+        "1 of 192x128 float32": {"192x128 float32": ["reordered"] * 4}
+    }
 
 
 def test_what_is_measured_are_the_products_themselves(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +162,13 @@ def test_what_is_measured_are_the_products_themselves(cache: Path, monkeypatch: 
     expected = module(x)
     pack(module)
     torch.testing.assert_close(module(x), expected, atol=1e-4, rtol=1e-4)
-    (found,) = json.loads(cache.read_text())[layouts.machine()].values()
-    assert set(found) == set(LAYOUTS) and all(0.0 < value < 1.0 for times in found.values() for value in times)
+    ((model, found),) = json.loads(cache.read_text())[layouts.machine()].items()
+    assert model == "3 of 256x256 float32" and {*found["256x256 float32"]} <= {*LAYOUTS}
+    products = [Product(layer.weight) for layer in torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(3))]
+    choices = [{"256x256 float32": (layout,) * 4} for layout in LAYOUTS]
+    with torch.inference_mode():
+        timed = passes.pass_seconds(products, choices)
+    assert all(0.0 < value < 10.0 for times in timed for value in times["256x256 float32"])
 
 
 def test_one_layout_can_be_forced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
