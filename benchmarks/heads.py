@@ -322,7 +322,16 @@ def _machines(
             verification="match", progress=progress,
         )  # fmt: skip
     table = CostTable(1.0, (DRAFT_S, DRAFT_S), 0.0, (VERIFY_S,) * (DEPTH + 1))
-    flat = replace(slow, low=table, high=table, step_s=0.0, round_s=0.0, prefill_s=(0.0, 0.0), tree_outside_s=None)
+    flat = replace(
+        slow,
+        low=table,
+        high=table,
+        step_s=0.0,
+        round_s=0.0,
+        prefill_s=(0.0, 0.0),
+        tree_outside_s=None,
+        plain_outside_s=None,
+    )
     fitting, left_out, arrays = sides
     found = {}
     for machine, profile, names in (("plain engine", slow, [named]), ("GPU-like", flat, list(learned))):

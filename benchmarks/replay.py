@@ -95,7 +95,7 @@ def live(
     before = before.with_measured_decisions(decisions)
     runs = [Speculator(pair, policy, settings, before) for policy in policies]
     found = run_alternating(
-        runs, list(zip([p.id for p in prompts], ids, strict=True)), calibration=calibration, calibrate_every=2
+        runs, list(zip([p.id for p in prompts], ids, strict=True)), calibration=calibration, calibrate_every=1
     )
     profile = calibration.profile().with_measured_decisions(decisions)
     rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]

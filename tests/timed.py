@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from specstop.policies.latency.estimate import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
+from specstop.policies.latency.estimate import (
+    CONTEXTS,
+    DECISIONS,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PLAIN,
+    PLAIN_OUTSIDE,
+    PREFILL,
+    VERIFY,
+)
 from specstop.policies.latency.measurements import Key, collected
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
@@ -60,6 +70,8 @@ def _of_rounds(costs: Profile, table: CostTable, side: str) -> dict[Key, float]:
     """Return the seconds of the parts of rounds at one context."""
     second = table.later_s if table.second_draft_s is None else table.second_draft_s
     found = {Key(PLAIN, side): table.verify_s[0]}
+    if costs.plain_outside_s is not None:
+        found[Key(PLAIN_OUTSIDE, side)] = costs.plain_outside_s
     for count, seconds in enumerate(table.verify_s):
         found[Key(VERIFY, side, (count,))] = seconds
         found[Key(OUTSIDE, side, (count,))] = costs.round_s + costs.step_s * count

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
+from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
@@ -31,7 +31,7 @@ from ..verify.sampling import UNCHANGED, Shaping
 from .batches import BatchRun
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
-from .script import Scripted
+from .script import SETTLED, Scripted
 from .trees import TreeRun
 
 NEW_TOKENS = 48
@@ -221,17 +221,24 @@ class CalibrationRun:
 def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation) -> None:
     """Add the timings of a scripted text and of a plain one at one context; rounds that were cut short are none."""
     timed[Key(PREFILL, side, (scripted.prompt_tokens,))].append(scripted.prefill_s)
+    before: deque[int] = deque(maxlen=SETTLED)
     for r in scripted.rounds:
         if r.cut:
             continue
-        timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
+        if before.count(r.drafted) == SETTLED:
+            # The longer ago the target's weights were read, the fewer of them are still in a cache that others use too: a
+            # round costs the next ones the more, the longer it was. Behind some of its own length it is charged for itself.
+            timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
+        before.append(r.drafted)
         timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
         if r.drafted:
             # A drafter that reads nothing is timed as one that reads the root alone.
             timed[Key(FIRST, side, (max(r.backlog, 1),))].append(r.first_draft_s)
         if r.drafted > 1:
             timed[Key(LATER, side, (r.drafted,))].append(r.draft_s)
-    timed[Key(PLAIN, side)].extend(r.verify_s for r in plain.rounds if not r.cut)
+    whole = [r for r in plain.rounds if not r.cut]
+    timed[Key(PLAIN, side)].extend(r.verify_s for r in whole)
+    timed[Key(PLAIN_OUTSIDE, side)].extend(r.outside_s for r in whole)
 
 
 def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:

@@ -9,17 +9,18 @@ import numpy as np
 
 from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 
+IN_A_ROW, SETTLED = 6, 2
+"""Times in a row that a length comes, and rounds of it before what a round costs the next ones is that of its own length."""
+
 TWICE = 2
-"""Times in a row that a length comes."""
+"""Times in a row that a card of a batch comes: there are so many that more would leave most out."""
 
 
 class Scripted(StopPolicy):
-    """Drafts lengths from a shuffled deck of 0..K, each twice in a row, whatever the text is; K = 0 is plain decoding.
+    """Drafts lengths from a shuffled deck of 0..K, each some times in a row, whatever the text is; K = 0 is plain decoding.
 
-    A size that comes again is a little cheaper, and with real policies about every other one does. It does little else:
-    what a script does between model calls cools the caches that these are timed on.
-
-    The state is, by stream, its key and the number of its round.
+    It does little else: what a script does between model calls cools the caches that these are timed on. The state is, by
+    stream, its key, the number of its round and the length of this one.
     """
 
     first = 0
@@ -30,22 +31,24 @@ class Scripted(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams in their first round."""
-        return keys, np.zeros(streams, dtype=np.int64)
-
-    def _length(self, key: int, number: int) -> int:
-        deck, place = divmod(number // TWICE, self.max_depth + 1)
-        return shuffled(self.max_depth + 1, key, deck)[place]
+        return self._turned(keys, np.zeros(streams, dtype=np.int64))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the deck."""
-        keys, numbers = state
-        lengths = [[self._length(*stream)] for stream in zip(keys.tolist(), numbers.tolist(), strict=True)]
-        return step.alive & (step.depth < np.array(lengths)), state
+        return step.alive & (step.depth < state[2]), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Turn to the next card."""
-        keys, numbers = state
-        return keys, numbers + outcome.active
+        keys, numbers, _ = state
+        return self._turned(keys, numbers + outcome.active)
+
+    def _turned(self, keys: Array, numbers: Array) -> State:
+        lengths = [[self._length(*stream)] for stream in zip(keys.tolist(), numbers.tolist(), strict=True)]
+        return keys, numbers, np.array(lengths)
+
+    def _length(self, key: int, number: int) -> int:
+        deck, place = divmod(number // IN_A_ROW, self.max_depth + 1)
+        return shuffled(self.max_depth + 1, key, deck)[place]
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ What is timed (`Key.what`), at each of the two contexts, with what it is counted
     first draft (backlog)           the first draft step of a round, which reads so many tokens
     later drafts (drafted)          the other ones of a round that drafted so many, together
     outside (drafted)               all of a round but models and policy
+    plain outside ()                the same of plain decoding, where nothing is asked, drafted or compared
     prefill (prompt tokens)         reading a prompt
     tree ...                        the same of rounds that may branch, by rows: see `trees`
     batch plain (streams)           a verification of plain decoding, of several texts side by side
@@ -31,6 +32,7 @@ from .robust_fits import Points, line, pooled, rising, typical
 
 SHORT, LONG = CONTEXTS = ("short", "long")
 VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft", "later drafts", "outside", "prefill"
+PLAIN_OUTSIDE = "plain outside"
 TREE_PATH, TREE_DRAFTS, TREE_VERIFY, TREE_OUTSIDE = "tree path", "tree drafts", "tree verify", "tree outside"
 BATCH_PLAIN, BATCH_VERIFY, BATCH_FIRST = "batch plain", "batch verify", "batch first draft"
 BATCH_DRAFTS, BATCH_OUTSIDE = "batch drafts", "batch outside"
@@ -42,6 +44,7 @@ LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
     FIRST: (1,),
     LATER: (2,),
     OUTSIDE: (0,),
+    PLAIN_OUTSIDE: (),
     PREFILL: (1,),
     TREE_PATH: (0, 1),
     TREE_VERIFY: (1,),
@@ -83,6 +86,7 @@ class Estimate(NamedTuple):
     prefill_s: tuple[float, float]
     decision_s: dict[str, tuple[float, float]]
     tree_outside_s: tuple[float, float, float] | None
+    plain_outside_s: float | None
 
 
 def check(measurements: Measurements) -> Measurements:
@@ -110,7 +114,9 @@ def estimate(timings: Timings, depth: int) -> Estimate:
     low, high = (_chains(timings, side, depth) for side in CONTEXTS)
     step_s, round_s = _outside(timings)
     low, high, tree_outside = _with_trees(timings, low, high)
-    return Estimate(low, high, step_s, round_s, _prefill(timings), decisions(timings), tree_outside)
+    plain = pooled([timings.groups(PLAIN_OUTSIDE, side) for side in CONTEXTS])
+    plain_s = typical(plain[()]) if plain else None
+    return Estimate(low, high, step_s, round_s, _prefill(timings), decisions(timings), tree_outside, plain_s)
 
 
 def decisions(timings: Timings) -> dict[str, tuple[float, float]]:

@@ -31,7 +31,7 @@ PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
 """Stands near the beginning of every profile."""
 
-COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s", "batch")
+COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s", "batch", "plain_outside_s")
 """What a profile has beside decisions."""
 
 SAME = 1e-6
@@ -58,6 +58,7 @@ class Profile:
         shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
         batch: what texts that are decoded side by side cost; None = not measured.
         verification: the mode whose rounds of chains were timed; "" = not told.
+        plain_outside_s: outside the models in a round that drafts nothing and asks nobody; None = as in any other.
     """
 
     low: CostTable
@@ -74,6 +75,7 @@ class Profile:
     shaping: Mapping[str, Any] = field(default_factory=dict)
     batch: BatchCosts | None = None
     verification: str = ""
+    plain_outside_s: float | None = None
 
     @staticmethod
     def measured(
@@ -109,6 +111,7 @@ class Profile:
             told.tree_outside_s,
             measurements,
             batch=batch_costs(timings, contexts),
+            plain_outside_s=told.plain_outside_s,
         )
 
     @property
@@ -169,6 +172,7 @@ class Profile:
             prefill_s=told.prefill_s,
             tree_outside_s=told.tree_outside_s,
             batch=batch_costs(timings, (low.context, high.context)),
+            plain_outside_s=told.plain_outside_s,
         )
 
     def resampled(self, rng: np.random.Generator) -> Profile:
@@ -223,10 +227,14 @@ class Profile:
         if fed is not None:
             per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
             outside = per_round + per_step * (fed > 0).sum(1) + per_token * drafted
-            out: Array = self._at(context, self._tree_calls(verified, backlog, fed)) + outside + decided
-            return out
-        calls = self._calls(drafted, self._padded[verified], backlog)
-        return self._at(context, calls) + self.round_s + self.step_s * drafted + decided
+            calls = self._tree_calls(verified, backlog, fed)
+        else:
+            outside = self.round_s + self.step_s * drafted
+            calls = self._calls(drafted, self._padded[verified], backlog)
+        if self.plain_outside_s is not None:
+            outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
+        out: Array = self._at(context, calls) + outside + decided
+        return out
 
     def _at(self, context: Array, calls: Array) -> Array:
         """Return [S] seconds of model calls at `context`, given those at the two contexts measured [2, S]."""
@@ -332,6 +340,9 @@ class Profile:
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
                 batch=BatchCosts.read(entries.part("batch")) if entries.has("batch") else None,
                 verification=entries.text("verification") if entries.has("verification") else "",
+                plain_outside_s=entries.number("plain_outside_s", most=MOST_S)
+                if entries.has("plain_outside_s")
+                else None,
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None

@@ -161,6 +161,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         step_s=profile.step_s / batch,
         round_s=profile.round_s / batch,
         tree_outside_s=None,
+        plain_outside_s=None if profile.plain_outside_s is None else profile.plain_outside_s / batch,
     )
 
 
@@ -175,7 +176,9 @@ def _measured_share(profile: Profile, costs: BatchCosts, batch: int) -> Profile:
         return CostTable(context, (one, two), two - one, tuple(verify.tolist()), later)
 
     low, high = (share(table.context) for table in (profile.low, profile.high))
-    return dataclasses.replace(profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None)
+    return dataclasses.replace(
+        profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None, plain_outside_s=None
+    )
 
 
 class _Line:

@@ -18,10 +18,11 @@ from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, measure_profile
+from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.script import TWICE, Scripted
+from specstop.decode.profile.script import IN_A_ROW, Scripted
 from specstop.decode.profile.trees import TreeRun
+from specstop.decode.records import Generation
 from specstop.decode.verify.base import Turn
 from specstop.decode.verify.match import Match
 from specstop.decode.verify.sampling import Sampler
@@ -100,6 +101,7 @@ def test_known_costs_are_found_again(pair: Pair, clock: list[float]) -> None:
         assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
     assert profile.step_s == pytest.approx(STEP, rel=1e-4)
     assert profile.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
+    assert profile.plain_outside_s == pytest.approx(ROUND + STEP, rel=1e-4)
     assert profile.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
     assert profile.facts["spread"] == pytest.approx(0.0, abs=1e-9)
     assert 12 < profile.low.context < profile.high.context < 128
@@ -113,6 +115,26 @@ def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
         for r in generation.rounds:
             row = [np.array([n]) for n in (r.context, r.drafted, r.verified, r.backlog, r.decisions)]
             assert profile.round_seconds(*row, 0.0).item() == pytest.approx(r.seconds, rel=1e-4)
+
+
+def test_a_verification_is_charged_for_what_its_own_length_costs_the_next(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One behind a longer round took longer than it does behind its like."""
+    run = CalibrationRun(pair, PROMPTS, depth=DEPTH, temperature=0.0, new_tokens=60)
+    generate = Speculator.generate
+
+    def aged(speculator: Speculator, prompt: Sequence[int], key: int) -> Generation:
+        text = generate(speculator, prompt, key)
+        before = [0, *(r.drafted for r in text.rounds)]
+        rounds = [r._replace(verify_s=1.0 + r.drafted + 100.0 * b) for r, b in zip(text.rounds, before, strict=False)]
+        return dataclasses.replace(text, rounds=tuple(rounds))
+
+    monkeypatch.setattr(Speculator, "generate", aged)
+    for number in range(4):
+        run.play(number)
+    for table in (run.profile().low, run.profile().high):
+        assert table.verify_s == pytest.approx([1.0 + 101.0 * n for n in range(DEPTH + 1)], rel=EXACT)
 
 
 def test_longer_contexts_cost_more_where_they_do(pair: Pair, clock: list[float]) -> None:
@@ -171,7 +193,7 @@ def test_the_script_deals_every_length_equally_often(depth: int) -> None:
     batch, none = np.arange(streams), np.zeros((streams, 1, 0), dtype=np.float32)
     state = policy.start(streams, batch * 7919)
     dealt: list[list[int]] = []
-    for _ in range(decks * (depth + 1) * TWICE):
+    for _ in range(decks * (depth + 1) * IN_A_ROW):
         length = np.zeros(streams, dtype=np.int64)
         for j in range(depth):
             keep, state = policy.keep(DraftStep(j, alive, parent, none, {}, batch), state)
@@ -180,8 +202,9 @@ def test_the_script_deals_every_length_equally_often(depth: int) -> None:
         dealt.append(length.tolist())
         zero = np.zeros(streams, dtype=np.int64)
         state = policy.observe(RoundOutcome(alive[:, 0], length, length, zero, ~alive[:, 0], np.zeros(streams)), state)
-    assert dealt[::2] == dealt[1::2], "each comes twice in a row"
-    dealt = dealt[::TWICE]
+    for at in range(1, IN_A_ROW):
+        assert dealt[::IN_A_ROW] == dealt[at::IN_A_ROW], "each comes some times in a row"
+    dealt = dealt[::IN_A_ROW]
     for s in range(streams):
         mine = [row[s] for row in dealt]
         for at in range(0, len(mine), depth + 1):
@@ -195,7 +218,7 @@ def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
     run = Speculator(pair, Scripted(3), Settings(0.7, 90, ignore_eos=True)).generate(PROMPTS[0], 1)
     counts = Counter(r.drafted for r in run.rounds if not r.cut)
     assert set(counts) == {0, 1, 2, 3}
-    assert max(counts.values()) - min(counts.values()) <= TWICE
+    assert max(counts.values()) - min(counts.values()) <= IN_A_ROW
 
 
 def price(timed: Measurements, policy: StopPolicy) -> Price:

@@ -58,6 +58,19 @@ def test_a_round_costs_the_sum_of_its_parts(profile: Profile, context: float, co
     assert seconds(profile, context, *counts) == pytest.approx(slow_seconds(profile, context, *counts), rel=EXACT)
 
 
+def test_a_round_that_drafts_and_asks_nothing_has_less_around_it(profile: Profile) -> None:
+    plain = dataclasses.replace(profile, plain_outside_s=profile.round_s / 4)
+    saved = 0.75 * profile.round_s
+    assert seconds(plain, 30.0, 0, 0, 1, 0) == pytest.approx(seconds(profile, 30.0, 0, 0, 1, 0) - saved, rel=EXACT)
+    for counts in ((0, 0, 1, 1), (1, 0, 1, 0), (3, 3, 1, 2)):
+        assert seconds(plain, 30.0, *counts) == seconds(profile, 30.0, *counts)
+    fed = np.zeros((1, 3), dtype=np.int64)
+    some = [np.array([n]) for n in (30, 0, 0, 1, 0)]
+    for made in (plain, profile):
+        tree = made.round_seconds(*some, 0.0, fed)
+        assert tree.item() == pytest.approx(seconds(made, 30.0, 0, 0, 1, 0), rel=EXACT)
+
+
 def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None:
     assert profile.padded() == (0, 1, 2, 3, 5, 5, 6)
     assert profile.padded() == tuple(slow_padded(profile, n) for n in range(7))
