@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,9 +29,10 @@ from ..records import Generation
 from ..settings import Settings
 from ..verify.sampling import UNCHANGED, Shaping
 from .batches import BatchRun
+from .behind import Before, behind_their_like
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
-from .script import SETTLED, Scripted
+from .script import Scripted
 from .trees import TreeRun
 
 NEW_TOKENS = 48
@@ -180,7 +181,7 @@ class CalibrationRun:
         """Return the profile that the measurements of its cases tell."""
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
         depth, temperature = self.settings.max_depth, self.settings.temperature
-        made = Profile.measured(measurements, (short, long), depth, temperature)
+        made = Profile.measured(behind_their_like(measurements), (short, long), depth, temperature)
         noise = made.noise.to_dict() if made.noise else {}
         known = {**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))}
         return dataclasses.replace(
@@ -221,15 +222,12 @@ class CalibrationRun:
 def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation) -> None:
     """Add the timings of a scripted text and of a plain one at one context; rounds that were cut short are none."""
     timed[Key(PREFILL, side, (scripted.prompt_tokens,))].append(scripted.prefill_s)
-    before: deque[int] = deque(maxlen=SETTLED)
+    before = Before()
     for r in scripted.rounds:
         if r.cut:
             continue
-        if before.count(r.drafted) == SETTLED:
-            # The longer ago the target's weights were read, the fewer of them are still in a cache that others use too: a
-            # round costs the next ones the more, the longer it was. Behind some of its own length it is charged for itself.
-            timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
-        before.append(r.drafted)
+        if (earlier := before.add(r.verified)) is not None:
+            timed[Key(VERIFY, side, (r.verified, earlier))].append(r.verify_s)
         timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
         if r.drafted:
             # A drafter that reads nothing is timed as one that reads the root alone.

@@ -9,18 +9,16 @@ import numpy as np
 
 from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 
-IN_A_ROW, SETTLED = 6, 2
-"""Times in a row that a length comes, and rounds of it before what a round costs the next ones is that of its own length."""
-
 TWICE = 2
-"""Times in a row that a card of a batch comes: there are so many that more would leave most out."""
+"""Times in a row that a length comes."""
 
 
 class Scripted(StopPolicy):
-    """Drafts lengths from a shuffled deck of 0..K, each some times in a row, whatever the text is; K = 0 is plain decoding.
+    """Drafts lengths from a shuffled deck of 0..K, each twice in a row, whatever the text is; K = 0 is plain decoding.
 
-    It does little else: what a script does between model calls cools the caches that these are timed on. The state is, by
-    stream, its key, the number of its round and the length of this one.
+    A size that comes again is a little cheaper, and with real policies about every other one does. It does little else:
+    what a script does between model calls cools the caches that these are timed on. The state is, by stream, its key, the
+    number of its round and the length of this one.
     """
 
     first = 0
@@ -47,7 +45,7 @@ class Scripted(StopPolicy):
         return keys, numbers, np.array(lengths)
 
     def _length(self, key: int, number: int) -> int:
-        deck, place = divmod(number // IN_A_ROW, self.max_depth + 1)
+        deck, place = divmod(number // TWICE, self.max_depth + 1)
         return shuffled(self.max_depth + 1, key, deck)[place]
 
 

@@ -26,6 +26,7 @@ from ..records import Round
 from ..settings import Settings
 from ..verify.noise import mix_one
 from ..verify.sampling import UNCHANGED, Shaping
+from .behind import Before
 
 PATHS = 3
 """One of so many rounds is a single path."""
@@ -147,20 +148,29 @@ class TreeRun:
         for side, run, watching, tokens in zip(CONTEXTS, self._runs, self._watching, contexts, strict=True):
             watching.rounds.clear()
             run.generate(tokens, key=number)
+            before = Before()
             for played in watching.rounds:
-                _add_round(timed, side, played)
+                _add_round(timed, side, played, before.add(played.record.verified))
         return timed
 
 
-def _add_round(timed: dict[Key, list[float]], side: str, played: _Played) -> None:
-    """Add the timings of one round: as of a chain, if it is one, to tell how fast the machine was then."""
+def _add_round(timed: dict[Key, list[float]], side: str, played: _Played, before: int | None) -> None:
+    """Add the timings of one round: as of a chain, if it is one, to tell how fast the machine was then.
+
+    Args:
+        timed: is added to.
+        side: the context.
+        played: the round.
+        before: see `Before`.
+    """
     record, steps = played.record, sum(bool(rows) for rows in played.fed)
     later = tuple(sorted(rows for rows in played.fed[1:] if rows))
     if later:
         timed[Key(TREE_DRAFTS, side, later)].append(record.draft_s)
-    if record.verified:
-        timed[Key(TREE_VERIFY, side, (record.verified,))].append(record.verify_s)
-    if played.is_path:
-        timed[Key(TREE_PATH, side, (sum(played.fed[1:]), record.verified))].append(record.draft_s + record.verify_s)
-    else:  # less is to be drawn, accepted and moved in a path
+    if record.verified and before is not None:
+        timed[Key(TREE_VERIFY, side, (record.verified, before))].append(record.verify_s)
+        if played.is_path:
+            counts = sum(played.fed[1:]), record.verified, before
+            timed[Key(TREE_PATH, side, counts)].append(record.draft_s + record.verify_s)
+    if not played.is_path:  # less is to be drawn, accepted and moved in a path
         timed[Key(TREE_OUTSIDE, side, (steps, record.drafted))].append(record.outside_s)
