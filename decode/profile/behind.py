@@ -70,8 +70,8 @@ def _slope(measured: Measurements, what: str) -> float:
     shared, spread = 0.0, 0.0
     for parts in groups.values():
         seconds = np.concatenate([some for _, some in parts])
-        before = np.repeat([float(count) for count, _ in parts], [some.size for _, some in parts])
-        off = before - before.mean()
+        lengths = np.repeat([float(before) for before, _ in parts], [some.size for _, some in parts])
+        off = lengths - lengths.mean()
         shared += float(off @ np.minimum(seconds, STALL * np.median(seconds)))
         spread += float(off @ off)
     return max(shared / spread, 0.0) if spread else 0.0
