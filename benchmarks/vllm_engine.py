@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ ENVIRONMENT = {
 CLASS = "specstop.decode.engines.vllm.Proposer"
 MOST = 16
 """Requests side by side."""
+LAST_LINES = 20
+"""Of what an engine logged, shown where it dies."""
 
 
 def ours(folder: Path, policy: str, depth: int = 8, **more: Any) -> dict[str, Any]:
@@ -51,6 +54,7 @@ class Engine:
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any], *, mended: bool = False) -> None:
         self.name, self._task = name, json.dumps({"folder": str(folder), "options": options, "mended": mended})
         self._process: subprocess.Popen[str] | None = None
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the engine
 
     @property
     def started(self) -> bool:
@@ -63,7 +67,7 @@ class Engine:
                 [sys.executable, str(Path(__file__).with_name("vllm.py")), "--worker", self._task],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._said,
                 text=True,
                 env=os.environ | ENVIRONMENT,
             )
@@ -78,13 +82,17 @@ class Engine:
         for line in process.stdout:
             if line.startswith('{"ours"'):
                 return dict(json.loads(line)["ours"])
-        raise RuntimeError(f"the engine {self.name} ended with {process.wait()}")
+        status = process.wait()
+        self._said.seek(0)
+        last = "".join(self._said.readlines()[-LAST_LINES:])
+        raise RuntimeError(f"the engine {self.name} ended with {status}:\n{last}")
 
     def close(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._said.close()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...policies.errors import InputError
+from ...policies.errors import InputError, PolicyError
 from ...policies.files.deferral import uninterrupted
 from ..common import batch_sizes, find_prompts, fitting, flat
 from ..console.output import next_step, print_json, progress_bars, table
@@ -163,7 +163,10 @@ def _add_policies(
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")
     costs = Profile.load(known)
     place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
-    rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
+    try:
+        rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
+    except PolicyError as error:
+        raise PolicyError(str(error).replace("--policy", "--add-policy", 1)) from None
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         pair = models.open(found)

@@ -1,77 +1,122 @@
-"""Verifications made comparable: as each is behind rounds like its own, whatever the script had before it.
+"""What a round costs the verifications behind it, charged to the round.
 
-The longer rounds are, the longer ago the target's weights were read when they are read again, and the fewer of them a cache
-that others use too still holds: one verification of two tokens took 13% longer in a text of shuffled lengths than in one that
-drafts a single token throughout, and one of nine 5% less than in a text of long drafts. It takes some rounds to settle. So
-what a verification takes is a line in the length of the rounds before it, whose slope is found from all of them, and each
-length is charged for what it costs those behind it.
+The longer ago the target's weights were read, the fewer of them a cache that others use too still holds: a verification of
+two tokens took 13% longer in a text of shuffled lengths than in one that drafts a single token throughout, and one of nine 5%
+less than in a text of long drafts. It takes some rounds to settle. So what a verification takes is a line in the seconds of
+the rounds before it, V = f + b P. In a long text each second of a round is then one second and b / (1 - b) more in the
+verifications behind it: what the parts of a round cost adds up to (f + the other parts) / (1 - b).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ...policies.latency.estimate import TREE_PATH, TREE_VERIFY, VERIFY
-from ...policies.latency.measurements import Key, Measurements, Series
-from ...policies.latency.robust_fits import STALL
+from ...policies.latency.estimate import (
+    CONTEXTS,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PLAIN,
+    PLAIN_OUTSIDE,
+    TREE_DRAFTS,
+    TREE_OUTSIDE,
+    TREE_VERIFY,
+    VERIFY,
+)
+from ...policies.latency.measurements import NS, Key, Measurements, Seconds, Series, Timings
+from ...policies.latency.profile import MOST_CARRIED
+from ...policies.latency.robust_fits import STALL, line, typical
 
-MEMORY = 4
-"""Rounds before one that it depends on."""
+MEMORY, FINE = 8, 4
+"""Rounds before one that it depends on, and parts of a token that their mean is rounded to: whole ones blur the slope."""
 
-LEAST = 0.5
+ROUND, TREE_ROUND = "round", "tree round"
+"""Whole rounds, by the tokens verified: timed to tell how long the rounds before one were."""
+
+VERIFYING = {VERIFY: ROUND, TREE_VERIFY: TREE_ROUND}
+"""What is timed behind other rounds: its counts are the tokens verified and those of `Before`."""
+
+PARTS = (FIRST, LATER, OUTSIDE, PLAIN_OUTSIDE, TREE_DRAFTS, TREE_OUTSIDE)
+
+LEAST = 0.25
 """Share of its seconds that a verification keeps at least."""
-
-SLOPES = {VERIFY: VERIFY, TREE_VERIFY: TREE_VERIFY, TREE_PATH: TREE_VERIFY}
-"""What is timed behind other rounds, and whose slope it has. Counts end with the tokens verified and those of `Before`."""
 
 
 class Before:
-    """The mean of the tokens verified in the last rounds of a text."""
+    """The mean of the tokens verified in the last rounds of a text.
+
+    Not their seconds: where the machine is slow for a moment rounds are long and so are those behind them, whatever the cache
+    holds. What a script drafts is no consequence of the machine.
+    """
 
     def __init__(self) -> None:
         self._verified: list[int] = []
 
     def add(self, verified: int) -> int | None:
-        """Take a round in and return the mean before it, rounded; None of the first one, which is behind the prompt."""
+        """Take a round in and return the mean before it, in parts of a token; None of the first one, behind the prompt."""
         last = self._verified[-MEMORY:]
         self._verified.append(verified)
-        return round(sum(last) / len(last)) if last else None
+        return round(FINE * sum(last) / len(last)) if last else None
 
 
-def behind_their_like(measured: Measurements) -> Measurements:
-    """Return the measurements with verifications by the tokens verified alone, each as behind rounds that verify as many.
+def charged(measured: Measurements) -> tuple[Measurements, float]:
+    """Return the measurements of the parts of rounds with what each costs the verifications behind it.
 
     Args:
-        measured: the counts of verifications end with the tokens verified in the rounds before.
+        measured: verifications counted as `VERIFYING` says, and rounds.
+
+    Returns:
+        Those, with verifications by the tokens verified alone and without rounds; prefill, batches and decisions are as
+        they were. And the share b.
     """
-    slopes = {what: _slope(measured, what) for what in set(SLOPES.values())}
+    timings = measured.pooled()
+    rounds = {(what, side): _round_line(timings, what, side) for what in VERIFYING.values() for side in CONTEXTS}
+    share = _share(timings, rounds)
     out: dict[Key, Series] = {}
     for key, series in measured.series.items():
-        if key.what not in SLOPES:
-            out[key] = series
-            continue
-        *counts, before = key.counts
-        more = slopes[SLOPES[key.what]] * (before - counts[-1])
-        settled = tuple(tuple(round(max(ns - more, LEAST * ns)) for ns in repetition) for repetition in series)
-        alike = Key(key.what, key.of, tuple(counts))
-        out[alike] = tuple(a + b for a, b in zip(out[alike], settled, strict=True)) if alike in out else settled
-    return Measurements(out)
+        if key.what in VERIFYING:
+            verified, before = key.counts
+            base, more = rounds[VERIFYING[key.what], key.of]
+            alike, made = Key(key.what, key.of, (verified,)), _scaled(series, share, base + more * before / FINE)
+            out[alike] = tuple(a + b for a, b in zip(out[alike], made, strict=True)) if alike in out else made
+        elif key.what == PLAIN:
+            alone = [timings.groups(what, key.of).get((), ()) for what in (PLAIN, PLAIN_OUTSIDE)]
+            out[key] = _scaled(series, share, sum(map(typical, alone)))
+        elif key.what not in VERIFYING.values():
+            out[key] = _scaled(series, share, 0.0) if key.what in PARTS else series
+    return Measurements(out), share
 
 
-def _slope(measured: Measurements, what: str) -> float:
-    """Return the nanoseconds by which each token more in the rounds before prolongs a verification, at least none."""
-    groups: dict[tuple[str, int], list[tuple[int, NDArray[np.float64]]]] = defaultdict(list)
-    for key, series in measured.only(what).series.items():
-        verified, before = key.counts
-        groups[key.of, verified].append((before, np.concatenate([np.asarray(ns, dtype=np.float64) for ns in series])))
+def _scaled(series: Series, share: float, before: float) -> Series:
+    """Return (timing - share x before) / (1 - share) of each timing, in nanoseconds; `before` in seconds."""
+    less = share * before / NS
+    return tuple(tuple(round(max(ns - less, LEAST * ns) / (1.0 - share)) for ns in repetition) for repetition in series)
+
+
+def _round_line(timings: Timings, what: str, side: str) -> tuple[float, float]:
+    """Return the seconds of a round that verifies nothing, and of each token more."""
+    groups = timings.groups(what, side)
+    base, more = line([((1, verified), seconds) for (verified,), seconds in groups.items()]) if groups else (0.0, 0.0)
+    return base, more
+
+
+def _share(timings: Timings, rounds: Mapping[tuple[str, str], tuple[float, float]]) -> float:
+    """Return b: by which share of the seconds of the rounds before it a verification is longer, at least 0.
+
+    Chains tell it: their script turns through all lengths, where random trees are much alike over some rounds.
+    """
     shared, spread = 0.0, 0.0
-    for parts in groups.values():
-        seconds = np.concatenate([some for _, some in parts])
-        lengths = np.repeat([float(before) for before, _ in parts], [some.size for _, some in parts])
-        off = lengths - lengths.mean()
-        shared += float(off @ np.minimum(seconds, STALL * np.median(seconds)))
-        spread += float(off @ off)
-    return max(shared / spread, 0.0) if spread else 0.0
+    for side in CONTEXTS:
+        by_size: dict[int, list[tuple[int, Seconds]]] = defaultdict(list)
+        for (verified, before), seconds in timings.groups(VERIFY, side).items():
+            by_size[verified].append((before, seconds))
+        for parts in by_size.values():
+            seconds = np.concatenate([some for _, some in parts])
+            counts = np.repeat([count / FINE for count, _ in parts], [some.size for _, some in parts])
+            off = rounds[ROUND, side][1] * (counts - counts.mean())
+            shared += float(off @ np.minimum(seconds, STALL * np.median(seconds)))
+            spread += float(off @ off)
+    return min(max(shared / spread, 0.0), MOST_CARRIED) if spread else 0.0

@@ -29,7 +29,7 @@ from ..records import Generation
 from ..settings import Settings
 from ..verify.sampling import UNCHANGED, Shaping
 from .batches import BatchRun
-from .behind import Before, behind_their_like
+from .behind import ROUND, Before, charged
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .script import Scripted
@@ -165,7 +165,7 @@ class CalibrationRun:
     def cases(self) -> dict[str, Case]:
         """Return what is to be timed in turns: chains, plain decoding among them, trees, and batches."""
         batches = {f"batch {run.streams}": partial(self._batch, run) for run in self._batches}
-        return {"chains": self._chains, **({"trees": self._trees} if self._tree else {}), **batches}
+        return {"rounds": self._rounds, **batches}
 
     def play(self, number: int) -> None:
         """Time all cases once, for `profile`; number 0 only warms up."""
@@ -181,12 +181,22 @@ class CalibrationRun:
         """Return the profile that the measurements of its cases tell."""
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
         depth, temperature = self.settings.max_depth, self.settings.temperature
-        made = Profile.measured(behind_their_like(measurements), (short, long), depth, temperature)
+        measurements, carried = charged(measurements)
+        made = Profile.measured(measurements, (short, long), depth, temperature)
         noise = made.noise.to_dict() if made.noise else {}
         known = {**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))}
         return dataclasses.replace(
-            made, facts=known, shaping=self.settings.shaping.facts, verification=self._script.mode.name
+            made,
+            facts=known,
+            shaping=self.settings.shaping.facts,
+            verification=self._script.mode.name,
+            carry_over=carried,
         )
+
+    def _rounds(self, number: int) -> Seconds:
+        """Decode texts of chains, then of trees: in one case, as one is compared with the other."""
+        trees = self._tree.play(number, self._texts(number)) if self._tree else {}
+        return {**self._chains(number), **trees}
 
     def _chains(self, number: int) -> Seconds:
         """Decode a text at each context, scripted and plain."""
@@ -201,10 +211,6 @@ class CalibrationRun:
             _add_rounds(timed, CONTEXTS[side], scripted, plain)
             self._contexts[side].extend(r.context for r in scripted.rounds if not r.cut)
         return timed
-
-    def _trees(self, number: int) -> Seconds:
-        assert self._tree is not None
-        return self._tree.play(number, self._texts(number))
 
     def _batch(self, run: BatchRun, number: int) -> Seconds:
         """Decode as many texts side by side as a batch has, at each context, scripted and plain."""
@@ -226,6 +232,7 @@ def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, 
     for r in scripted.rounds:
         if r.cut:
             continue
+        timed[Key(ROUND, side, (r.verified,))].append(r.seconds)
         if (earlier := before.add(r.verified)) is not None:
             timed[Key(VERIFY, side, (r.verified, earlier))].append(r.verify_s)
         timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)

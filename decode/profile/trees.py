@@ -3,7 +3,7 @@
 As the profile of chains, it is measured through the loop itself, driven by a script: random sub-trees of one topology, small
 ones more often than large ones, as with policies. Both contexts share the shape of a curve, each has its own scale: single
 sizes come up too seldom to be priced alone, and the best tree would be the one whose size was timed in a lucky moment. Every
-few rounds draft and verify a single path, as a chain does: they tell how fast the machine was when chains were timed.
+few rounds draft and verify a single path, as a chain does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_PATH, TREE_VERIFY
+from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_VERIFY
 from ...policies.latency.measurements import Key
 from ..candidates import Candidates
 from ..loop import Speculator
@@ -26,7 +26,7 @@ from ..records import Round
 from ..settings import Settings
 from ..verify.noise import mix_one
 from ..verify.sampling import UNCHANGED, Shaping
-from .behind import Before
+from .behind import TREE_ROUND, Before
 
 PATHS = 3
 """One of so many rounds is a single path."""
@@ -155,7 +155,7 @@ class TreeRun:
 
 
 def _add_round(timed: dict[Key, list[float]], side: str, played: _Played, before: int | None) -> None:
-    """Add the timings of one round: as of a chain, if it is one, to tell how fast the machine was then.
+    """Add the timings of one round.
 
     Args:
         timed: is added to.
@@ -167,10 +167,8 @@ def _add_round(timed: dict[Key, list[float]], side: str, played: _Played, before
     later = tuple(sorted(rows for rows in played.fed[1:] if rows))
     if later:
         timed[Key(TREE_DRAFTS, side, later)].append(record.draft_s)
+    timed[Key(TREE_ROUND, side, (record.verified,))].append(record.seconds)
     if record.verified and before is not None:
         timed[Key(TREE_VERIFY, side, (record.verified, before))].append(record.verify_s)
-        if played.is_path:
-            counts = sum(played.fed[1:]), record.verified, before
-            timed[Key(TREE_PATH, side, counts)].append(record.draft_s + record.verify_s)
     if not played.is_path:  # less is to be drawn, accepted and moved in a path
         timed[Key(TREE_OUTSIDE, side, (steps, record.drafted))].append(record.outside_s)

@@ -33,7 +33,7 @@ from .robust_fits import Points, line, pooled, rising, typical
 SHORT, LONG = CONTEXTS = ("short", "long")
 VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft", "later drafts", "outside", "prefill"
 PLAIN_OUTSIDE = "plain outside"
-TREE_PATH, TREE_DRAFTS, TREE_VERIFY, TREE_OUTSIDE = "tree path", "tree drafts", "tree verify", "tree outside"
+TREE_DRAFTS, TREE_VERIFY, TREE_OUTSIDE = "tree drafts", "tree verify", "tree outside"
 BATCH_PLAIN, BATCH_VERIFY, BATCH_FIRST = "batch plain", "batch verify", "batch first draft"
 BATCH_DRAFTS, BATCH_OUTSIDE = "batch drafts", "batch outside"
 DECISIONS = "decisions"
@@ -46,7 +46,6 @@ LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
     OUTSIDE: (0,),
     PLAIN_OUTSIDE: (),
     PREFILL: (1,),
-    TREE_PATH: (0, 1),
     TREE_VERIFY: (1,),
     TREE_OUTSIDE: (0, 0),
     DECISIONS: (1,),
@@ -202,40 +201,19 @@ def _with_trees(timings: Timings, low: Side, high: Side) -> tuple[Side, Side, tu
     if not timings.named(TREE_VERIFY):
         return low, high, None
     sides = (low, high)
-    paces = [_pace(timings.groups(TREE_PATH, name), side) for name, side in zip(CONTEXTS, sides, strict=True)]
-
-    def at_pace(what: str) -> list[Groups]:
-        return [
-            {counts: seconds / pace for counts, seconds in timings.groups(what, name).items()}
-            for name, pace in zip(CONTEXTS, paces, strict=True)
-        ]
-
-    drafts, verifies = rising(at_pace(TREE_DRAFTS)), rising(at_pace(TREE_VERIFY))
+    drafts, verifies = (
+        rising([timings.groups(what, name) for name in CONTEXTS]) for what in (TREE_DRAFTS, TREE_VERIFY)
+    )
     low, high = (
         # None is what plain decoding verifies, on caches that no draft has emptied: it is timed there.
         side._replace(tree_draft_s=draft, tree_verify_s=((0, side.verify_s[0]), *verify))
         for side, draft, verify in zip(sides, drafts, verifies, strict=True)
     )
-    outside = pooled(at_pace(TREE_OUTSIDE))
+    outside = pooled([timings.groups(TREE_OUTSIDE, name) for name in CONTEXTS])
     if len(outside) < 3:
         return low, high, None
     per_round, per_step, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
     return low, high, (per_round, per_step, per_token)
-
-
-def _pace(paths: Groups, side: Side) -> float:
-    """Return how much slower the machine was than when the chains of `side` were timed.
-
-    Args:
-        paths: seconds of later draft steps and verification in rounds of a tree that were chains, by (later steps, verified).
-        side: the costs of chains.
-    """
-    shares = []
-    for (steps, verified), seconds in paths.items():
-        if 0 < verified < len(side.verify_s):
-            drafts = side.second_draft_s + (steps - 1) * side.later_draft_s if steps else 0.0
-            shares.append(seconds / (drafts + side.verify_s[verified]))
-    return typical(np.concatenate(shares)) or 1.0 if shares else 1.0
 
 
 def batch_costs(timings: Timings, contexts: tuple[float, float]) -> BatchCosts | None:

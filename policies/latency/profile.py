@@ -31,8 +31,11 @@ PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
 """Stands near the beginning of every profile."""
 
-COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s", "batch", "plain_outside_s")
+COSTS = ("low", "high", "step_s", "round_s", "prefill_s", "tree_outside_s", "batch", "plain_outside_s", "carry_over")
 """What a profile has beside decisions."""
+
+MOST_CARRIED = 0.5
+"""The largest `carry_over` that is believed."""
 
 SAME = 1e-6
 """Relative difference of costs that another build of the same linear algebra may make."""
@@ -59,6 +62,8 @@ class Profile:
         batch: what texts that are decoded side by side cost; None = not measured.
         verification: the mode whose rounds of chains were timed; "" = not told.
         plain_outside_s: outside the models in a round that drafts nothing and asks nobody; None = as in any other.
+        carry_over: share of a round's seconds by which the verifications behind it take longer. All costs are charged for
+            it but those in `decision_s`, for which `decision` does it.
     """
 
     low: CostTable
@@ -76,6 +81,7 @@ class Profile:
     batch: BatchCosts | None = None
     verification: str = ""
     plain_outside_s: float | None = None
+    carry_over: float = 0.0
 
     @staticmethod
     def measured(
@@ -127,7 +133,8 @@ class Profile:
 
     def decision(self, name: str) -> Price:
         """Return what decisions of the policy whose `cost_name` is `name` cost; nothing where they were not measured."""
-        return Price.read(self.decision_s.get(name, 0.0))
+        price = Price.read(self.decision_s.get(name, 0.0))
+        return price.times(1.0 / (1.0 - self.carry_over)) if self.carry_over else price
 
     def with_decisions(self, seconds: Mapping[str, float | Price]) -> Profile:
         """Return this profile with the decisions of more policies; those measured before are no longer theirs."""
@@ -340,6 +347,7 @@ class Profile:
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
                 batch=BatchCosts.read(entries.part("batch")) if entries.has("batch") else None,
                 verification=entries.text("verification") if entries.has("verification") else "",
+                carry_over=entries.number("carry_over", most=MOST_CARRIED) if entries.has("carry_over") else 0.0,
                 plain_outside_s=entries.number("plain_outside_s", most=MOST_S)
                 if entries.has("plain_outside_s")
                 else None,

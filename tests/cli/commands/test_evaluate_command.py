@@ -58,6 +58,8 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     assert refused.code == 2 and "expected the profile to add to; give it with --profile" in refused.err
     refused = cli("profile", "--add-policy", "fixed:2", *command[3:], "--profile", tmp_path / "profile.json")
     assert refused.code == 2 and "fixed:2 decided nothing" in refused.err
+    refused = cli("profile", "--add-policy", "confidense:0.4", *command[3:], "--profile", tmp_path / "profile.json")
+    assert refused.code == 2 and "--add-policy: unknown policy" in refused.err
     assert Profile.load(tmp_path / "profile.json") == bare
     answer = cli(*command, "--profile", tmp_path / "profile.json", "--out", tmp_path / "other.json")
     assert answer.code == 0, answer.err

@@ -1,50 +1,96 @@
-"""Verifications behind rounds of other lengths, as they would be behind rounds like their own."""
+"""What rounds cost the verifications behind them: found from a script's, and charged to their parts."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from specstop.decode.profile.behind import LEAST, Before, behind_their_like
-from specstop.policies.latency.estimate import PLAIN, TREE_PATH, TREE_VERIFY, VERIFY
+from specstop.decode.profile.behind import FINE, ROUND, TREE_ROUND, Before, charged
+from specstop.policies.latency.estimate import (
+    DECISIONS,
+    LATER,
+    OUTSIDE,
+    PLAIN,
+    PLAIN_OUTSIDE,
+    PREFILL,
+    TREE_DRAFTS,
+    TREE_VERIFY,
+    VERIFY,
+)
 from specstop.policies.latency.measurements import Key, Measurements
+
+SIDE = "short"
+BASE, TOKEN = 3_000_000, 500_000
+"""Nanoseconds of a round that verifies nothing, and of each token more."""
 
 
 def test_the_mean_of_the_last_rounds() -> None:
     before = Before()
-    assert [before.add(verified) for verified in (3, 1, 8, 0, 0, 0, 0)] == [None, 3, 2, 4, 3, 2, 2]
+    met = [before.add(verified) for verified in (3, 1, 8, 0, 0, 0, 0, 0, 4)]
+    assert met == [
+        None,
+        3 * FINE,
+        2 * FINE,
+        4 * FINE,
+        3 * FINE,
+        round(2.4 * FINE),
+        2 * FINE,
+        round(12 * FINE / 7),
+        FINE * 3 // 2,
+    ]
 
 
-@pytest.mark.parametrize("slope", [0, 7, 40])
-def test_a_line_in_the_rounds_before_is_found_and_taken_out(slope: int) -> None:
-    """The context has a price of its own, of which the slope knows nothing."""
-
-    def series(what: str, price: int, steepness: int) -> dict[Key, tuple[tuple[int, ...], ...]]:
-        return {
-            Key(what, side, (n, m)): (
-                (price * n + more + steepness * (m - n),),
-                (price * n + more + steepness * (m - n),) * 2,
-            )
-            for side, more in (("short", 1000), ("long", 2000))
-            for n in (1, 2, 5)
-            for m in (0, 1, 3, 6)
-        }
-
-    path = {Key(TREE_PATH, "short", (2, 3, 5)): ((900 + 2 * slope * 2,), ())}
-    plain = {Key(PLAIN, "short"): ((500,), (600,))}
-    settled = behind_their_like(
-        Measurements({**series(VERIFY, 100, slope), **series(TREE_VERIFY, 300, 2 * slope), **path, **plain})
-    ).series
-    for what, price in ((VERIFY, 100), (TREE_VERIFY, 300)):
-        for side, more in (("short", 1000), ("long", 2000)):
-            for n in (1, 2, 5):
-                assert settled[Key(what, side, (n,))] == ((price * n + more,) * 4, (price * n + more,) * 8)
-    assert settled[Key(TREE_PATH, "short", (2, 3))] == ((900,), ())
-    assert settled[Key(PLAIN, "short")] == ((500,), (600,))
+def scripted(share: float) -> Measurements:
+    """Return timings in which verifying n tokens takes 2 ms, 0.1 more a token, and a share of the rounds before."""
+    chance, series = random.Random(0), {}
+    for n in range(6):
+        series[Key(ROUND, SIDE, (n,))] = ((BASE + TOKEN * n,),)
+        for m in sorted({chance.randrange(24) for _ in range(8)}):
+            before = BASE + TOKEN * m / FINE
+            series[Key(VERIFY, SIDE, (n, m))] = ((round(2_000_000 + 100_000 * n + share * before),), ())
+    return Measurements(series)
 
 
-def test_what_falls_with_the_rounds_before_is_noise_and_little_stays_positive() -> None:
-    falling = {Key(VERIFY, "short", (2, m)): ((100 - 5 * m,),) for m in (0, 2, 4)}
-    assert behind_their_like(Measurements(falling)).series == {Key(VERIFY, "short", (2,)): ((100, 90, 80),)}
-    steep = {Key(VERIFY, "short", (2, m)): ((10 + 30 * m,),) for m in (2, 3, 9)}
-    (ns,) = behind_their_like(Measurements(steep)).series[Key(VERIFY, "short", (2,))]
-    assert ns[0] == 70 and ns[2] == LEAST * 280
-    assert not behind_their_like(Measurements())
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_the_share_is_found_and_charged(share: float) -> None:
+    others = {
+        Key(OUTSIDE, SIDE, (1,)): ((50_000,),),
+        Key(LATER, SIDE, (2,)): ((300_000,),),
+        Key(PLAIN, SIDE): ((2_000_000,),),
+        Key(PLAIN_OUTSIDE, SIDE): ((100_000,),),
+        Key(PREFILL, SIDE, (9,)): ((7_000_000,),),
+        Key(DECISIONS, "mine", (1,)): ((60_000,),),
+    }
+    measured, found = charged(scripted(share).with_series(Measurements(others)))
+    assert found == pytest.approx(share, abs=1e-6)
+    series = measured.series
+    assert not any(key.what == ROUND for key in series)
+    for n in range(6):
+        (first, second) = series[Key(VERIFY, SIDE, (n,))]
+        assert first == pytest.approx([(2_000_000 + 100_000 * n) / (1.0 - share)] * len(first), abs=5) and second == ()
+    assert series[Key(OUTSIDE, SIDE, (1,))][0][0] == pytest.approx(50_000 / (1.0 - share), abs=1)
+    assert series[Key(LATER, SIDE, (2,))][0][0] == pytest.approx(300_000 / (1.0 - share), abs=1)
+    plain = series[Key(PLAIN, SIDE)][0][0] + series[Key(PLAIN_OUTSIDE, SIDE)][0][0]
+    assert plain == pytest.approx(2_100_000, abs=5), "plain decoding is behind its like as it was timed"
+    assert series[Key(PREFILL, SIDE, (9,))] == ((7_000_000,),) and series[Key(DECISIONS, "mine", (1,))] == ((60_000,),)
+
+
+def test_trees_are_charged_by_the_share_that_chains_tell() -> None:
+    tree = {
+        Key(TREE_ROUND, SIDE, (4,)): ((6_000_000,),),
+        Key(TREE_ROUND, SIDE, (9,)): ((11_000_000,),),
+        Key(TREE_VERIFY, SIDE, (4, 9 * FINE)): ((3_000_000,),),
+        Key(TREE_DRAFTS, SIDE, (2,)): ((400_000,),),
+    }
+    measured, share = charged(scripted(0.2).with_series(Measurements(tree)))
+    assert share == pytest.approx(0.2, abs=1e-6)
+    assert measured.series[Key(TREE_VERIFY, SIDE, (4,))][0][0] == pytest.approx((3e6 - 0.2 * 11e6) / 0.8, abs=50)
+    assert measured.series[Key(TREE_DRAFTS, SIDE, (2,))] == ((500_000,),)
+
+
+def test_what_falls_with_the_rounds_before_is_noise() -> None:
+    falling = {Key(VERIFY, SIDE, (2, m * FINE)): ((10_000 - 500 * m,),) for m in (0, 2, 4)}
+    rounds = {Key(ROUND, SIDE, (n,)): ((20_000 + 3_000 * n,),) for n in (0, 5)}
+    measured, share = charged(Measurements({**falling, **rounds}))
+    assert share == 0.0 and measured.series == {Key(VERIFY, SIDE, (2,)): ((10_000, 9_000, 8_000),)}
+    assert charged(Measurements()) == (Measurements(), 0.0)

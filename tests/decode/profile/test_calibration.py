@@ -22,7 +22,6 @@ from specstop.decode.profile import CalibrationRun, add_decisions, loop_decision
 from specstop.decode.profile.behind import MEMORY
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
-from specstop.decode.profile.trees import TreeRun
 from specstop.decode.records import Generation
 from specstop.decode.verify.base import Turn
 from specstop.decode.verify.match import Match
@@ -30,7 +29,7 @@ from specstop.decode.verify.sampling import Sampler
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError
-from specstop.policies.latency.estimate import decisions
+from specstop.policies.latency.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY, VERIFY, decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
@@ -127,16 +126,26 @@ def test_a_verification_is_charged_for_what_its_own_length_costs_the_next(
 
     def aged(speculator: Speculator, prompt: Sequence[int], key: int) -> Generation:
         text = generate(speculator, prompt, key)
-        drafted = [r.drafted for r in text.rounds]
-        before = [np.mean(drafted[max(0, at - MEMORY) : at] or [0]) for at in range(len(drafted))]
-        rounds = [r._replace(verify_s=1.0 + r.drafted + 0.1 * b) for r, b in zip(text.rounds, before, strict=True)]
+        rounds, before = [], [1.0]
+        for r in text.rounds:
+            verify_s = 0.5 + 0.1 * r.drafted + 0.2 * float(np.mean(before[-MEMORY:]))
+            before.append(verify_s + 0.1 * r.drafted)
+            rounds.append(
+                r._replace(verify_s=verify_s, seconds=before[-1], first_draft_s=0.0, draft_s=0.0, policy_s=0.0)
+            )
         return dataclasses.replace(text, rounds=tuple(rounds))
 
     monkeypatch.setattr(Speculator, "generate", aged)
-    for number in range(4):
+    for number in range(12):
         run.play(number)
-    for table in (run.profile().low, run.profile().high):
-        assert table.verify_s[1:] == pytest.approx([1.0 + 1.1 * n for n in range(1, DEPTH + 1)], rel=0.02)
+    profile = run.profile()
+    assert profile.carry_over == pytest.approx(0.2, abs=0.05)
+    for length in range(DEPTH + 1):
+        seconds = [0.0]
+        for _ in range(40):  # V = 0.5 + 0.1 n + 0.2 (V + 0.1 n), settled
+            seconds.append(0.5 + 0.1 * length + 0.2 * (seconds[-1] + 0.1 * length))
+        costs = profile.chain_costs(profile.low.context, 0.0)
+        assert costs[length] == pytest.approx(seconds[-1] + 0.1 * length, rel=0.03)
 
 
 def test_longer_contexts_cost_more_where_they_do(pair: Pair, clock: list[float]) -> None:
@@ -367,23 +376,9 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
     assert profile.tree_outside_s == pytest.approx((ROUND + STEP + branching, STEP, 0.0), abs=EXACT)
 
 
-def test_minutes_in_which_the_machine_was_slow_make_trees_no_more_expensive(
-    pair: Pair, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    play, read, slow = TreeRun.play, CachedModel.read, [False]
-
-    def slowly(self: TreeRun, *args: Any) -> Any:
-        slow[0] = True
-        timed = play(self, *args)
-        slow[0] = False
-        return timed
-
-    def timed(self: CachedModel, *args: Any, **more: Any) -> torch.Tensor:
-        before = clock[0]
-        logits = read(self, *args, **more)
-        clock[0] += (clock[0] - before) if slow[0] else 0.0
-        return logits
-
-    monkeypatch.setattr(TreeRun, "play", slowly)
-    monkeypatch.setattr(CachedModel, "read", timed)
-    assert_costs_of_trees(measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1"))
+def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
+    """What is compared is one case: a case that is quiet rests while others are timed again."""
+    run = CalibrationRun(pair, PROMPTS, depth=2, temperature=0.0, new_tokens=20, tree="2,1", batch=(2,))
+    cases = run.cases()
+    assert list(cases) == ["rounds", "batch 2"]
+    assert {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY, TREE_DRAFTS}
