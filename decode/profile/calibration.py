@@ -29,7 +29,7 @@ from ..records import Generation
 from ..settings import Settings
 from ..verify.sampling import UNCHANGED, Shaping
 from .batches import BatchRun
-from .behind import ROUND, Before, charged
+from .carry_over import ROUND, Before, charged
 from .decisions import decision_case
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .script import Scripted

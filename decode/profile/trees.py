@@ -26,7 +26,7 @@ from ..records import Round
 from ..settings import Settings
 from ..verify.noise import mix_one
 from ..verify.sampling import UNCHANGED, Shaping
-from .behind import TREE_ROUND, Before
+from .carry_over import TREE_ROUND, Before
 
 PATHS = 3
 """One of so many rounds is a single path."""

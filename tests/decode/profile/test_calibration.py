@@ -19,7 +19,7 @@ from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, measure_profile
-from specstop.decode.profile.behind import MEMORY
+from specstop.decode.profile.carry_over import MEMORY
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.records import Generation
@@ -120,7 +120,7 @@ def test_a_round_costs_what_it_took(pair: Pair, clock: list[float]) -> None:
 def test_a_verification_is_charged_for_what_its_own_length_costs_the_next(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One behind a longer round took longer than it does behind its like."""
+    """One after a longer round took longer than it does after its like."""
     run = CalibrationRun(pair, PROMPTS, depth=DEPTH, temperature=0.0, new_tokens=60)
     generate = Speculator.generate
 

@@ -1,11 +1,11 @@
-"""What rounds cost the verifications behind them: found from a script's, and charged to their parts."""
+"""What rounds cost the verifications after them: found from a script's, and charged to their parts."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from specstop.decode.profile.behind import FINE, ROUND, TREE_ROUND, Before, charged
+from specstop.decode.profile.carry_over import FINE, ROUND, TREE_ROUND, Before, charged
 from specstop.policies.latency.estimate import (
     DECISIONS,
     LATER,
@@ -71,7 +71,7 @@ def test_the_share_is_found_and_charged(share: float) -> None:
     assert series[Key(OUTSIDE, SIDE, (1,))][0][0] == pytest.approx(50_000 / (1.0 - share), abs=1)
     assert series[Key(LATER, SIDE, (2,))][0][0] == pytest.approx(300_000 / (1.0 - share), abs=1)
     plain = series[Key(PLAIN, SIDE)][0][0] + series[Key(PLAIN_OUTSIDE, SIDE)][0][0]
-    assert plain == pytest.approx(2_100_000, abs=5), "plain decoding is behind its like as it was timed"
+    assert plain == pytest.approx(2_100_000, abs=5), "plain decoding comes after its like as it was timed"
     assert series[Key(PREFILL, SIDE, (9,))] == ((7_000_000,),) and series[Key(DECISIONS, "mine", (1,))] == ((60_000,),)
 
 

@@ -1,10 +1,10 @@
-"""What a round costs the verifications behind it, charged to the round.
+"""What a round costs the verifications after it, charged to the round.
 
 The longer ago the target's weights were read, the fewer of them a cache that others use too still holds: a verification of
 two tokens took 13% longer in a text of shuffled lengths than in one that drafts a single token throughout, and one of nine 5%
 less than in a text of long drafts. It takes some rounds to settle. So what a verification takes is a line in the seconds of
 the rounds before it, V = f + b P. In a long text each second of a round is then one second and b / (1 - b) more in the
-verifications behind it: what the parts of a round cost adds up to (f + the other parts) / (1 - b).
+verifications after it: what the parts of a round cost adds up to (f + the other parts) / (1 - b).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUND, TREE_ROUND = "round", "tree round"
 """Whole rounds, by the tokens verified: timed to tell how long the rounds before one were."""
 
 VERIFYING = {VERIFY: ROUND, TREE_VERIFY: TREE_ROUND}
-"""What is timed behind other rounds: its counts are the tokens verified and those of `Before`."""
+"""What is timed after other rounds: its counts are the tokens verified and those of `Before`."""
 
 PARTS = (FIRST, LATER, OUTSIDE, PLAIN_OUTSIDE, TREE_DRAFTS, TREE_OUTSIDE)
 
@@ -48,7 +48,7 @@ LEAST = 0.25
 class Before:
     """The mean of the tokens verified in the last rounds of a text.
 
-    Not their seconds: where the machine is slow for a moment rounds are long and so are those behind them, whatever the cache
+    Not their seconds: where the machine is slow for a moment rounds are long and so are those after them, whatever the cache
     holds. What a script drafts is no consequence of the machine.
     """
 
@@ -56,14 +56,14 @@ class Before:
         self._verified: list[int] = []
 
     def add(self, verified: int) -> int | None:
-        """Take a round in and return the mean before it, in parts of a token; None of the first one, behind the prompt."""
+        """Take a round in and return the mean before it, in parts of a token; None of the first one, after the prompt."""
         last = self._verified[-MEMORY:]
         self._verified.append(verified)
         return round(FINE * sum(last) / len(last)) if last else None
 
 
 def charged(measured: Measurements) -> tuple[Measurements, float]:
-    """Return the measurements of the parts of rounds with what each costs the verifications behind it.
+    """Return the measurements of the parts of rounds with what each costs the verifications after it.
 
     Args:
         measured: verifications counted as `VERIFYING` says, and rounds.
