@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from bars import Bars, arguments
+from drawn.beside_live import BATCH, DEPTH, MOST_ERRORS, QUICK, Side, Sizes
 from pairs import pair_folder
 from scipy import stats
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -33,12 +33,8 @@ from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.verify.noise import stream_key
-from specstop.policies import Confidence, FixedLength
+from specstop.policies import FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
-from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays
 
 _TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "decode")]
@@ -54,28 +50,10 @@ STOPS: tuple[Callable[[int], StopPolicy], ...] = (
     partial(ByTokens, 5, first=0, stops=0.2),
     partial(TrimmingByRows, 4),
 )
-POLICIES: tuple[Callable[[], StopPolicy], ...] = (partial(FixedLength, 3), partial(Confidence, 0.4, 10))
-DEPTH, DRAWS, LENGTHS, BATCH = 10, 4, (3, 8), 16
-MOST_ERRORS = 3.0
-"""Standard errors, clustered by prompt, that replay may be from live runs."""
+LENGTHS = (3, 8)
 
 SLOWER = {"rejection": 1.1, "block": 2.5}
 """Times the collection under `match` that one under these may take."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is run: seeds of tables, prompts, their tokens, live runs of each, temperatures, timed repetitions."""
-
-    seeds: int = 2
-    prompts: int = 200
-    tokens: int = 128
-    runs: int = 5
-    temperatures: tuple[float, ...] = (0.7, 1.0)
-    repetitions: int = 3
-
-
-QUICK = Sizes(1, 8, 32, 1, (0.7,), 1)
 
 
 def main() -> int:
@@ -92,10 +70,12 @@ def main() -> int:
         folder = pair_folder(options)
         pair = load_pair(folder / "target", folder / "draft")
         prompts = read_prompts(folder / "prompts-test.jsonl", sizes.prompts)
+        other = read_prompts(folder / "prompts-train.jsonl", sizes.train)
         for temperature in sizes.temperatures:
             for mode in MODES:
                 given_their_texts(pair, prompts, temperature, mode, sizes, bars)
-            against_live(pair, prompts, temperature, sizes, bars)
+                with tempfile.TemporaryDirectory() as room:
+                    Side(pair, other, prompts, temperature, mode, sizes, Path(room)).compare(bars)
         collecting(pair, prompts, sizes, bars)
     compared = (
         f"{bars.figures.get('law', {}).get('cases', 0)} enumerated cases, {sizes.prompts} prompts x {sizes.runs} runs"
@@ -203,66 +183,6 @@ def kept(p: Any, q: Any, block: bool) -> Any:
     return np.stack(chances, 1)
 
 
-def against_live(pair: Pair, prompts: Sequence[Prompt], temperature: float, sizes: Sizes, bars: Bars) -> None:
-    """Compare replay of a trace with live runs: tokens a call, drafted and accepted a round, clustered by prompt."""
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, sizes.tokens + DEPTH))
-    number = {prompt.id: at for at, prompt in enumerate(prompts)}
-    for mode in MODES:
-        with tempfile.TemporaryDirectory() as room:
-            trace = collect(
-                pair, prompts, Path(room) / "t", depth=DEPTH, temperature=temperature, max_new_tokens=sizes.tokens,
-                verification=mode, draws=DRAWS, seed=1,
-            )  # fmt: skip
-            arrays = trace_arrays(trace, ("drawn_prob",))
-        for make in POLICIES:
-            policy = make()
-            played = replay(arrays, policy, no_costs())
-            each = torch.stack([played.rounds, played.committed, played.drafted, played.accepted], 1).double()
-            offline = np.zeros((len(prompts), 4))  # a text of one token has no round
-            np.add.at(offline, [number[name] for name in arrays.prompt_ids], each.numpy() / DRAWS)
-            settings = Settings(temperature, sizes.tokens, DEPTH, verification=mode)
-            live = live_sums(Speculator(pair, policy, settings), prompts, ids, sizes.runs)
-            z, chance = errors(offline, live)
-            name = f"{mode} T={temperature:g} {policy.name}"
-            told = {"z": z.tolist(), "p": chance, "live": ratios(live).tolist(), "replay": ratios(offline).tolist()}
-            bars.add(
-                name,
-                told,
-                bool(np.abs(z).max() <= MOST_ERRORS) and chance > 2 * stats.norm.sf(MOST_ERRORS),
-                f"tokens a call, drafted, accepted a round: live {_three(ratios(live))}, replay {_three(ratios(offline))}; "
-                f"z {_three(z)}, joint p {chance:.3f}",
-            )
-
-
-def live_sums(speculator: Speculator, prompts: Sequence[Prompt], ids: Sequence[list[int]], runs: int) -> Any:
-    """Return [P, 4], the mean over runs of rounds, tokens committed by them, drafted and accepted."""
-    sums = np.zeros((len(prompts), 4))
-    for run in range(runs):
-        for at, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
-            rounds = speculator.generate(tokens, stream_key(100 + run, prompt.id)).rounds
-            sums[at] += [
-                len(rounds),
-                *(sum(getattr(r, n) for r in rounds) for n in ("committed", "drafted", "accepted")),
-            ]
-    return sums / runs
-
-
-def ratios(sums: Any) -> Any:
-    """Return [3]: tokens a call, drafted and accepted a round, ratios of sums."""
-    total = sums.sum(0)
-    return total[1:] / total[0]
-
-
-def errors(one: Any, other: Any) -> tuple[Any, float]:
-    """Return [3] differences of the ratios in standard errors, clustered by prompt, and the chance of all three together."""
-    residual = [(side[:, 1:] - ratios(side) * side[:, :1]) / side[:, 0].mean() for side in (one, other)]
-    spread = np.cov((residual[0] - residual[1]).T) / len(one)
-    gap = ratios(one) - ratios(other)
-    z = gap / np.sqrt(np.diag(spread).clip(1e-18))
-    inverse = np.linalg.pinv(spread, rcond=1e-9, hermitian=True)
-    return z, float(stats.chi2.sf(gap @ inverse @ gap, np.linalg.matrix_rank(spread, tol=1e-12, hermitian=True)))
-
-
 def collecting(pair: Pair, prompts: Sequence[Prompt], sizes: Sizes, bars: Bars) -> None:
     """Time collection under each verification beside that under `match`, taking turns."""
     chosen = prompts[: min(48, len(prompts))]
@@ -286,18 +206,6 @@ def collecting(pair: Pair, prompts: Sequence[Prompt], sizes: Sizes, bars: Bars) 
             ratio <= SLOWER[name],
             f"{ratio:.2f} of the time under match ({min(each):.2f} to {max(each):.2f}); at most {SLOWER[name]}",
         )
-
-
-def no_costs() -> Profile:
-    """Return a latency profile of no machine."""
-    table = CostTable(8.0, (1e-3, 1e-3), 0.0, (1e-3,) * (DEPTH + 1))
-    return Profile(
-        table, CostTable(400.0, (1e-3, 1e-3), 0.0, (1e-3,) * (DEPTH + 1)), 0.0, 0.0, (1e-3, 0.0), {}, 1.0, {}
-    )
-
-
-def _three(values: Any) -> str:
-    return " / ".join(f"{value:.3f}" for value in values)
 
 
 if __name__ == "__main__":

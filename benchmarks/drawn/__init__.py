@@ -1,0 +1,1 @@
+"""Rounds drawn given the text beside those of the live loop."""
