@@ -37,7 +37,7 @@ def compared(options: Any, room: Path, bars: Bars) -> None:
     """Compare replay with the live loop under every filter."""
     folder = save_pair(room / "tiny")
     pair = load_pair(folder / "target", folder / "draft", dtype="float64")
-    count, tokens = (3, 16) if options.quick else (36, 40)
+    count, tokens = (3, 16) if options.quick else (48, 40)
     prompts = [
         Prompt(f"p{at}", " ".join(f"w{3 + (at * 7 + n * 13) % 40}" for n in range(1 + at % 6))) for at in range(count)
     ]
