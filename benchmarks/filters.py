@@ -32,6 +32,8 @@ from specstop.decode import load_pair
 ROUNDS = 3000
 """Compared of each filter, temperature and shape."""
 
+PARTS = ("rounds", "unfiltered", "filtered", "texts")
+
 
 def compared(options: Any, room: Path, bars: Bars) -> None:
     """Compare replay with the live loop under every filter."""
@@ -56,6 +58,7 @@ def compared(options: Any, room: Path, bars: Bars) -> None:
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
     parser.add_argument("--prompts", type=int, default=40, help="test prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--train-prompts", type=int, default=160, help="training prompts")
     parser.add_argument("--texts", type=int, default=400, help="completions; a check needs 400")
@@ -65,10 +68,11 @@ def main() -> int:
     )  # fmt: skip
     bars = Bars()
     with tempfile.TemporaryDirectory(prefix="specstop-filters-") as room, progress_bars() as progress:
-        enumerated(100 if options.quick else 4, bars)
-        compared(options, Path(room), bars)
+        if "rounds" in options.part:
+            enumerated(100 if options.quick else 4, bars)
+            compared(options, Path(room), bars)
         folders = [*options.pair] if options.quick and options.pair else [own_pair(options, progress), *options.pair]
-        for folder in folders:
+        for folder in folders if set(options.part) - {"rounds"} else ():
             pair, stock = (load_pair(folder / "target", folder / "draft", engine=e) for e in ("auto", "plain"))
             known, tested = (
                 read_prompts(folder / f"prompts-{s}.jsonl", n) for s, n in (("train", count), ("test", tests))
@@ -76,12 +80,16 @@ def main() -> int:
             inner = Path(room) / f"pair-{len(bars.figures)}"
             place = Place(folder.name, pair, known, tested, tokens, effort(options), inner, progress)
             costs = place.profile(TRAINED)  # one for all, so that nothing hangs on a lucky moment
-            plain = place.fitted(place.traces("plain", known), costs, "")
-            bars.figures[f"filters, {folder.name}"] = unlike(place, plain, costs, bars)
-            bars.figures[f"trained, {folder.name}"] = alike(place, plain, costs, bars)
-            bars.figures[f"completions, {folder.name}"] = completed(place, stock, texts, costs, bars)
+            if {"unfiltered", "filtered"} & set(options.part):
+                plain = place.fitted(place.traces("plain", known), costs, "")
+            if "unfiltered" in options.part:
+                bars.figures[f"filters, {folder.name}"] = unlike(place, plain, costs, bars)
+            if "filtered" in options.part:
+                bars.figures[f"trained, {folder.name}"] = alike(place, plain, costs, bars)
+            if "texts" in options.part:
+                bars.figures[f"completions, {folder.name}"] = completed(place, stock, texts, costs, bars)
     names = ", ".join(folder.name for folder in folders)
-    whole = options.prompts >= 40 and options.texts >= 400 and len(folders) > 1
+    whole = options.prompts >= 40 and options.texts >= 400 and len(folders) > 1 and set(options.part) == set(PARTS)
     return bars.finish(options, f"{tests} prompts and {texts} texts of {names}", whole)
 
 

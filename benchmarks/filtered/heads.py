@@ -92,7 +92,8 @@ def unlike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: B
     for name, shaping in FILTERS.items():
         rates, drafted = {}, {}
         for policy in (*fixed, *plain):
-            speculator = Speculator(place.pair, policy, Settings(TEMPERATURE, place.tokens, DEPTH, shaping=shaping))
+            settings = Settings(TEMPERATURE, place.tokens, DEPTH, verification="match", shaping=shaping)
+            speculator = Speculator(place.pair, policy, settings)
             texts = [speculator.generate(i, stream_key(0, p.id)) for i, p in zip(ids, place.test, strict=True)]
             rates[policy.name] = _rate(texts, costs, policy)
             rounds = [made for text in texts for made in text.rounds]
