@@ -63,7 +63,7 @@ def main() -> int:
     options = parser.parse_args()
     sizes = QUICK if options.quick else Sizes()
     torch.set_num_threads(1)
-    bars = Bars()
+    bars, prompts = Bars(), list[Prompt]()
     if options.only != "pair":
         laws(sizes, options.quick, bars)
     if options.only != "law":
@@ -78,7 +78,7 @@ def main() -> int:
                     Side(pair, other, prompts, temperature, mode, sizes, Path(room)).compare(bars)
         collecting(pair, prompts, sizes, bars)
     compared = (
-        f"{bars.figures.get('law', {}).get('cases', 0)} enumerated cases, {sizes.prompts} prompts x {sizes.runs} runs"
+        f"{bars.figures.get('law', {}).get('cases', 0)} enumerated cases, {len(prompts)} prompts x {sizes.runs} runs"
     )
     return bars.finish(options, compared, options.only is None)
 
