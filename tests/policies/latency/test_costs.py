@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
-from specstop.policies.latency.profile import CLEARLY, Profile
-from specstop.policies.latency.tables import Price
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CLEARLY, Price
 
 EXACT = 1e-13  # float64
 
