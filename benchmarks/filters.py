@@ -58,6 +58,7 @@ def compared(options: Any, room: Path, bars: Bars) -> None:
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
+    parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out; no check then")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
     parser.add_argument("--prompts", type=int, default=40, help="test prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--train-prompts", type=int, default=160, help="training prompts")
@@ -71,7 +72,8 @@ def main() -> int:
         if "rounds" in options.part:
             enumerated(100 if options.quick else 4, bars)
             compared(options, Path(room), bars)
-        folders = [*options.pair] if options.quick and options.pair else [own_pair(options, progress), *options.pair]
+        embedded = [] if options.only_pairs or (options.quick and options.pair) else [own_pair(options, progress)]
+        folders = [*embedded, *options.pair]
         for folder in folders if set(options.part) - {"rounds"} else ():
             pair, stock = (load_pair(folder / "target", folder / "draft", engine=e) for e in ("auto", "plain"))
             known, tested = (
