@@ -19,7 +19,7 @@ from ...decode.models.finite import check_rows
 from ...decode.models.hidden import stored
 from ...decode.models.pair import Pair
 from ...decode.settings import Settings
-from ...decode.verify.noise import gumbel_given
+from ...decode.verify.noise import best_of_rows, gumbel_given
 from ...decode.verify.sampling import Sampler
 from ...policies.errors import InputError
 from ...policies.features.hidden_states import TARGET_HIDDEN
@@ -72,7 +72,7 @@ def completion_rows(
             anchors = list(range(1, last))
         else:
             last = min(max_new_tokens, len(text))
-            anchors = own_anchors(text, sampled.argmax(-1).tolist(), last, unroller.depth, ended)
+            anchors = own_anchors(text, best_of_rows(sampled).tolist(), last, unroller.depth, ended)
         if not anchors:
             continue
         anchor = torch.tensor(anchors, device=pair.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..models.cuda.transfer import download, upload
 from .base import Accepted, Drawn, Turn, Verification
-from .noise import Choices
+from .noise import Choices, best_of_rows, match_scores
 
 NOTHING = float("-inf")
 
@@ -28,9 +28,9 @@ class Match(Verification):
         scores = sampled
         if not turns[0].choices.greedy:
             noise = [turn.choices.noise(turn.found.depth[turn.places[0]] + 1, 1) for turn in turns]
-            scores = torch.log_softmax(sampled, -1) + _stacked(noise, [len(turn.places) for turn in turns])
+            scores = match_scores(sampled, _stacked(noise, [len(turn.places) for turn in turns]))
         if max(widths) == 1:
-            tokens = scores.argmax(-1).tolist()
+            tokens = best_of_rows(scores).tolist()
             best = scores.amax(-1).tolist() if len(tokens) > 1 else [0.0]
             return Drawn([[t] if v > NOTHING else [] for t, v in zip(tokens, best, strict=True)], scores)
         # One more: the best score that was not drawn tells policies how near it came.
@@ -40,16 +40,16 @@ class Match(Verification):
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return the target's first own token."""
-        scores = sampled if choices.greedy else torch.log_softmax(sampled, -1) + choices.noise(0, 1)[0]
-        return [int(scores.argmax(-1))]
+        scores = match_scores(sampled, None if choices.greedy else choices.noise(0, 1)[0])
+        return [int(best_of_rows(scores[None]))]
 
     def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
         """Look up the target's own tokens in one go; see `Verification.accept`."""
         scores = sampled
         if not turns[0].choices.greedy:
             noise = [_noise_at(turn) for turn in turns]
-            scores = torch.log_softmax(sampled, -1) + (noise[0] if len(noise) == 1 else torch.cat(noise))
-        own = scores.argmax(-1).tolist()
+            scores = match_scores(sampled, noise[0] if len(noise) == 1 else torch.cat(noise))
+        own = best_of_rows(scores).tolist()
         found, first = [], 0
         for turn in turns:
             end = first + len(turn.places)

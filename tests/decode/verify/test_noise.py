@@ -11,6 +11,7 @@ from scipy import stats
 from specstop.decode.verify.noise import (
     KeyedSource,
     Purpose,
+    best_of_rows,
     fresh_uniform,
     gumbel,
     match_scores,
@@ -124,6 +125,15 @@ def test_scores_are_logits_at_temperature_0_and_perturbed_log_probabilities_else
     assert torch.equal(match_scores(logits, None), logits)
     expected = logits / 0.5 - torch.logsumexp(logits / 0.5, -1, keepdim=True) + noise
     torch.testing.assert_close(match_scores(logits / 0.5, noise), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_best_of_rows_is_the_first_of_the_largest_scores(dtype: torch.dtype) -> None:
+    rows = torch.randint(-3, 4, (50, 33), generator=torch.Generator().manual_seed(0)).to(dtype)  # many are equal
+    rows[1], rows[2, 7:], rows[3, 5] = -torch.inf, -torch.inf, torch.nan
+    expected = [next((i for i, v in enumerate(row) if math.isnan(v)), row.index(max(row))) for row in rows.tolist()]
+    assert best_of_rows(rows).tolist() == expected
+    assert best_of_rows(rows[:, 3:20]).tolist() == rows[:, 3:20].contiguous().argmax(-1).tolist()
 
 
 def test_the_argmax_of_scores_is_a_draw_from_the_softmax() -> None:
