@@ -8,6 +8,7 @@ committed with one more token of the target's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from .stream import Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
 from .verify.noise import Source
 from .verify.sampling import Shaping, check_processors
+from .weak import weak_method
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Speculator:
             batch, filled,
         )  # fmt: skip
         self._runner = GuardedRunner(policy, profile, chain, self.settings.fallback, self.settings.guard, batch)
-        self._runner.replaced = self._read_for
+        self._runner.replaced = weak_method(self._read_for)
         self._read_for(policy)
         self._clock()
 
@@ -132,21 +134,24 @@ class Speculator:
         self._watch, source, runner = Stopwatch(self.pair.device), self._source, self._runner
         self._watch.wrap(source, {"feed": "draft", "read": "verify", "step": "policy", "note": "policy"})
         self._watch.wrap(runner, {"keep": "policy", "select": "policy", "finished": "policy"})
-        runner.elapsed = lambda: self._watch.now() - self._begun
+        runner.elapsed = weak_method(self._elapsed)
         if (observer := self._observer) is not None:
-            draw = source.draw
+            draw, playing = weak_method(source.draw), weakref.proxy(source)
 
             def seen(fed: list[list[int]]) -> tuple[list[list[int]], Logits | None]:
                 places, logits = draw(fed)
                 first = 0
-                for own, some in zip(source.streams, places, strict=True):
+                for own, some in zip(playing.streams, places, strict=True):
                     tokens = slice(first, first := first + len(some))
                     if logits is not None and some:
-                        part = logits if len(source.streams) == 1 else logits.part(tokens)
+                        part = logits if len(playing.streams) == 1 else logits.part(tokens)
                         observer.level(own.number, own.found, some, part)
                 return places, logits
 
             setattr(source, "draw", seen)  # noqa: B010 - the type checker knows no other way
+
+    def _elapsed(self) -> float:
+        return self._watch.now() - self._begun
 
     def _read_for(self, policy: StopPolicy) -> None:
         self._source.read_for(policy, self._sizes)

@@ -15,6 +15,7 @@ from ..policies.limits import check_limits
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
 from .verify.sampling import Shaping
+from .weak import weak_method
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Stopwatch:
     def wrap(self, owner: object, phases: Mapping[str, str]) -> None:
         """Have methods of an object timed, each as laps of a phase."""
         for name, phase in phases.items():
-            setattr(owner, name, self.timed(phase, getattr(owner, name)))
+            setattr(owner, name, self.timed(phase, weak_method(getattr(owner, name))))
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return what does as `call` does, each time as a lap of a phase; a lap has no other within it."""
