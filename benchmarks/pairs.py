@@ -53,34 +53,34 @@ def accepted_first(texts: Sequence[Generation]) -> float:
     return sum(made.accepted > 0 for made in rounds) / max(len(rounds), 1)
 
 
-def weaker_pair(folder: Path, room: Path, least: float = 0.5, most: float = 0.6, tries: int = 12) -> Path:
+def weaker_pair(folder: Path, room: Path, least: float = 0.5, most: float = 0.58, tries: int = 12) -> Path:
     """Write the pair of `folder` with noise on the draft's weights, as much as brings P(A >= 1) between two limits.
 
     Args:
         folder: of a pair.
         room: for the draft; targets and prompts are linked.
-        least, most: greedy acceptance of the first draft on 8 training prompts of 64 tokens.
+        least, most: greedy acceptance of the first draft on 24 training prompts. A draft that is no better stays as it is.
         tries: halvings of the noise's scale.
 
     Raises:
         RuntimeError: no scale that was tried gives that.
     """
-    out, low, high = room / "weaker", 0.0, 1.0
+    out, scale, low, high = room / "weaker", 0.0, 0.0, 1.0
     out.mkdir(parents=True)
     for path in folder.iterdir():
         if path.name != "draft":
             (out / path.name).symlink_to(path.resolve())
     for _ in range(tries):
-        scale = (low + high) / 2.0
         _disturbed(folder / "draft", scale, out / "draft")
         pair = load_pair(out / "target", out / "draft")
-        prompts = read_prompts(out / "prompts-train.jsonl", 8)
-        loop = Speculator(pair, FixedLength(1), Settings(0.0, 64))
+        prompts = read_prompts(out / "prompts-train.jsonl", 24)
+        loop = Speculator(pair, FixedLength(1), Settings(0.0, 128))
         ids = encode(prompts, pair.tokenizer, 512)
         rate = accepted_first([loop.generate(i, stream_key(0, p.id)) for i, p in zip(ids, prompts, strict=True)])
-        if least <= rate <= most:
+        if rate <= most and (rate >= least or scale == 0.0):
             return out
         low, high = (scale, high) if rate > most else (low, scale)
+        scale = (low + high) / 2.0
     raise RuntimeError(f"no noise on the draft's weights gives P(A >= 1) between {least} and {most}")
 
 
