@@ -91,7 +91,8 @@ def main() -> int:
             if "texts" in options.part:
                 bars.figures[f"completions, {folder.name}"] = completed(place, stock, texts, costs, bars)
     names = ", ".join(folder.name for folder in folders)
-    whole = options.prompts >= 40 and options.texts >= 400 and len(folders) > 1 and set(options.part) == set(PARTS)
+    enough = options.prompts >= 40 and options.texts >= 400 and len(folders) > 1
+    whole = enough and not options.only_pairs and set(options.part) == set(PARTS)
     return bars.finish(options, f"{tests} prompts and {texts} texts of {names}", whole)
 
 
