@@ -15,7 +15,7 @@ from .models.finite import broken
 from .models.hidden import hidden_width, stored
 from .models.packed import Part
 from .models.pair import Pair
-from .verify.noise import best_of_rows, gumbel, match_scores
+from .verify.noise import gumbel, own_tokens
 from .verify.sampling import UNCHANGED, BatchSampler, Shaping
 
 ENDED_EVERY = 8
@@ -83,7 +83,7 @@ def plain_texts(
         drawn_with = gumbel(stream, lengths + step, pair.vocabulary, pair.logits_dtype) if temperature > 0 else None
         texts.note(step, going, logits, model.states, drawn_with)
         sampled = sampler(logits, partial(_prefixes, prompts, texts.tokens[:, :step]))
-        texts.add(step, best_of_rows(match_scores(sampled, drawn_with)))
+        texts.add(step, own_tokens(sampled, drawn_with))
         last = step + 1 == max_new_tokens
         if last or (step + 1) % (1 if device.type == "cpu" else ENDED_EVERY) == 0:
             going = texts.going()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..models.cuda.transfer import download, upload
 from .base import Accepted, Drawn, Turn, Verification
-from .noise import Choices, best_of_rows, match_scores
+from .noise import Choices, best_of_rows, match_scores, own_tokens
 
 NOTHING = float("-inf")
 
@@ -40,16 +40,12 @@ class Match(Verification):
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return the target's first own token."""
-        scores = match_scores(sampled, None if choices.greedy else choices.noise(0, 1)[0])
-        return [int(best_of_rows(scores[None]))]
+        return [int(own_tokens(sampled[None], None if choices.greedy else choices.noise(0, 1)))]
 
     def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
         """Look up the target's own tokens in one go; see `Verification.accept`."""
-        scores = sampled
-        if not turns[0].choices.greedy:
-            noise = [_noise_at(turn) for turn in turns]
-            scores = match_scores(sampled, noise[0] if len(noise) == 1 else torch.cat(noise))
-        own = best_of_rows(scores).tolist()
+        noise = [] if turns[0].choices.greedy else [_noise_at(turn) for turn in turns]
+        own = own_tokens(sampled, torch.cat(noise) if len(noise) > 1 else noise[0] if noise else None).tolist()
         found, first = [], 0
         for turn in turns:
             end = first + len(turn.places)

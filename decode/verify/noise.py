@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...policies.counter_rng import keyed_uniform
 from ...policies.splitmix import GOLDEN, mix as mix, mix_in_place, signed
 
 _MASK = (1 << 64) - 1
@@ -33,6 +34,14 @@ def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
         position: [R] int64.
         vocabulary: V.
     """
+    if position.device.type != "cpu":
+        return uniform_on_device(key, position, vocabulary)
+    keys = torch.full_like(position, key) if isinstance(key, int) else key.reshape(-1).contiguous()
+    return torch.from_numpy(keyed_uniform(keys.numpy(), position.contiguous().numpy(), vocabulary))
+
+
+def uniform_on_device(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
+    """`uniform` as tensor operations: the same bits, and on the host at 6 to 18 times the time of one pass over memory."""
     row = mix(mix(position[:, None] * signed(GOLDEN) + 1) ^ key)  # [R, 1]
     tokens = torch.arange(1, vocabulary + 1, device=row.device) * signed(GOLDEN)
     return _unit(mix_in_place(row + tokens))
@@ -186,8 +195,13 @@ class Choices:
 
 
 def match_scores(sampled: Tensor, noise: Tensor | None) -> Tensor:
-    """Return [R, V], what `match` takes the argmax of: log p + g, or the processed logits at T = 0, without noise."""
+    """Return [R, V], what drafts take the best of and policies read: log q + g; at T = 0, without noise, processed logits."""
     return sampled if noise is None else torch.log_softmax(sampled, -1) + noise
+
+
+def own_tokens(sampled: Tensor, noise: Tensor | None) -> Tensor:
+    """Return [R] int64, the target's own tokens: where log p + g is largest, for which log p need not be normalised."""
+    return best_of_rows(sampled if noise is None else sampled + noise)
 
 
 def best_of_rows(scores: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from specstop.decode.verify.noise import (
     gumbel,
     match_scores,
     mix,
+    own_tokens,
     stream_key,
     uniform,
+    uniform_on_device,
 )
 
 FALSE_ALARM = 2e-6  # of each of some 50 statistical tests, 1e-4 of all; keys are fixed: what passes goes on passing
@@ -36,6 +38,13 @@ def test_a_number_depends_on_its_key_position_and_token_only() -> None:
     batch = uniform(keys, torch.full((len(KEYS),), 31), 50)
     for row, key in zip(batch, KEYS, strict=True):
         assert torch.equal(row[None], uniform(key, at(31), 50))
+
+
+def test_host_and_device_have_the_same_bits() -> None:
+    places = torch.tensor([0, 1, 15, 16, 2**40, 7])
+    keys = torch.tensor(KEYS)[:, None]
+    assert torch.equal(uniform(keys, places, 333), uniform_on_device(keys, places, 333))
+    assert torch.equal(uniform(KEYS[0], places[::2], 333), uniform_on_device(KEYS[0], places[::2], 333))
 
 
 def test_keys_differ_with_seed_prompt_and_sample() -> None:
@@ -125,6 +134,8 @@ def test_scores_are_logits_at_temperature_0_and_perturbed_log_probabilities_else
     assert torch.equal(match_scores(logits, None), logits)
     expected = logits / 0.5 - torch.logsumexp(logits / 0.5, -1, keepdim=True) + noise
     torch.testing.assert_close(match_scores(logits / 0.5, noise), expected)
+    assert own_tokens(logits / 0.5, noise).tolist() == expected.argmax(-1).tolist()
+    assert own_tokens(logits, None).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
