@@ -20,7 +20,7 @@ from typing import Any
 
 from attacks.random_pair import save_pair
 from bars import Bars, arguments
-from filtered.completions import completed
+from filtered.completions import completed, repeated
 from filtered.enumerated import enumerated
 from filtered.heads import TRAINED, Place, alike, unlike
 from filtered.same_rounds import FILTERS, SHAPES, TEMPERATURES, same_rounds
@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
     parser.add_argument("--prompts", type=int, default=40, help="test prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--train-prompts", type=int, default=160, help="training prompts")
+    parser.add_argument("--samples", type=int, default=1, help="texts of each training prompt")
     parser.add_argument("--texts", type=int, default=400, help="completions; a check needs 400")
     options = parser.parse_args()
     count, tests, tokens, texts = (24, 4, 32, 32) if options.quick else (
@@ -79,6 +80,7 @@ def main() -> int:
             known, tested = (
                 read_prompts(folder / f"prompts-{s}.jsonl", n) for s, n in (("train", count), ("test", tests))
             )
+            known = known if options.samples == 1 else repeated(known, options.samples * len(known))
             inner = Path(room) / f"pair-{len(bars.figures)}"
             place = Place(folder.name, pair, known, tested, tokens, effort(options), inner, progress)
             costs = place.profile(TRAINED)  # one for all, so that nothing hangs on a lucky moment

@@ -5,7 +5,8 @@
 For each pair and temperature: traces and a profile under block verification and under `match`, a head of the same kind
 trained for each, the best fixed length of each on the training prompts; then all of them live, in turns. What is compared is
 tokens a second, its ratio with an interval over prompts, whose texts differ between runs. Without `--pair` the embedded pair
-is used; `--check` wants two. The last line printed is one JSON object.
+is used; `--check` wants two. Beside them, by replay with decisions that cost nothing: the learned policy, and the
+achievable estimate, what a policy cross-fitted on the test prompts gains. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,22 @@ from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies import FixedLength, StopPolicy
+from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.progress import Progress
 from specstop.policies.storage.folder import load_policy_folder
+from specstop.train.fit.achievable_batch import NAME as ESTIMATE
 from specstop.train.fit.run import settle, train
 from specstop.train.fit.tuning.rates import best_of, fixed_grid
 from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.report.evaluate import evaluate
 
 MODES = ("block", "match")
+DRAWS = 4
+"""Of each test text, in what is replayed."""
+
+ENOUGH = 40
+"""Test prompts from which on the achievable estimate is worth its minutes."""
+
 TEMPERATURES, DEPTH, HEAD, REPLICATES = (0.7, 1.0), 10, "logistic", 2000
 
 
@@ -64,8 +73,8 @@ class Run:
         """Return the token ids of prompts."""
         return encode(prompts, self.pair.tokenizer, reading_room(self.pair, self.tokens + DEPTH))
 
-    def trained(self, temperature: float, mode: str) -> tuple[list[StopPolicy], Settings]:
-        """Return the learned policy of a verification and its best fixed length, on training prompts, and how they run."""
+    def trained(self, temperature: float, mode: str) -> tuple[list[StopPolicy], Settings, Profile]:
+        """Return the learned policy of a verification and its best fixed length, on training prompts; how they run; costs."""
         room, ids = self.room / f"{mode}-{temperature:g}", self.ids(self.train)
         settings = Settings(temperature, self.tokens, DEPTH, verification=mode)
         traces = collect(
@@ -81,7 +90,18 @@ class Run:
         profile = profile.with_measured_decisions(loop_decisions(self.pair, [policy], ids, settings))
         learned = settle(room / "policy", traces, profile)
         best = best_of(fixed_grid(trace_arrays(traces), profile))
-        return [learned, FixedLength(int(best.name.partition(":")[2]))], settings
+        return [learned, FixedLength(int(best.name.partition(":")[2]))], settings, profile
+
+    def known(self, temperature: float, mode: str, policy: StopPolicy, profile: Profile) -> str:
+        """Return what a policy and the achievable estimate are of the best fixed length on test prompts, decisions free."""
+        held = collect(
+            self.pair, self.test, self.room / f"{mode}-{temperature:g}" / "held", depth=DEPTH, temperature=temperature,
+            verification=mode, max_new_tokens=self.tokens, draws=DRAWS if mode == "block" else 1, progress=self.progress,
+        )  # fmt: skip
+        free = replace(profile, decision_s={policy.cost_name: 0.0})
+        report = evaluate(held, free, [policy], achievable=True, progress=self.progress)
+        lines = {line.name: line.to_best_fixed.text() for line in report.lines}
+        return f"replayed, decisions free: {lines[policy.shown_name]} of the best fixed length, achievable {lines[ESTIMATE]}"
 
     def live(self, runs: Sequence[Speculator]) -> list[list[Generation]]:
         """Return texts by run: every prompt as often as it is repeated, one after the other."""
@@ -107,8 +127,9 @@ def ratio(one: Sequence[Generation], other: Sequence[Generation], prompts: int) 
 def measured(name: str, run: Run, temperature: float, bars: Bars) -> dict[str, Any]:
     """Train for both verifications, decode in turns, and return what came out."""
     policies: dict[str, Speculator] = {}
+    profiles: dict[str, Profile] = {}
     for mode in MODES:
-        made, settings = run.trained(temperature, mode)
+        made, settings, profiles[mode] = run.trained(temperature, mode)
         for policy, what in zip(made, ("learned", "best fixed"), strict=True):
             policies[f"{what}, {mode}"] = Speculator(run.pair, policy, settings)
     texts = dict(zip(policies, run.live(list(policies.values())), strict=True))
@@ -124,6 +145,11 @@ def measured(name: str, run: Run, temperature: float, bars: Bars) -> dict[str, A
         found = ratio(texts["learned, block"], texts[other], len(run.test))
         told = f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}] of {other}; clear of 1"
         bars.add(f"{name}, T = {temperature:g}, learned, block, to {other}", found, found[1] > 1.0, told)
+    for mode in MODES if len(run.test) >= ENOUGH else ():
+        figures[f"known, {mode}"] = told = run.known(
+            temperature, mode, policies[f"learned, {mode}"].policy, profiles[mode]
+        )
+        print(f"      {name}, T = {temperature:g}, {mode}, {told}")
     return figures
 
 

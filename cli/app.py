@@ -56,6 +56,7 @@ def _root(
 
 
 for _name in COMMANDS:
+    # `import` is a keyword: its module and function are `import_`.
     _python = _name.replace("-", "_") + "_" * keyword.iskeyword(_name)
     _folder = "reports" if _name in REPORTS else "commands"
     _module = importlib.import_module(f".{_folder}.{_python}", __package__)

@@ -38,6 +38,7 @@ class Command(TyperCommand):
         if work is not None:
             refuse_inputs(work, read, "--checkpoints")
         if out is not None:
+            # `collect --resume` adds to `out` and may read the run.yaml there; what replaces it must not take its --config.
             completes = self.name == "collect" and values["resume"] and not beside(out).exists()
             if config is not None and not completes:
                 read.append(given_config(out / RUN_FILE))

@@ -45,6 +45,7 @@ def _answer() -> tuple[int, str]:
     """Run the command; return its exit code and a line to say, if there is one."""
     try:
         prepare()
+        # Before these libraries are imported, since some of them look only then.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

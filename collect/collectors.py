@@ -125,6 +125,7 @@ def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) ->
     Raises:
         InputError: it is lossy, so that its texts depend on the policy, or it does not go with the other options.
     """
+    # A trace serves any policy: the mode is that of one which reads nothing.
     name = resolve_mode(settings.verification, FixedLength(tree.deepest), tree, settings.temperature)
     mode = find_mode(name, settings.temperature)
     if not mode.lossless:

@@ -41,6 +41,7 @@ class Exploring(StopPolicy):
         self.features, self.hidden = inner.features, inner.hidden
         self.trims, self.carries, self.reads_clock = inner.trims, inner.carries, inner.reads_clock  # type: ignore[misc]
         self.joint = inner.joint  # type: ignore[misc]
+        # From its deepest depth on the inner policy is not asked: this one must be, to end the rounds that do not explore.
         self.max_depth, self.first = depth, min(inner.first, self.inner.max_depth)
         self.name = inner.name
 
@@ -51,6 +52,7 @@ class Exploring(StopPolicy):
     def explores(self, state: State) -> Array:
         """Return [S] bool, whether the round is one of those drafted to full depth."""
         _, keys, number = state
+        # Whole numbers, keyed by stream and round alone: a shard that is collected again explores the same rounds.
         drawn: Array = mix(mix(keys ^ _SALT) + number) & (_SHARE - 1)
         return drawn < round(self.share * _SHARE)
 

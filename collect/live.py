@@ -59,6 +59,7 @@ class Recorder:
         self.tree, self.features, self.temperature = tree, tuple(features), temperature
         self._columns = Columns(features)
         self._widths = dict(widths or {})
+        # Row of the topology that is node 0: row 0 is the anchor, unless the roots themselves are candidates.
         self.match, self._first = match, 0 if deferred else 1
         self.rows: dict[int, list[Row]] = defaultdict(list)
         self._levels: dict[int, list[tuple[list[int], Logits]]] = defaultdict(list)
@@ -88,6 +89,7 @@ class Recorder:
             row[TARGET_HIDDEN] = stored(seen.anchor_hidden[0]).cpu().numpy()
         self._label(row, seen, node, drawn)
         self._measure(row, seen, node, levels)
+        # The anchor is the last committed token; deferred roots stand after it.
         before = seen.text.tokens[record.context - (1 if self._first == 0 else 2)]
         anchor = anchor_columns(seen.anchor_row, found.tokens[:1], [before], [0])[0]
         row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
@@ -110,12 +112,12 @@ class Recorder:
             above = found.parent[place]
             if above not in after:
                 continue
-            if self.match:
+            if self.match:  # the text says it, also of tokens that were not sent
                 at = start + after[above]  # of the text's token below `above`
                 if at < len(text):
                     row["labelled"][node[place]] = True
                     row["accepted"][node[place]] = found.tokens[place] == text[at]
-            elif row["sent"][node[place]]:
+            elif row["sent"][node[place]]:  # else it is known of what was sent and tried alone
                 chosen = path[after[above] + 1] if after[above] + 1 < len(path) else None
                 row["accepted"][node[place]] = place == chosen
                 row["labelled"][node[place]] = chosen is None or place <= chosen  # later siblings are not tried
@@ -127,7 +129,7 @@ class Recorder:
         for places, logits in levels:
             check_rows(logits.raw, "draft")
             drawn = Drawn.of(logits.tokens)
-            drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])
+            drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])  # 0 at roots
             drawn.lead = logits.lead(drawn) if self._columns.plan.noisy else None
             summary = summarise(
                 self._columns.plan | (Need.PATH | Need.SAMPLED), logits.raw, drawn, self.temperature, logits.sampled,
@@ -149,6 +151,7 @@ class Recorder:
             weights = logits.raw / (self.temperature or 1.0) if logits.sampled is None else logits.sampled
             q = torch.softmax(weights[owner[known]], -1)
             here = [at[i] for i in known]
+            # Under match p is void where labels are, as in dense traces; else it is kept of all that the target has read.
             usable = row["labelled"][here] | (not self.match)
             tokens = torch.from_numpy(drawn.ids[known, 1]).to(p.device)
             chance = p.gather(-1, tokens[:, None])[:, 0].float().cpu().numpy()
@@ -244,6 +247,7 @@ class _Marking:
         """See `Observer.round`."""
         self._recorder.round(seen)
         explored = False
+        # The state has taken this round in and counts the next one; a fallback's is no such tuple.
         state = seen.state
         if self._policy is not None and isinstance(state, tuple) and len(state) == 3:
             inner, key, number = state

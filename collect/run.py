@@ -246,13 +246,15 @@ def plan_run(
         seed=seed,
         shards=count,
         prompts=len(prompts),
+        # --resume goes on with the very same prompts only (`Header.same_run`).
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         vectors=widths,
         shaping=shaping.facts,
-        **{"anchor_features": ANCHOR_FEATURES, **chosen.header},
+        **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
         facts={**facts(pair), **told},
     )
     work, read = _dealt(prompts, ids, seed, count), _read_by(pair, target, draft, policy)
+    # Twice as many prompts as texts side by side: one that ends gives its place to another.
     return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * (batch or 1)))
 
 
@@ -274,7 +276,7 @@ def _read_by(pair: Pair, target: str, draft: str, policy: StopPolicy | None) -> 
 
 def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
     """Return how many shards a run has unless it is told."""
-    row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))
+    row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))  # float16
     return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * tokens * row_bytes // SHARD_BYTES))
 
 

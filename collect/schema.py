@@ -31,6 +31,7 @@ from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import Conditions
 
 SCHEMA_VERSION = 5
+# Fields by the version that brought them, each with what holds of traces that lack it.
 _SINCE: Mapping[int, Mapping[str, Any]] = {3: {"vectors": {}}, 4: {"shaping": {}}, 5: {"draws": 1, "off_text": "exact"}}
 _LATER: Mapping[int, Mapping[str, Any]] = {
     version: {name: value for since, added in _SINCE.items() if since > version for name, value in added.items()}
@@ -174,6 +175,7 @@ class Header:
                 f"{where}: the trace has schema {version!r}, but this specstop reads schema {min(_LATER)} to "
                 f"{SCHEMA_VERSION}; collect it again, or use the version that wrote it"
             )
+        # From here on a header of this version, also where it is written again.
         raw = {**_LATER.get(version, {}), **raw, "schema": SCHEMA_VERSION}
         names = {f.name for f in dataclasses.fields(Header)}
         if set(raw) != names:
@@ -202,6 +204,7 @@ def _fits(value: Any, kind: Any) -> bool:
         held = get_args(kind)[1]
         return isinstance(value, dict) and (held is Any or all(_fits(item, held) for item in value.values()))
     if outer is float:
+        # JSON's true would pass for the number 1.
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return isinstance(value, outer) and not isinstance(value, bool)
 

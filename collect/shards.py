@@ -91,7 +91,7 @@ def record(
     made = missing_folders(out)
     folder = open_for_writing(out, header, resume=resume or several, overwrite=overwrite, inputs=plan.inputs)
     mine = [index for index in range(header.shards) if place.takes(index)]
-    check_shards(folder, header, repair=repair, among=mine)
+    check_shards(folder, header, repair=repair, among=mine)  # those of others are theirs to look after
     have = finished(folder, header)
     task = "collect" if place.world == 1 else f"collect {place.rank}/{place.world}"
     total = sum(len(plan.work[index]) for index in mine)
@@ -118,7 +118,7 @@ def record(
             "--prompts: no row came of them, so nothing is kept: every text ends at once, or none of the --completions "
             "goes on as the target itself would"
         )
-    open_trace(folder)
+    open_trace(folder)  # compares every checksum: the index vouches for all
     write_index(folder, header)
     if replaces:
         put_in_place(folder, out)

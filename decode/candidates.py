@@ -64,6 +64,7 @@ class Candidates:
 
     def fed(self) -> list[int]:
         """Return by depth of the topology how many places the draft read to draw below them."""
+        # One number at least: profiles price the first draft step by itself, also of a tree that is its roots alone.
         count = [0] * max(self.topology.deepest, 1)
         for depth, below in zip(self.depth, self.children, strict=True):
             if below:
@@ -93,9 +94,10 @@ def draft_tree(found: Sequence[Candidates | None], sent: Array, hide_tokens: boo
     topology = next(own.topology for own in found if own is not None)
     first, streams = topology.roots, len(found)
     drawn = sent[:, first:]
-    tokens = np.full((streams, len(topology)), -1, dtype=np.int64)
+    tokens = np.full((streams, len(topology)), -1, dtype=np.int64)  # [S, rows], roots included
     for stream, own in enumerate(found):
         if own is not None and not hide_tokens:
             tokens[stream, own.rows] = own.tokens
+    # Copies, not views or slices: compiled policies take contiguous [S, N] arrays.
     parent, depth = (values[None].repeat(streams, 0) for values in (topology.node_parents, topology.node_depths))
     return DraftTree(np.where(drawn, tokens[:, first:], -1), parent, depth, drawn.copy())

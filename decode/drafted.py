@@ -35,6 +35,7 @@ class Drafted:
 
     def __init__(self, streams: int, tree: Topology) -> None:
         self._tree = tree
+        # One block [4, S, N], which the kernel takes as one argument; the marks are views of it.
         self._marks = np.zeros((4, streams, len(tree)), dtype=bool)
         self.drawn, self.dropped, self.fed, self.asked = self._marks
         self.capped = np.zeros(streams, dtype=bool)
@@ -44,6 +45,7 @@ class Drafted:
         tree, marks = self._tree, self._marks
         streams = marks.shape[1]
         self.sent, counts = np.empty_like(marks[0]), np.empty((3, streams), dtype=np.int64)
+        # One column at least: the first draft step is priced by itself (`latency.costs`).
         self.steps = np.empty((streams, max(tree.deepest, 1)), dtype=np.int64)
         kernels().count_round(tree.parents, tree.depths, marks, self.sent, counts, self.steps)
         self.drafted, self.verified, self.decisions = counts

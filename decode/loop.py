@@ -60,7 +60,7 @@ class Request:
 
 @dataclass
 class _Running:
-    """A request that is being decoded: its number, when it began and the seconds of its prompt, its rounds."""
+    """A request that is being decoded: its number, its text, the seconds of its prompt, its rounds."""
 
     number: int
     request: Request
@@ -110,6 +110,7 @@ class Speculator:
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
         check_processors(self.settings.shaping.processors, pair.vocabulary)
+        # Deferred roots are alternatives for the next token: the tree's first level, drawn from the target and not drafted.
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
         self._drafter, self._observer = drafter or find_drafter(pair.drafter, pair), observer
@@ -125,7 +126,7 @@ class Speculator:
             batch, filled,
         )  # fmt: skip
         self._runner = GuardedRunner(policy, profile, chain, self.settings.fallback, self.settings.guard, batch)
-        self._runner.replaced = weak_method(self._read_for)
+        self._runner.replaced = weak_method(self._read_for)  # another policy reads other features
         self._read_for(policy)
         self._clock()
 
@@ -136,6 +137,7 @@ class Speculator:
         self._watch.wrap(runner, {"keep": "policy", "select": "policy", "finished": "policy"})
         runner.elapsed = weak_method(self._elapsed)
         if (observer := self._observer) is not None:
+            # Weak, since `seen` becomes an attribute of the source and would keep it alive.
             draw, playing = weak_method(source.draw), weakref.proxy(source)
 
             def seen(fed: list[list[int]]) -> tuple[list[list[int]], Logits | None]:
@@ -226,9 +228,10 @@ class Speculator:
         source.reserve(max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens)
         done: dict[int, Generation] = {}
         running: dict[int, _Running] = {}
-        waiting = list(enumerate(requests))[::-1]
+        waiting = list(enumerate(requests))[::-1]  # popped from the end
         while waiting or running:
             self._fill(running, waiting, on_commit)
+            # The token drawn from the prompt may have ended a text already.
             if any(not own.text.ended for own in running.values()):
                 self._play(running, on_commit)
             for stream in [stream for stream, own in running.items() if own.text.ended]:
@@ -268,7 +271,7 @@ class Speculator:
         self._begun = watch.now()
         before = {stream: own.text.generated for stream, own in running.items()}
         made = play_round(source, self._runner)
-        seconds = watch.now() - self._begun
+        seconds = watch.now() - self._begun  # before the observer is told
         for stream, record in self._records(made, before, seconds).items():
             running[stream].rounds.append(record)
         if self._observer is not None:
@@ -283,6 +286,7 @@ class Speculator:
         """Return the record of the round of each stream that had one; each bears its share of the seconds."""
         found, laps, share = made.found, self._watch.laps, 1.0 / len(self._source.streams)
         draft = laps["draft"]
+        # The first draft step reads the backlog, so it is counted, and priced, by itself.
         times = (draft[0] if draft else 0.0, sum(draft[1:]), sum(laps["verify"]), sum(laps["policy"]), seconds)
         shares = [share * part for part in times]
         records = {}

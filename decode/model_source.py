@@ -85,7 +85,7 @@ class ModelSource:
         self._padded, self._filled = padded, filled
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
-        self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]
+        self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
         self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers, streams, device=pair.device)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
@@ -94,7 +94,7 @@ class ModelSource:
 
     def reserve(self, tokens: int) -> None:
         """Empty both caches, with room for texts of `tokens` and a round beyond them."""
-        capacity = tokens + max(len(self.topology), len(self._padded)) + 1
+        capacity = tokens + max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
         self._readable = capacity
         for role, limit in (("target", readable(self.pair.target)), ("draft", self.drafter.readable)):
             self._readable = min(self._readable, limit)
@@ -160,7 +160,7 @@ class ModelSource:
         layers = len(self.drafter.layers)
         if states is None or not layers:
             return None
-        return states[:, : states.shape[-1] // len(self._layers) * layers]
+        return states[:, : states.shape[-1] // len(self._layers) * layers]  # the drafter's layers are the first ones
 
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
         """See `rounds.RoundSource`."""
@@ -177,7 +177,7 @@ class ModelSource:
                 limit[number] = allowed
         self.reader.begin(self.streams)
         roots = [[p for p in own.latest if own.found.tokens[p] not in self.eos] for own in self.streams]
-        alive = self._grown = self._marked(0, roots)
+        alive = self._grown = self._marked(0, roots)  # known again in `grow`
         return active, alive, context, self.drafter.backlog(), limit
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
@@ -192,7 +192,7 @@ class ModelSource:
             for at, own in enumerate(self.streams):
                 row = feeding[own.number].tolist()
                 fed[at] = [place for place in own.latest if row[own.found.rows[place] - first]]
-        if self.reader.passed:
+        if self.reader.passed:  # before what is drawn next takes its place
             self.note()
         places, logits = self.draw(fed)
         self.reader.drawn(depth + 1, places, logits)
@@ -264,7 +264,7 @@ class ModelSource:
                 row += 1
         if not tokens:  # rows that no token can be drawn from
             return [own.latest for own in streams], None
-        shaped = sampled if asked[0].text.sampler.reads_prefix and self._temperature > 0 else None
+        shaped = sampled if self._temperature > 0 and any(o.text.sampler.reads_prefix for o in asked) else None
         untruncated = None if shaped is None else untruncated
         logits = Logits(raw, tokens, shaped, drawn.scores, states, drawn.best, untruncated)
         return [own.latest for own in streams], logits
@@ -290,7 +290,7 @@ class ModelSource:
             own.select(found.sent[own.number].tolist() if less[own.number] else None)
         raw, finite = self.read(streams)
         sampled, _ = sampled_rows(streams, [own.sent for own in streams], raw)
-        with finite:
+        with finite:  # on a device it is checked while it is waited for anyway
             results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
         first = 0
         for own, (path, roots) in zip(streams, results, strict=True):
@@ -306,7 +306,7 @@ class ModelSource:
         for own in streams:
             tokens = [own.found.tokens[place] for place in own.sent]
             if own.sends_path:
-                padding = self._padding(streams) if own is streams[-1] else 0
+                padding = self._padding(streams) if own is streams[-1] else 0  # its rows are the last
                 parts.append(Part(own.number, tokens + tokens[-1:] * padding))
             else:
                 rows = [own.found.rows[place] for place in own.sent]
@@ -321,7 +321,7 @@ class ModelSource:
         last, sent = streams[-1], sum(len(own.sent) for own in streams)
         more = 0
         if len(streams) == 1 and sent <= len(self._padded):
-            more = self._padded[sent - 1] + 1 - sent
+            more = self._padded[sent - 1] + 1 - sent  # the table counts drafted tokens, `sent` the root too
         elif len(streams) > 1 and self._filled is not None:
             more = self._filled(len(streams), sent) - sent
         return more if len(last.text.tokens) - 1 + len(last.sent) + more <= self._readable else 0
@@ -335,12 +335,12 @@ class ModelSource:
             rows = path if len(sent) == len(own.found.rows) else [sent.index(place) for place in path]
             self.target.keep(own.base, [own.base + row for row in rows], own.number)
             accepted = [own.found.tokens[place] for place in path]
-            told = None if states is None else states[0, [first + row for row in rows]]
+            told = None if states is None else states[0, [first + row for row in rows]]  # [path, layers x H]
             self.drafter.committed(own.number, accepted, self._told(told))
             assert own.raw is not None
-            text.anchor_row = own.raw[rows[-1] : rows[-1] + 1]
+            text.anchor_row = own.raw[rows[-1] : rows[-1] + 1]  # that the next roots were drawn from
             text.hidden = None if told is None else self._hidden(told[-1:])
-            new = accepted if self.mode.deferred else [*accepted[1:], *text.roots]
+            new = accepted if self.mode.deferred else [*accepted[1:], *text.roots]  # one root is text already
             committed[own.number], ended[own.number] = self._extend(text, new), text.ended
             first += len(sent)
         return committed, ended

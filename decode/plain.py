@@ -72,7 +72,7 @@ def plain_texts(
         pair.target, max(map(len, prompts)) + max_new_tokens, pair.vocabulary, hidden, batch, device=device
     )
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    stream = torch.tensor(list(keys), device=device)[:, None]
+    stream = torch.tensor(list(keys), device=device)[:, None]  # [B, 1]
     ends = () if ignore_eos else pair.eos
     sampler = BatchSampler(shaping, temperature, [len(prompt) for prompt in prompts], ends, device)
     texts = _Texts.begin(pair, ends, (batch, max_new_tokens), hidden, noise and temperature > 0)
@@ -80,6 +80,7 @@ def plain_texts(
     logits[:] = model.read_parts([Part(at, prompt, 1) for at, prompt in enumerate(prompts)])
     going = list(range(batch))
     for step in range(max_new_tokens):
+        # Keyed by the token's place in the text, as in the loop: under `match` both must draw the same text.
         drawn_with = gumbel(stream, lengths + step, pair.vocabulary, pair.logits_dtype) if temperature > 0 else None
         texts.note(step, going, logits, model.states, drawn_with)
         sampled = sampler(logits, partial(_prefixes, prompts, texts.tokens[:, :step]))
@@ -89,6 +90,7 @@ def plain_texts(
             going = texts.going()
             if last or not going:
                 break
+        # Rows of texts that have ended stay as they were: void.
         logits[going] = model.read_parts([Part(at, texts.tokens[at, step : step + 1]) for at in going])
     return texts.made(step + 1)
 
@@ -128,6 +130,7 @@ class _Texts:
         self, step: int, going: list[int], logits: Tensor, states: Tensor | None, drawn_with: Tensor | None
     ) -> None:
         """Keep the rows [B, V] of a step, the states of the texts that go on, and the noise."""
+        # On the device, until `going` asks: nobody waits for it here.
         self.bad |= ~logits.amax(-1).isfinite() & ~self.ended
         self.rows[:, step] = logits
         if self.states is not None and states is not None:

@@ -97,10 +97,11 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
     """
     tree = source.topology
     found = Drafted(len(alive), tree)
+    # Where every root ends the text, that ends the draft, not the policy.
     if np.count_nonzero(alive) < alive.size:
         found.capped |= ~alive.any(1)
     going = alive  # what has not drawn an end of text
-    nearest = tree.deepest if limit is None else int(limit.min())
+    nearest = tree.deepest if limit is None else int(limit.min())  # before it no limit need be looked at
     for depth in range(tree.deepest):
         here, below = tree.spans[depth], tree.spans[depth + 1]
         if limit is not None and depth >= nearest:
@@ -110,7 +111,7 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
                 break
             found.asked[:, here] = alive
             kept = runner.keep(source.step(depth, alive, runner.history))
-            if runner.trims and depth:
+            if runner.trims and depth:  # roots are not the policy's to drop
                 found.dropped[:, here] = alive & ~kept
             alive = kept if depth else alive & kept  # alternatives for the next token are decided on as one
         feeding = alive
@@ -123,11 +124,14 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
         found.fed[:, here] = feeding
         drawn, going = source.grow(depth, feeding)
         found.drawn[:, below] = drawn
+        # Where tokens must not matter an end of text is asked about as any other, and held back when it would be fed.
         alive = drawn if source.asks_ended else _going(found, drawn, going)
+        # At once: what is sent must not depend on anything that is drawn later.
         if source.selects_levels:
             _select(source, runner, found, below)
             alive = alive & ~found.dropped[:, below]
     else:
+        # Nothing is fed from the deepest level, so what ended there has not been looked at yet.
         if source.asks_ended:
             _going(found, alive, going)
     if runner.selects and not source.selects_levels:
@@ -156,6 +160,7 @@ def _select(source: CandidateSource, runner: Runner, found: Drafted, span: slice
     """Drop those rows of a span that the policy does not select; it is not asked where nothing was drawn."""
     if not runner.selects or not np.count_nonzero(found.drawn):
         return
+    # Counted so far, for `sent`: the policy is shown what the target would read.
     found.count()
     mask = runner.select(source.tree(found.sent))
     if mask is not None:

@@ -95,6 +95,7 @@ class _TextStream:
 
     def _flush(self, whole: bool) -> None:
         assert self._pair.tokenizer is not None
+        # As a whole: what a token adds to the text depends on those before it.
         text = str(self._pair.tokenizer.decode(self._tokens, skip_special_tokens=True))
         ready = len(text) if whole else len(text.rstrip("\ufffd"))
         if ready > self._written:

@@ -102,13 +102,14 @@ class Stopwatch:
     def restart(self) -> None:
         """Forget the laps."""
         self._pending.clear()
-        for laps in self._laps.values():
+        for laps in self._laps.values():  # in place: timed calls hold these lists
             laps.clear()
 
     @property
     def laps(self) -> dict[str, list[float]]:
         """Seconds of each lap since `restart`, by phase."""
         if self._pending:
+            # Events of one stream come in order: once the last one is there, all are.
             self._pending[-1][2].synchronize()
         for phase, begin, end in self._pending:
             self._laps[phase].append(begin.elapsed_time(end) * 1e-3)

@@ -115,8 +115,10 @@ class Stream:
             deferred: whether the roots are alternatives for the token to come (`Verification.deferred`).
             greedy: temperature 0.
         """
+        # A single root is the last token of the text; alternatives stand after the text.
         base = len(text.tokens) - (not deferred)
         found = Candidates.at(text.roots, topology)
+        # Put aside for observers: `commit` sets those of the next round.
         before = text.anchor_row, text.hidden
         return Stream(number, text, base, text.choices(base, greedy), found, list(range(len(text.roots))), before)
 
@@ -138,6 +140,7 @@ class Stream:
     @property
     def sends_path(self) -> bool:
         """Whether what is sent is a single path."""
+        # Closed under parents and in order of depth: so few places are the last one and its ancestors, nothing else.
         return len(self.sent) == self.found.depth[self.sent[-1]] + 1
 
 
@@ -152,13 +155,12 @@ def sampled_rows(
         own, some, sampler = streams[0], places[0], streams[0].text.sampler
         return sampler(raw, lambda: own.prefixes(some)), sampler.untruncated
     if not any(own.text.sampler.reads_prefix for own in streams):
-        return streams[0].text.sampler(raw, list), None
-    out, kept, first = torch.empty_like(raw), None, 0
-    for own, some in zip(streams, places, strict=True):
-        rows = slice(first, first := first + len(some))
+        return streams[0].text.sampler(raw, list), None  # the temperature alone, which all have in common
+    out, before = [], []
+    for own, some, rows in zip(streams, places, raw.split([len(some) for some in places]), strict=True):
         sampler = own.text.sampler
-        out[rows] = sampler(raw[rows], lambda own=own, some=some: own.prefixes(some))  # type: ignore[misc]
-        if sampler.untruncated is not None:
-            kept = torch.empty_like(raw) if kept is None else kept
-            kept[rows] = sampler.untruncated
-    return out, kept
+        out.append(sampler(rows, lambda own=own, some=some: own.prefixes(some)))  # type: ignore[misc]
+        before.append(sampler.untruncated)
+    if all(kept is None for kept in before):
+        return torch.cat(out), None
+    return torch.cat(out), torch.cat([rows if kept is None else kept for rows, kept in zip(out, before, strict=True)])

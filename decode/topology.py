@@ -118,7 +118,7 @@ class Topology:
     @cached_property
     def above_in_level(self) -> list[Array]:
         """By depth and row of that depth: the place of the row above in its own level; 0 for the roots."""
-        firsts = [0, *(level[0] for level in self.levels)]
+        firsts = [0, *(level[0] for level in self.levels)]  # by depth, the first row of the level before
         return [
             np.array([max(self.parent[row] - first, 0) for row in level], dtype=np.int64)
             for first, level in zip(firsts, self.levels, strict=False)
@@ -130,6 +130,7 @@ class Topology:
         if self.roots > 1:  # alternatives are named as candidates for the next token, which is what they are
             return Topology([-1, *(above + 1 for above in self.parent)]).name
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
+        # Widths also say that the rows of a level come in the order of their parents.
         if all(len(kinds) == 1 for kinds in widths) and list(self.parent) == sorted(self.parent):
             return ",".join(str(kinds.pop()) for kinds in widths) or "0"
         return "parents:" + ",".join(str(above - 1) for above in self.parent[1:])
@@ -138,6 +139,7 @@ class Topology:
     def sees(self) -> Tensor:
         """[rows, rows] bool: row i attends to row j, itself or an ancestor."""
         sees = torch.eye(len(self), dtype=torch.bool, device="cpu")
+        # In order of depth, so that what the parent sees is complete.
         for row, above in enumerate(self.parent):
             if above >= 0:
                 sees[row] |= sees[above]
@@ -151,7 +153,7 @@ class Topology:
         """Return the forest whose roots are this tree's nodes of depth 1: its first level is not drafted."""
         if self.roots != 1 or self.deepest == 0:
             raise InputError("tree: expected one root with candidates below it")
-        return Topology([above - 1 for above in self.parent[1:]])
+        return Topology([above - 1 for above in self.parent[1:]])  # 0, the root that goes, becomes -1
 
 
 def chain(depth: int) -> Topology:
@@ -218,7 +220,7 @@ def parse_tree(text: str) -> Topology:
         if kind in ("", "parents"):
             numbers = [int(part) for part in rest.split(",")]
             return from_parents(numbers) if kind else from_widths(numbers)
-    except InputError:
+    except InputError:  # a ValueError too, with a message of its own
         raise
     except ValueError:  # not numbers
         pass

@@ -54,6 +54,7 @@ def check_policy(policy: Any) -> StopPolicy:
     if own(policy):
         return policy
     who = type(policy).__name__
+    # By its class's name: given the policy, the block would read attributes of it that nobody has checked.
     with Contained(who, "reading what it says of itself"):
         for name, (expected, fits) in ATTRIBUTES.items():
             if not fits(value := getattr(policy, name)):

@@ -65,6 +65,7 @@ class DraftTree:
     @property
     def by_level(self) -> bool:
         """Whether it is asked about the deepest level that was drawn, and all drawn nodes above are sent."""
+        # Tokens are hidden exactly where levels are asked about one by one, and then they are -1 in drawn nodes as well.
         return bool(self.drawn.any()) and not bool((self.tokens[self.drawn] >= 0).any())
 
     @property
@@ -166,6 +167,7 @@ class StopPolicy:
         """Return this policy, never drafting deeper than `depth`."""
         if self.max_depth <= depth:
             return self
+        # A shallow copy: tables that a policy keeps are shared with the limited one; what rests on `max_depth` has it as key.
         other = copy.copy(self)
         other.max_depth = depth
         return other
@@ -202,7 +204,7 @@ def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Arr
             raise PolicyFailure(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
         mask, state = answer
         _check_mask(mask, step.alive, f"{policy.name}: keep()")
-        return mask & step.alive, state
+        return mask & step.alive, state  # own policies mask by `alive` themselves
 
 
 def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:

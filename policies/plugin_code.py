@@ -61,6 +61,7 @@ def _put_back(before: tuple[Any, ...]) -> None:
         return
     now = _settings()
     setters = torch.set_default_dtype, torch.set_default_device, torch.set_grad_enabled, torch.set_num_threads
+    # How many threads torch began with is not known by now, so their number counts as unchanged.
     for put_back, is_, was in zip(setters, now, before or (torch.float32, None, True, now[3]), strict=True):
         if is_ != was:
             put_back(was)
@@ -146,6 +147,7 @@ class Contained:
         if _settings() != self._settings:
             _put_back(self._settings)
         why = "" if error is None or _passes(error) else f"failed: {reason(error)}"
+        # Whoever runs the policy has asked for these once, and cannot go on by others in the middle of a round.
         if self._facts is not None and _facts(self._who) != self._facts:
             for name, before in zip(FACTS, self._facts, strict=True):
                 setattr(self._who, name, before)

@@ -14,6 +14,7 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+# Shift and factor of each round. The last multiplies by 1, that is by nothing: numba loops over pairs of one type only.
 _ROUNDS = ((30, signed(0xBF58476D1CE4E5B9)), (27, signed(0x94D049BB133111EB)), (31, 1))
 
 
@@ -28,7 +29,7 @@ def mix(value: Any) -> Any:
     Args:
         value: an int64 array or tensor, of one dimension or more; single numpy numbers warn where they overflow.
     """
-    return mix_in_place(value ^ 0)
+    return mix_in_place(value ^ 0)  # ^ 0 is a copy, of arrays and tensors alike
 
 
 def mix_in_place(value: Any) -> Any:
@@ -38,6 +39,7 @@ def mix_in_place(value: Any) -> Any:
     """
     for bits, factor in _ROUNDS:
         shifted = value >> bits
+        # >> of an int64 fills up with copies of the sign bit, which unsigned shifts do not have.
         shifted &= (1 << (64 - bits)) - 1
         value ^= shifted
         if factor != 1:

@@ -80,7 +80,7 @@ def empty(like: State, rows: int) -> State:
 def _filled_up(array: Array, shape: Sequence[int]) -> Array:
     """Return a copy [S, *shape] with zeros beyond what there was."""
     out = np.zeros((len(array), *shape), dtype=array.dtype)
-    out[(slice(None), *map(slice, array.shape[1:]))] = array
+    out[(slice(None), *map(slice, array.shape[1:]))] = array  # [:, :n1, :n2, ...]
     return out
 
 
@@ -98,6 +98,7 @@ def _over(apply: Callable[..., Array], *states: State) -> State:
             raise PolicyFailure("states of one policy, but from different depths of a round")
         return tuple(_over(apply, *parts) for parts in zip(*states, strict=True))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        # Made by position: the fields of a state are the parameters of its constructor, in order.
         names = [field.name for field in dataclasses.fields(first)]
         return type(first)(*(_over(apply, *(getattr(state, name) for state in states)) for name in names))
     kind = type(first).__name__

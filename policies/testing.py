@@ -156,6 +156,7 @@ class PolicyTests:
         order = np.array([3, 0, 4, 2, 1])
         turned = play_batch(policy, order.tolist(), batch, self.branches)
         assert same([a[order] for a in alone], turned), "in another order of the rows the streams decide otherwise"
+        # Numbers of batches are names and no more: neither from 0 nor rising.
         beside = play_batch(policy, [*range(STREAMS), *other], np.repeat([7, 2], [STREAMS, 3]), self.branches)
         assert same(alone, [a[:STREAMS] for a in beside]), "another batch beside it changes what a batch decides"
         idle = play_batch(policy, [*other, *range(STREAMS)], np.repeat([-1, 0], [3, STREAMS]), self.branches)
@@ -208,7 +209,7 @@ class TreePolicyTests(PolicyTests):
 
 def keys(streams: Sequence[int]) -> Array:
     """Return [S] noise keys, one for each stream number."""
-    return np.array([7919 * s + 1 for s in streams], dtype=np.int64)
+    return np.array([7919 * s + 1 for s in streams], dtype=np.int64)  # all different, none 0
 
 
 def depths(policy: StopPolicy) -> range:
@@ -224,12 +225,13 @@ def make_step(
     width = branches if depth else 1
     rows, parents = [], []
     for stream in streams:
+        # Not by row: a stream is shown the same in whatever row it stands and whoever stands beside it.
         dice = np.random.default_rng((stream, round, depth))
         values = dice.random((width, len(policy.features)), dtype=np.float32)
         for at, name in enumerate(policy.features):
             values[:, at] = _in_range(name, values[:, at], depth)
         rows.append(values)
-        parents.append(dice.integers(0, branches if depth > 1 else 1, width))
+        parents.append(dice.integers(0, branches if depth > 1 else 1, width))  # depth 1 has one parent, the root
     hidden = {name: np.stack([_states(policy, name, depth, s, round, width) for s in streams])
               for name in policy.hidden}  # fmt: skip
     alive = np.ones((len(streams), width), dtype=np.bool_)
@@ -255,6 +257,7 @@ def _in_range(name: str, uniform: Array, depth: int) -> Array:
         return np.zeros_like(uniform)
     if name == "depth":
         return np.full_like(uniform, depth)
+    # Of a range without an end a piece 6 wide is taken.
     low = known.low if math.isfinite(known.low) else (known.high if math.isfinite(known.high) else 0.0) - 6.0
     high = known.high if math.isfinite(known.high) else low + 6.0
     return low + (high - low) * uniform

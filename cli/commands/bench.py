@@ -73,7 +73,7 @@ def bench(
         found = models.find(progress)
         chosen = find_prompts(prompts, found.demo, "test", limit)
         pair = models.open(found)
-        stock = None
+        stock = None  # transformers' own loops want its own modules, and a draft model
         if library:
             plain = pair.engines == ("plain", "plain")
             stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)

@@ -274,6 +274,7 @@ def _record(
         trace = record(
             plan, out, place=place, resume=resume, overwrite=overwrite, repair=repair, stop=stop, progress=progress
         )
+        # What grows in place is not put there whole, with its run.yaml. A resumed trace keeps that which it began with.
         if not (resume and (trace.folder / RUN_FILE).exists()):
             save_config(trace.folder)
         if stop.number is not None and not trace.complete:

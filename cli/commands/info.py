@@ -84,6 +84,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     length, cut = columns["accepted_length"].to_numpy(), columns["cut"].to_numpy().astype(bool)
     uncut = length[~cut]
     depths = np.arange(1, header.depth + 1)
+    # Beside P(A >= k) the positions at which depth k was tried: the k - 1 tokens before it were accepted.
     table_rows = (
         [(str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum()))) for k in depths]
         if len(uncut)
@@ -154,7 +155,7 @@ def sample_rows(trace: Trace) -> list[tuple[str, str]]:
     if table is None:
         return []
     first = pc.index(pc.greater(table["accepted_length"], 0), True).as_py()
-    (row,) = table.slice(max(0, first), 1).to_pylist()
+    (row,) = table.slice(max(0, first), 1).to_pylist()  # first is -1 where no row has one
     return [(name, _short(value)) for name, value in row.items()]
 
 

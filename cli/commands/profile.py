@@ -131,7 +131,7 @@ def profile(
                 batch=sizes,
                 verification=verification,
             )
-    with uninterrupted:
+    with uninterrupted:  # a signal leaves both files or neither
         measured.save(out)
         save_config(saved.parent, saved.name)
     if measured.noise is not None and measured.noise.is_noisy:

@@ -75,6 +75,8 @@ def collect_by_tasks(
     ray = _ray(address)
     gpu = str(options.get("device", "cpu")).startswith("cuda")
     count = tasks or max(int(ray.cluster_resources().get("GPU" if gpu else "CPU", 1)), 1)
+    if count == 1 and not options.get("overwrite"):
+        options = {**options, "resume": True}  # several processes go on with what is there, one only if it is told to
     run = ray.remote(num_gpus=int(gpu), num_cpus=1, max_retries=RETRIES)(collect_rank)
     try:
         waiting, known = [run.remote(options, os.getcwd(), rank, count) for rank in range(count)], -1
@@ -86,7 +88,7 @@ def collect_by_tasks(
             if waiting and stop():
                 return None
     finally:
-        ray.shutdown()
+        ray.shutdown()  # ends the tasks that still run, too
     return Trace(out, read_header(out))
 
 

@@ -39,7 +39,7 @@ class Signals:
 
     An exception raised between any two instructions may be lost: in a destructor, in a callback from C, in an `except`
     that catches everything. So it is raised again until it arrives; clean-up that runs because of it is left alone, and so is
-    what must not be cut in two (`policies.deferral`).
+    what must not be cut in two (`policies.files.deferral`).
 
     Attributes:
         asked: number of the first signal that came.
@@ -78,9 +78,9 @@ class Signals:
             self.asked = number
             if hasattr(signal, "setitimer"):
                 signal.signal(signal.SIGALRM, self._interrupt)
-                signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+                signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # its SIGALRM comes back here
         if not uninterrupted.waits(lambda: self._interrupt(number, None)) and not _handled(sys.exc_info()[1]):
-            raise Interrupted(self.asked)
+            raise Interrupted(self.asked)  # `number` may be the timer's
 
     def _unraised(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Say nothing of an interruption that was raised where exceptions are lost."""
@@ -125,7 +125,7 @@ def finish_first(what: str) -> Iterator[Request]:
             before(number, frame)
         if not request() and sys.stderr.isatty():
             say(f"specstop: finishing {what}; Ctrl-C again stops at once")
-        request.number = request.number or number
+        request.number = request.number or number  # the first one decides on the exit code
 
     for number in kept:
         signal.signal(number, interrupt)

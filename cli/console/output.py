@@ -86,7 +86,7 @@ class _PlainProgress:
         self._last = now
         say(progress_line(task, done, total, done - before, now - began))
         if done >= total:
-            self._began.pop(task, None)
+            self._began.pop(task, None)  # a task of this name may begin again
 
 
 def progress_line(task: str, done: int, total: int, new: int, spent: float) -> str:

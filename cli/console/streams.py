@@ -28,6 +28,7 @@ def prepare() -> None:
         try:
             os.fstat(number)
         except OSError:  # its number would be that of the next file opened, and what is printed would go into that
+            # The system gives out the lowest free number, which is this one: those below are open by now.
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w")
@@ -37,6 +38,7 @@ def prepare() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
         with contextlib.suppress(OSError):  # one that is no file, as in tests
+            # A stream of ours, so that its failures can be told from those of files.
             raw = _Output(sys.stdout.fileno(), "w", closefd=False)
             lines = sys.stdout.line_buffering
             sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), sys.stdout.encoding, "replace", line_buffering=lines)

@@ -37,7 +37,7 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     command = raw.pop("command", context.command.name)
     if command != context.command.name:
         raise InputError(f"--config: {path} is of `specstop {command}`, not of `specstop {context.command.name}`")
-    _merge(context, raw, str(path))
+    context.default_map = {**_checked(context, raw, str(path)), **(context.default_map or {})}
     return path
 
 
@@ -52,11 +52,13 @@ def apply_settings(context: typer.Context, settings: list[str]) -> list[str]:
             values[key] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise InputError(f"--set: {value!r} is not YAML; quote it, or write a plain value") from None
-    _merge(context, values, "--set")
+    # Over those of --config, whichever of the two stands first. Click asks the command line before it asks these.
+    context.default_map = {**(context.default_map or {}), **_checked(context, values, "--set")}
     return settings
 
 
-def _merge(context: typer.Context, values: Mapping[str, Any], where: str) -> None:
+def _checked(context: typer.Context, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return values by the names of the command's options; unknown ones are refused."""
     known = {p.name for p in context.command.params if p.name and p.name not in _OWN}
     resolved = {str(key).replace("-", "_"): value for key, value in values.items()}
     for key in resolved:
@@ -64,7 +66,7 @@ def _merge(context: typer.Context, values: Mapping[str, Any], where: str) -> Non
             raise InputError(
                 f"{where}: unknown option {key!r}{close_match(key, known)}; known: {', '.join(sorted(known))}"
             )
-    context.default_map = {**(context.default_map or {}), **resolved}
+    return resolved
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         made = {name: kind(**{one.name: values.pop(one.name) for one in fields(kind)}) for name, kind in groups.items()}
         command(**made, **{name: value for name, value in values.items() if name not in ALWAYS})
 
+    # typer makes its options of the signature and the annotations.
     parameters = list(_parameters(command, hints))
     setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010 - the type checker knows no other way
     run.__annotations__ = {own.name: own.annotation for own in parameters}

@@ -46,6 +46,7 @@ class Models:
         alone = self.target is not None and not needs_draft(self.drafter)
         if not alone and (self.target is None) != (self.draft is None):
             raise InputError("expected both --target and --draft, or neither for the demo pair")
+        # Compiled here, where it shows, and not within anything that is timed.
         kernels.load(progress)
         if self.target is not None:
             return Found(self.target, None if alone else self.draft, None)

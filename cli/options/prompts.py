@@ -76,6 +76,7 @@ class Asked:
             if source is None and not layout.hub:
                 raise InputError(f"--prompts: expected a file for --preset {self.preset} ({layout.known})")
             source = source or layout.hub
+            # A preset's split is one of its own data set; what is read in its place need not have it.
             if split is None and source == layout.hub:
                 split = layout.split
         return read_prompts(str(source), preset=self.preset, split=split, columns=columns, choice=choice)

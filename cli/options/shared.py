@@ -74,6 +74,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that wa
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON in the place of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+# Both are read before all other options, whose defaults they set.
 Config = Annotated[
     Path | None,
     typer.Option(

@@ -59,7 +59,7 @@ def evaluate(
     from ...policies.latency.profile import Profile
 
     sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
-    costs = Profile.load(profile)
+    costs = Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...policies.storage.registry import load_policy
     from ...train.report.evaluate import evaluate as run, load_traces
 

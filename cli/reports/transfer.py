@@ -34,7 +34,7 @@ def transfer(
     """Use policies on traces that they were not trained on: a table that says where not to deploy them."""
     from ...policies.latency.profile import Profile
 
-    costs = [Profile.load(path) for path in profile]
+    costs = [Profile.load(path) for path in profile]  # mangled ones are told of before torch is imported
     from ...policies.storage.registry import load_policy
     from ...train.report.evaluate import load_traces
     from ...train.report.whatif.records import write_whatif

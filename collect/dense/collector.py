@@ -68,6 +68,7 @@ def dense_rows(
     wide = (
         pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 and noisy else 1)
     )  # rows and noise
+    # `plain_texts` holds all rows of its texts at once, [texts, longest, V].
     side_by_side = max(1, min(len(batch), unroller.memory_bytes // (longest * wide)))
     chunks: list[Mapping[str, Any]] = []
     for start in range(0, len(batch), side_by_side):
@@ -77,6 +78,7 @@ def dense_rows(
         work: list[Written] = []
         for at, (one, text) in enumerate(zip(part, made.tokens, strict=True)):
             last = min(len(text), max_new_tokens)
+            # The first token is drawn as the prompt is read, before any round: a text of one token has no anchor.
             if last > 1:
                 rows, states, noise = (
                     v if v is None else v[at, : len(text)] for v in (made.logits, made.states, made.noise)
@@ -95,11 +97,13 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
     text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
     anchors_of = Anchors(prompt + text, len(prompt), anchor, key, written.noise, written.draw)
     trees = unroller.unroll(anchors_of, target_rows)
+    # Anchor a is the token text[a - 1], drawn from row a - 1; before the first one stands the prompt's last.
     anchors = anchor_columns(target_rows[anchor - 1], text, [prompt[-1], *text], [at - 1 for at in anchor.tolist()])
     ended, count = text[-1] in unroller.pair.eos, len(anchor)
     columns: dict[str, Any] = {
         "prompt_id": [name] * count,
         "group": [group] * count,
+        # `trace_arrays` finds the draw again as the remainder by `draws`.
         "sequence": [sequence * unroller.draws + written.draw] * count,
         "prompt_tokens": [len(prompt)] * count,
         "text_tokens": [last] * count,
@@ -110,7 +114,8 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
         "overlap": trees.overlap.float(),
         "accepted": trees.accepted,
         "labelled": trees.labelled,
-        "accepted_length": trees.accepted.sum(1),
+        "accepted_length": trees.accepted.sum(1),  # of a depth one node at most is on the text
+        # EOS alone cuts a round: past the limit the text goes on for K tokens.
         "cut": (anchor + unroller.depth > len(text)) & ended,
     }
     columns.update(zip(ANCHOR_FEATURES, anchors.T, strict=True))
@@ -134,4 +139,5 @@ def anchor_columns(rows: Tensor, text: Sequence[int], before: Sequence[int], at:
     """
     columns = Columns(ANCHOR_FEATURES)
     drawn = Drawn.of([(row, text[place], before[place], 0, 1, 0) for row, place in enumerate(at)])
+    # Temperature 0 stands for the raw rows: no ANCHOR feature reads the distribution that is sampled from.
     return columns(summarise(columns.plan, rows, drawn, 0.0), drawn, 0.0)

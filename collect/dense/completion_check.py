@@ -49,6 +49,7 @@ class Balance:
     @property
     def errors(self) -> float:
         """How many standard errors the mean is from 0."""
+        # No spread, as of a single text or of rows in which one token alone can be drawn: nothing speaks against the texts.
         return abs(self.mean) / self.standard_error if self.standard_error > 0 else 0.0
 
 
@@ -76,6 +77,7 @@ def balance(
         rows = target_rows(pair, prompt, text)[0]
         logs = torch.log_softmax(sampled_rows(pair, settings, prompt, text, rows).double(), -1)
         own = logs.gather(-1, torch.tensor(text, device=logs.device)[:, None])[:, 0]
+        # What cannot be drawn adds 0 to the entropy; 0 times -inf would make it NaN.
         entropy = -(logs.exp() * logs.clamp_min(-1e30)).sum(-1)
         there = own > -torch.inf
         sums.append(float((own + entropy)[there].sum()))
@@ -83,6 +85,8 @@ def balance(
         impossible += len(text) - counts[-1]
     total = sum(counts)
     mean = sum(sums) / max(total, 1)
+    # The mean is a ratio of sums over texts of unequal length. Its variance by linearisation, clustered by text:
+    # G / (G - 1) sum (s_i - mean n_i)^2 / (sum n_i)^2, s_i the sum over text i and n_i its tokens.
     spread = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True))
     groups = len(sums)
     error = math.sqrt(spread * groups / max(groups - 1, 1)) / max(total, 1)

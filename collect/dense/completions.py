@@ -57,6 +57,7 @@ def completion_rows(
     for one in batch:
         prompt, key = one[3], one[4]
         text = completion_ids(pair, completions, one[1])[: max_new_tokens + unroller.depth]
+        # Rounds begin after the first token, as in `dense_rows`.
         if len(text) < 2:
             continue
         rows, states = target_rows(pair, prompt, text, TARGET_HIDDEN in unroller.vectors)
@@ -68,6 +69,7 @@ def completion_rows(
                 noise = given_noise(pair, sampled[: len(text)], len(prompt), text, key)
         ended = bool(text) and text[-1] in pair.eos
         if unroller.temperature > 0:
+            # Nobody can write the text on: an anchor needs K tokens after it, unless EOS ended the text before.
             last = min(max_new_tokens, len(text) if ended else len(text) - unroller.depth + 1)
             anchors = list(range(1, last))
         else:
@@ -122,6 +124,7 @@ def own_anchors(text: Sequence[int], own: Sequence[int], last: int, depth: int, 
 def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return [L, V], the target's rows that each token of the text would be drawn from, and their states [L, H] float16."""
     model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary, hidden, device=pair.device)
+    # The row after the last token would be of a token that the text does not have.
     rows = model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
     check_rows(rows)
     return rows, None if model.states is None else stored(model.states[0, -len(text) :])

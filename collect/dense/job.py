@@ -83,8 +83,9 @@ class Job:
             rows = max(8, self.memory_bytes // (BYTES_PER_SCORE * self.pair.vocabulary))
             choices = self.draws(anchors.key, anchors.draw)
             return GivenText(self.verification, choices, start, rows, self.exact_off_text)
-        noisy = self.temperature > 0 and self.verification == "match"
-        places = count + self.shape.deepest
+        noisy = self.temperature > 0 and self.verification == "match"  # `point` drafts greedily at any temperature
+        places = count + self.shape.deepest  # the last place's candidates stand that much further on
+        # Noise that is not kept is drawn anew for every forward. What the text was drawn with is in memory in any case.
         fits = places * self.pair.vocabulary * BYTES_PER_SCORE <= self.memory_bytes or anchors.noise is not None
         noise = None if anchors.noise is None else anchors.noise[first:]
         return BestScores(self.pair, anchors.key if noisy else None, start, places if fits else 0, noise)

@@ -78,19 +78,23 @@ def _mixed(
     prompt, key, temperature = one[3], one[4], settings.temperature
     own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
     at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)
+    # 24 bits keyed by stream and position alone: a text is mixed alike in every batch.
     chance = (scramble(scramble(at * 2 + 1) ^ (key ^ _SALT)) & ((1 << 24) - 1)).double() / (1 << 24)
     is_own = chance >= share
     read = torch.where(is_own, own, torch.tensor(text[1:], device=pair.device))
+    # The first token is the target's in any case: nothing was proposed in its place.
     ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
     model = CachedModel(pair.draft_model, ids.shape[1], pair.vocabulary, hidden)
     logits = model.read(ids, rows=len(text) - 1)[0]
     check_rows(logits, "draft")
+    # The noise that the samples Y were drawn with, at the same positions.
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
     sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device), temperature)
     tokens = ids[0].tolist()
     sampled = sampler(logits, lambda: [tokens[: len(prompt) + 1 + row] for row in range(len(logits))])
     scores = match_scores(sampled, noise)
     # The sample is seldom the best of these rows, so its own score must be looked up; a filter may leave it out here.
+    # 2 BOUND below the best is beyond any bounded margin: it takes the place of -inf in noisy_score.
     top = scores.topk(2, -1).values
     best = torch.cat([scores.gather(-1, own[:, None]), top[:, 1:]], -1).maximum(top[:, :1] - 2 * BOUND)
     columns_of = Columns(CHAIN_FEATURES)

@@ -20,6 +20,7 @@ from ...policies.features.summary import Array
 from .job import PRE_FEATURES, Anchors, Job
 from .proposals import Asked
 
+# Negative, as is all that is no token of the text; neither `OFF_TEXT` nor `NO_TOKEN`.
 _AFTER_END = -3
 
 _LARGE = 1e300
@@ -47,6 +48,7 @@ class Places:
         processors = job.shaping.build(self.temperature, self.prompt, self.pair.eos, device)
         self.sampler = Sampler(processors, self.temperature)
         self.propose = job.proposer(anchors, first, self.places)
+        # Something is proposed after these rows only, so only they have records.
         self.fed = [row for row in range(len(self.shape)) if self.shape.children[row]]
         self.width = max(len(below) for below in self.shape.children)
         self.is_chain, self.sees = self.shape.is_chain, self.shape.sees.to(device)
@@ -58,6 +60,7 @@ class Places:
         for row, below in enumerate(self.shape.children):
             self.child[row, : len(below)] = torch.tensor(below, device=device, dtype=torch.int64)
             self.rank[list(below)] = torch.arange(len(below), device=device)
+        # One score more than siblings: noisy_margin is to the best token that is not drawn.
         self.most, self.pre_columns = min(self.width + 1, self.pair.vocabulary), Columns(PRE_FEATURES)
         self.post_columns = Columns(self.names[len(PRE_FEATURES) :])
         place = torch.arange(self.places, device=device)
@@ -71,7 +74,7 @@ class Places:
         at = (place + self.first).clamp_max(len(generated) - 1)
         self.own = generated[at]  # [U], the text's token there; negative after its end
         size = (states, len(self.fed))
-        self.token = torch.zeros(*size, self.width, dtype=torch.int64, device=device)
+        self.token = torch.zeros(*size, self.width, dtype=torch.int64, device=device)  # [U, fed, W]
         self.kept = torch.full((states,), -1, device=device)  # the candidate that is on the text
         self.pre = np.zeros((*size, len(PRE_FEATURES)), dtype=np.float32)
         self.best = np.full((*size, max(self.most, 2)), -np.inf, dtype=np.float32)  # noisy scores in falling order
@@ -95,15 +98,18 @@ class Places:
             target_rows: [L, V], the target's row that each generated token was drawn from.
             most_rows: that are looked at together, so that a long text takes no more memory than a short one.
         """
+        # The weights, and with them the states, must be known before anything is recorded: the text is read twice.
         if self.job.given_text and self.job.verification == "block":
             self._split(model, target_rows, most_rows)
             model.roll_back(0)
         for place, logits, sampled, target in self._read(model, target_rows, most_rows):
             known = len(target)
+            # States are numbered by place: those of the places at hand are a run.
             own = torch.arange(
                 *torch.searchsorted(self.place, torch.stack([place[0], place[-1] + 1])).tolist(), device=place.device
             )
             owner = self.place[own] - place[0]
+            # After the end of the text the target has no row; nothing is kept there, and the draft's fills its place.
             given = torch.cat([target, sampled[known:]]) if self.job.given_text else None
             self._record(logits, model.states, sampled, given, owner, own, torch.zeros_like(own), 1)
             own, owner = own[owner < known], owner[owner < known]
@@ -121,12 +127,14 @@ class Places:
         begin = 0
         for start in range(0, self.places, most_rows):
             place = torch.arange(start, min(start + most_rows, self.places), device=self.pair.device)
+            # The row of a place is that of the token before it; the first part reads the prompt as well.
             end = self.prompt + self.first + start + len(place) - 1
             ids = torch.tensor([self.text[begin:end]], device=self.pair.device)
             logits = model.read(ids, rows=len(place))[0]
             begin = end
             known = max(0, min(len(place), len(target_rows) - self.first - start))
             sampled = self.sampler(logits, partial(self._texts, place))
+            # The target's rows go through the same sampler, and `_record` asks it for what it left out of the draft's.
             untruncated = self.sampler.untruncated
             target = self.sampler(target_rows[self.first + start :][:known], partial(self._texts, place[:known]))
             self.sampler.untruncated = untruncated
@@ -142,6 +150,7 @@ class Places:
             here = place[: len(target)]
             own = self.own[here].clamp_min(0)[:, None]
             p, q = (torch.softmax(rows[: len(here)].double(), -1).gather(-1, own)[:, 0] for rows in (target, sampled))
+            # 0 / 0, a token that neither model would draw, leaves the weight as it is.
             step[here] = torch.where(self.own[here] >= 0, (p / q).nan_to_num(1.0).clamp_max(_LARGE), 1.0)
         states = split_weights(step.cpu().numpy(), self.shape.deepest, self.last - self.first + 1)
         begin, found, after, weight = (torch.from_numpy(values).to(self.pair.device) for values in states)
@@ -154,6 +163,7 @@ class Places:
     def _prefixes(self, state: Tensor, row: Tensor) -> list[list[int]]:
         """Return the tokens before each (state, row), rows all of one depth: the text up to the place, then the path."""
         path = torch.empty(len(row), 0, dtype=torch.int64, device=row.device)
+        # Rows of one depth: all paths reach row 0 at once.
         while bool(row.any()):
             above = self.parent[row]
             path = torch.cat([self.token[state, self.at[above], self.rank[row]].clamp_min(0)[:, None], path], 1)
@@ -170,14 +180,17 @@ class Places:
             most_rows: of a forward.
         """
         prefix = model.length
+        # After the last anchor a place is met only by rounds that are at least so many tokens deep already.
         reach = self.shape.deepest - (self.place + self.first - self.last).clamp_min(0)
         line = torch.arange(len(self.shape), device=self.own.device)
         for level in self.shape.levels[2:]:  # row -> its ancestor of depth 1
             line[level] = line[[self.shape.parent[row] for row in level]]
+        # What follows the candidate on the text is drafted at the next place.
         off = self.rank[line] != self.kept[:, None]  # [U, rows of the shape]
         wanted = off & (self.at >= 0) & (self.depth > 0) & (self.depth < reach[:, None])
         widest = torch.stack([wanted[:, level].sum(1) for level in self.shape.levels]).amax(0)
         for states in _chunks(widest, most_rows):
+            # The text stays in the cache; the rows of the chunk before go.
             for one in (model, target):
                 if one is not None:
                     one.roll_back(prefix)
@@ -187,6 +200,8 @@ class Places:
         row, index = wanted[states].T.nonzero(as_tuple=True)  # in the order of the rows, which is that of their depths
         state, fed, rank = states[index], self.at[self.parent[row]], self.rank[row]
         position = self.prompt + self.first + self.place[state] - 1  # of the last token of the text that each sees
+        # After the columns of the text come the chunk's rows in the order in which they are fed. Each sees its own prefix of
+        # the text, and of those rows itself and its ancestors: rows of the same state, in a chain all that there are.
         text = torch.arange(model.length, device=state.device) <= position[:, None]
         end = 0
         for depth, count in enumerate(torch.bincount(self.depth[row]).tolist()):
@@ -232,6 +247,7 @@ class Places:
         found, best = self.propose(asked, self.width, self.most)
         self._keep(found, state, row)
         tokens = found.tokens.clamp_min(0)
+        # Parent, rank, siblings and depth stay 0: PRE columns and probabilities do not look at them.
         ids = np.zeros((tokens.numel(), 6), dtype=np.int64)
         ids[:, 0], ids[:, 1] = np.repeat(owner.cpu().numpy(), tokens.shape[1]), tokens.cpu().numpy().ravel()
         drawn = Drawn(ids)
@@ -250,6 +266,7 @@ class Places:
         if best is not None:
             self.best[at[0], at[1], : self.most] = summary.best
         self.pre[at] = self.pre_columns(summary, Drawn(np.ascontiguousarray(ids[:: tokens.shape[1]])), self.temperature)
+        # A path depends on the anchor: its log-probability is left to `gather`.
         self.numbers[at] = summary.numbers[:, [0, 1, 3]].reshape(*tokens.shape, 3)
         if self.hidden is not None:
             assert states is not None
@@ -288,13 +305,16 @@ def split_weights(step: Array, depth: int, anchors: int) -> tuple[Array, Array, 
     count = 0
     for at in range(places):
         if at:
+            # w_i = min(1, w_{i-1} p / q), p and q of the text's token (block verification, arXiv 2403.10444).
             weight[at, 1:] = np.minimum(1.0, weight[at - 1, :-1] * step[at - 1])
         lanes = slice(max(0, at + 1 - anchors), at + 1)  # rounds from anchors that there are
+        # Equal bit for bit: weights that were cut to 1 at the same place are multiplied by the same steps from there on.
         mine, where = np.unique(weight[at, lanes], return_inverse=True)
         state[at, lanes] = count + where
         found.append(mine)
         count += len(mine)
     place, after = np.repeat(np.arange(places), [len(mine) for mine in found]), np.arange(count)
+    # Rounds of one state go on to one state. Those that have come to depth K end: their state is followed by itself.
     for at in range(places - 1):
         lanes = slice(max(0, at + 1 - anchors), min(at + 1, depth - 1))
         after[state[at, lanes]] = state[at + 1, lanes.start + 1 : lanes.stop + 1]

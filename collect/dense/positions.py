@@ -74,6 +74,8 @@ class _Positions(Recorder):
         """Record the first round that waits as if its candidates on the text had been sent and accepted."""
         seen, levels = waiting[0]
         path = _on_text(seen.found, seen.text.tokens[seen.record.context :], len(waiting))
+        # A round commits one token. So the target's row after the k-th token of the path is that of the round k later,
+        # whose root that token is.
         rows = [later.sampled[:1] for later, _ in waiting[: len(path)]]
         self._levels[seen.stream] = levels
         super().round(dataclasses.replace(seen, sent=path, path=path, sampled=torch.cat(rows)))
@@ -105,6 +107,7 @@ class PositionsCollector:
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
         self._depth, self._vectors = tree.deepest, tuple(widths)
         self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
+        # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
         self._speculator = Speculator(
             pair, _DraftsOnly(tree.deepest), longer, observer=self._recorder, hidden=tuple(widths)
@@ -136,6 +139,7 @@ class PositionsCollector:
         )  # fmt: skip
         columns: dict[str, Any] = {key: np.stack([row[key] for row in rows]) for key in names}
         tokens, drawn = (np.stack([row[key] for row in rows]) for key in ("tokens", "drawn"))
+        # All is to be drafted: where nothing was drawn there is no token to draw, or EOS has ended the branch.
         columns["tokens"] = np.where(drawn, tokens, NO_TOKEN)
         ended = text.tokens[-1] in self._eos
         columns["cut"] = (columns["anchor"] + self._depth > len(text.tokens)) & ended

@@ -11,7 +11,6 @@ from torch import Tensor
 from ...decode.models.pair import Pair
 from ...decode.verify.given_text import (
     NOTHING_LEFT,
-    OFF_TEXT,
     Candidates,
     DrawsAt,
     KeyedDraws,
@@ -79,13 +78,16 @@ class BestScores:
         self._noise: Tensor | None = None
         if key is not None and places:
             none = torch.empty(0, pair.vocabulary, dtype=pair.logits_dtype, device=pair.device)
+            # The text's tokens bring their own noise; places after its end, and what is drafted from there, want more.
             known = none if noise is None else noise[:places]
             self._noise = torch.cat([known, self._noise_at(torch.arange(len(known), places, device=pair.device))])
 
     def __call__(self, asked: Asked, width: int, most: int) -> tuple[Candidates, Tensor | None]:
         """See `Proposer`."""
+        # A candidate of depth d after place a stands d - 1 positions after the text's own token there.
         scores = match_scores(asked.sampled, self._behind(asked.place + asked.depth - 1))
         best, tokens = scores.topk(most, -1)
+        # Under the shared noise acceptance is a fact: there are no chances to record.
         tokens, void = tokens[:, :width], torch.zeros(0, device=scores.device)
         hit = (tokens == asked.own[:, None]) & (asked.own >= 0)[:, None]
         kept = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
@@ -134,6 +136,7 @@ class GivenText:
 
     def _part(self, asked: Asked, part: Tensor, width: int) -> Candidates:
         owner, own, node = asked.owner[part], asked.own[part], asked.node[part]
+        # Under block verification several prefixes, of different weights, share a row.
         q = torch.softmax(asked.sampled[owner].double(), -1)
         p = None if asked.target is None else torch.softmax(asked.target[owner].double(), -1)
         draws = self._draws(self._start + asked.place[part], node)
@@ -148,4 +151,4 @@ def keyed_draws(key: int, draw: int) -> DrawsAt:
     return lambda position, node: KeyedDraws(made, position, node)
 
 
-__all__ = ["OFF_TEXT", "Asked", "BestScores", "GivenText", "Proposer", "keyed_draws"]
+__all__ = ["Asked", "BestScores", "GivenText", "Proposer", "keyed_draws"]

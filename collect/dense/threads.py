@@ -27,6 +27,7 @@ def map_threads(unroller: Unroller, work: Callable[[Unroller, Item], Made], item
     copies = unroller.copies(threads)
     if len(copies) == 1:
         return [work(unroller, item) for item in items]
+    # An unroller has one cache and so one text at a time; the next item takes whichever is free.
     idle: SimpleQueue[Unroller] = SimpleQueue()
     for one in copies:
         idle.put(one)

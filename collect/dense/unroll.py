@@ -90,6 +90,7 @@ class Unroller:
             pair, self.shape, self.features, temperature, memory_bytes, shaping, self._hidden, verification,
             off_text == "exact", choices,
         )  # fmt: skip
+        # Off the text block verification alone looks at p (`verify.given_text`), from the second token of a round on.
         reads = self._job.given_text and verification == "block" and off_text == "exact" and self.depth > 1
         self._target = CachedModel(pair.target, 0, pair.vocabulary, device=pair.device) if reads else None
 
@@ -112,6 +113,7 @@ class Unroller:
         model, target = self._room(anchors.prompt + end, len(self.shape))
         places.read_text(model, target_rows, max(self._rows, _SEGMENT))
         if target is not None:
+            # Its rows on the text are at hand; it reads the text for the keys that candidates off it attend to.
             target.read(torch.tensor([anchors.text[: model.length]], device=self.pair.device), rows=1)
         places.grow(model, target, self._rows)
         return gather(places, anchors.anchor - first, self.tree)
@@ -123,6 +125,7 @@ class Unroller:
         """
         if self.pair.device.type != "cpu" or not isinstance(self.pair.draft_model, CompactModel):
             return [self]
+        # What each text at work takes: the scores of a forward, and the cache of a chunk's rows.
         scores = max(self._rows, _SEGMENT) * BYTES_PER_SCORE * self.pair.vocabulary
         each = scores + self._rows * len(self.shape) * token_bytes(self.pair.draft_model)
         while len(self._copies) < min(most, self.memory_bytes // each):
@@ -137,8 +140,10 @@ class Unroller:
 
     def _room(self, tokens: int, nodes: int) -> tuple[CachedModel, CachedModel | None]:
         """Return the draft, and the target if it reads candidates, empty and with room for a text and a forward's rows."""
+        # A chunk's rows stay in the cache until its last depth is drafted.
         capacity, pair = tokens + self._rows * nodes, self.pair
         if self._model.capacity < capacity:
+            # Somewhat larger, so that not every longer text takes a cache of its own.
             self._model = CachedModel(pair.draft_model, capacity + 64, pair.vocabulary, bool(self._hidden))
         if self._target is not None and self._target.capacity < capacity:
             self._target = CachedModel(pair.target, capacity + 64, pair.vocabulary, device=pair.device)
@@ -160,6 +165,7 @@ def closure(tree: Topology) -> Topology:
     paths = set()
     for row in range(1, len(tree)):
         path: tuple[int, ...] = ()
+        # The node as seen from each of its ancestors: every suffix of its path of ranks.
         while row > 0:
             path, row = (rank[row], *path), tree.parent[row]
             paths.add(path)

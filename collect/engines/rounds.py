@@ -114,6 +114,7 @@ class RoundRecorder:
         if (ended := self._here[row]) is not None:
             self._ended.append(ended)
         kept = self._keep(self._begun)
+        # A text begins with the token that reading its prompt committed: all but the last one are the prompt.
         self._here[row] = RecordedText(name, text.tolist(), len(text) - 1, seen=self._step) if kept else None
         self._begun += 1
 
@@ -122,6 +123,7 @@ class RoundRecorder:
         if depth == 1:
             self._tokens[rows], self._features[rows], self._chance[rows], self._path[rows] = 0, 0.0, 0.0, 0.0
         own = Drawn(drawn.ids, self._path[rows])
+        # Engines draft greedily: at temperature 0 the noisy features are those of the bare logits; above it there are none.
         summary = summarise(self._plan, logits, own, self.temperature, scores=logits)
         self._path[rows] = summary.path
         self._tokens[rows, depth - 1] = drawn.ids[:, 1]
@@ -138,6 +140,7 @@ class RoundRecorder:
                 text.seen = self._step
                 row, before = sent.row, (text.tokens[-1], text.tokens[-2])
                 drawn = (self._tokens[row], self._features[row], self._chance[row])
+                # `level` clears only rows that draft: of one that drew nothing they hold an earlier draft.
                 tokens, features, chance = (
                     values.copy() if sent.drafted else np.zeros_like(values) for values in drawn
                 )
@@ -168,6 +171,7 @@ class RoundRecorder:
         for row, text in enumerate(self._here):
             if text is not None and text.rounds and self._step - text.seen > idle:
                 found.append(text)
+                # A draft whose outcome is not known yet stays with the request.
                 waiting = [one for one in text.rounds[-1:] if one.context == len(text.tokens)]
                 self._here[row] = RecordedText(text.name, list(text.tokens), len(text.tokens) - 1, waiting, self._step)
         return found
@@ -190,7 +194,7 @@ class RoundRecorder:
             generated: all that was generated, as the engine gave it out.
         """
         whole, before = [*prompt, *generated], len(prompt)
-        rounds = [one for part in parts for one in part.rounds if one.context < len(whole)]
+        rounds = [one for part in parts for one in part.rounds if one.context < len(whole)]  # not past the end
         rounds.sort(key=lambda one: one.context)
         if not rounds:
             return None

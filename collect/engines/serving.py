@@ -66,6 +66,7 @@ class PartWriter(RoundRecorder):
         self, folder: Path, header: Header, eos: Sequence[int], share: float, rows: int, depth: int, temperature: float,
         explored: Callable[[Array], Array],
     ) -> None:  # fmt: skip
+        # By a hash of the text's number: the share is spread over all texts.
         least = round(share * _SHARE)
         super().__init__(
             rows, depth, temperature, explored, lambda number: bool(mix(np.array([number]))[0] & (_SHARE - 1) < least)
@@ -74,6 +75,7 @@ class PartWriter(RoundRecorder):
         self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
         self._chunks: list[Mapping[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
+        # `_watch` writes from a thread of its own; infinity = no step since the last writing.
         self._lock, self._step_s = threading.Lock(), math.inf
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -99,7 +101,7 @@ class PartWriter(RoundRecorder):
     def flush(self) -> None:
         """Write all that is there; what comes later of a request goes on as another text."""
         with self._lock:
-            self._add(self.take_ended(-1))
+            self._add(self.take_ended(-1))  # of any that has rounds
             self._write()
             self._step_s = math.inf
 
@@ -119,6 +121,7 @@ class PartWriter(RoundRecorder):
     def _add(self, texts: Sequence[RecordedText]) -> None:
         for text in texts:
             prompt, made = text.tokens[: text.prompt], text.tokens[text.prompt :]
+            # An engine may commit tokens after a request's end.
             ends = next((at for at, token in enumerate(made) if token in self._eos), len(made))
             number = next(self._sequences)
             rows = self.rows([text], number, text.name or f"{self._begun_ns}-{number}", "", prompt, made[: ends + 1])
@@ -142,6 +145,7 @@ class RecordingProposer(Proposer):
         mode = "match" if told.temperature == 0.0 else "point"
         from vllm import __version__
 
+        # The number of prompts is known once the files are put together (`import_parts`).
         header = Header(
             target=str(config.model), draft=told.draft, pair={}, vocabulary=int(config.get_vocab_size()),
             eos=tuple(options.eos), temperature=told.temperature, topology=chain(self.depth),
@@ -188,6 +192,7 @@ def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> T
                 f"--from-vllm: {path.name} and {paths[0].name} are of servers that were told different things; give each "
                 "a folder of its own"
             )
+        # Each file counts its texts by itself.
         _, numbers = np.unique(table.column("sequence").to_numpy(), return_inverse=True)
         at = table.schema.get_field_index("sequence")
         tables.append(table.set_column(at, table.schema.field(at), pa.array(numbers + count, pa.int32())))

@@ -148,8 +148,9 @@ class ThroughVLLM:
         chunks = []
         for (sequence, name, group, prompt, _), output in zip(batch, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
+            # A text is first seen with the token that reading its prompt committed.
             parts = parts_of(texts, [*prompt, *generated[:1]])
-            texts = [text for text in texts if text not in parts]
+            texts = [text for text in texts if not any(text is part for part in parts)]
             made = recorder.rows(parts, sequence, name, group, prompt, generated)
             chunks += [made] if made is not None else []
         return chunks
@@ -168,8 +169,9 @@ def start_vllm(target: str, drafts: str, depth: int, told: Mapping[str, Any], dt
     Raises:
         InputError: vLLM is not installed.
     """
+    # In this process, where the class that vLLM makes is handed its policy, and hands back what it has seen.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # Model Runner V2 takes no such class
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # where output goes is for ours
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

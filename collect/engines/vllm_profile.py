@@ -71,9 +71,10 @@ class StepScript(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the card, in the requests whose turn it is."""
-        self._turn += step.depth == 0
+        self._turn += step.depth == 0  # one such question a step, for all requests
         deck, place = divmod(self._turn // TWICE, len(self._deck))
         some, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
+        # Which requests draft changes from step to step.
         turns = (np.arange(len(step.alive)) - self._turn) % self._streams < some
         return step.alive & (turns & (step.depth < length))[:, None], state
 
@@ -124,11 +125,13 @@ class StepTimer:
 
     def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
         """See `Observer.heard`."""
+        # A step is timed where all requests were drafted for in it, and all are heard of now.
         whole = self._last is not None and len(rounds) == len(self._last.drafts) == self.streams
         self._seconds = max(step_s) if whole else 0.0
 
     def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
         """See `Observer.sent`."""
+        # The last step's seconds are known by now, unless a prompt was read in between.
         if self._last is not None and self._seconds and not self._began:
             self._add(self._last, self._seconds)
         spent, known = self._spent(), self._known
@@ -157,6 +160,7 @@ class StepTimer:
         add(BATCH_VERIFY, (count, count + tokens), rest)
         add(BATCH_OUTSIDE, (count, tokens), outside)
         read, steps = sum(sent.backlog for sent in drafting), max((sent.drafted for sent in drafting), default=0) - 1
+        # A draft that begins a text reads it in a call of its own: with others beside it several calls are timed as one.
         if drafting and (count == 1 or not step.began):
             add(BATCH_FIRST, (len(drafting), read), step.first_s)
         if steps > 0:
@@ -272,6 +276,7 @@ class _Run:
         self._policies = [check_engine_policy(policy, "vllm").limited(depth) for policy in policies]
         self._prompts, self._lengths = prompts, two_lengths(readable, prompts, new_tokens + depth)
         settings = {"draft": models[1], "rows": rows, "temperature": temperature}
+        # The same texts are decoded again and again, and their prompts are to be read each time.
         self._engine = start_vllm(models[0], CLASS, depth, settings, dtype, enable_prefix_caching=False)
         self._proposer = TimedProposer.made
         from vllm import SamplingParams
@@ -309,6 +314,7 @@ class _Run:
             proposer.script.deal(streams, number)
             self._engine.generate(texts, self._params, use_tqdm=False)
             if streams == 1:
+                # One token: the prompt is read, and whatever is drafted after it is subtracted.
                 before, begun = proposer.drafting.spent.all_s, time.perf_counter()
                 self._engine.generate(texts, self._one, use_tqdm=False)
                 spent = time.perf_counter() - begun - (proposer.drafting.spent.all_s - before)

@@ -1,7 +1,8 @@
 """vLLM's per-request acceptance records (`--per-request-spec-decode-metrics`) as a trace without features.
 
 It serves policies that look at the depth alone: which fixed length, which table of lengths. The records say how many tokens
-each step drafted and accepted, not which, so single rounds can be evaluated (`train.rounds`), whole texts not replayed.
+each step drafted and accepted, not which, so single rounds
+can be evaluated (`train.report.single_rounds`), whole texts not replayed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def import_vllm(
         collector="live",
         texts="vllm",
         policy="vllm",
-        explore=0.0 if full == 1.0 else full,
+        explore=0.0 if full == 1.0 else full,  # steps to K show what any length would have met
         facts={"temperature": "unknown", "from": file.name},
     )
     with staged_folder(out) as stage:
@@ -116,6 +117,7 @@ class _Record:
     def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:
         """Return the rows of the request, one a step; the last one counts as cut, for vLLM does not say whether it was."""
         accepted, drafted = np.array(self.accepted), np.array(self.drafted)
+        # Reading the prompt commits one token, a step those it accepts and one more.
         anchor = 1 + np.concatenate([[0], (accepted + 1).cumsum()[:-1]])
         node, count = np.arange(depth), len(accepted)
         drawn, path = node < drafted[:, None], node < accepted[:, None]

@@ -95,6 +95,7 @@ def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         batches: Any
         if path.suffix == ".csv":
             quoted = csv.ParseOptions(newlines_in_values=True)  # prompts have lines
+            # Types must be given before a file is read, and its columns are known once it is open: it is opened twice.
             names = csv.open_csv(path, parse_options=quoted).schema.names
             text = csv.ConvertOptions(column_types={name: pa.string() for name in names})  # "12" is a prompt too
             batches = csv.open_csv(path, parse_options=quoted, convert_options=text)

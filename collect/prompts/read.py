@@ -92,6 +92,7 @@ def read_prompts(
     choice = choice if choice is not None else Choice(limit=limit)
     layout = find_preset(preset) if preset else PLAIN
     found = _taken(_prompts(source, layout, split, columns), choice)
+    # By a hash of each id: a part of the prompts is in the order that it has among all.
     if choice.shuffle_seed is not None:
         found = iter(sorted(found, key=lambda prompt: _fraction(int(choice.shuffle_seed or 0), "order", prompt.id)))
     prompts = []
@@ -130,6 +131,7 @@ def _taken(found: Iterable[tuple[str, Prompt, bool]], choice: Choice) -> Iterato
     places: dict[str, str] = {}
     texts: set[str] = set()
     for where, prompt, own in found:
+        # Before ids are compared: without ids of their own equal texts have equal ids.
         if choice.deduplicate and prompt.text in texts:
             continue
         if prompt.id in places:

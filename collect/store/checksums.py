@@ -100,9 +100,9 @@ def quarantine(folder: Path, header: Header, index: int) -> Path:
     number = sum(1 for p in aside.iterdir() if p.name.startswith(f"{shard.name}.") and p.suffix != ".sha256")
     moved = aside / f"{shard.name}.{number}"
     (folder / INDEX_FILE).unlink(missing_ok=True)
+    os.replace(shard, moved)  # first: a damaged shard that a kill left without its checksum would pass for an older one
     if checksum_path(shard).exists():
         os.replace(checksum_path(shard), aside / f"{moved.name}.sha256")
-    os.replace(shard, moved)
     return moved
 
 

@@ -70,6 +70,7 @@ def open_for_writing(
             raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
         with full_disk_advice(folder, "free some and run the same command again with --resume"):
             put(path, header.to_json() + "\n", once=True)
+    # Whoever came first has written it; what this process would have written may differ in facts alone.
     present = read_header(folder)
     if not present.same_run(header):
         mine, other = vars(header), vars(present)
@@ -124,6 +125,7 @@ def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 def write_table(table: pa.Table, where: Any) -> None:
     """Write a shard's table to a path or a buffer: the one place that chooses how a shard is encoded."""
+    # Parquet knows a list column by the path of its values.
     leaf = {f.name: f"{f.name}.list.element" if pa.types.is_fixed_size_list(f.type) else f.name for f in table.schema}
     hidden = [leaf[name] for name in leaf if name in HIDDEN_STATES]
     if not hidden:
@@ -155,6 +157,7 @@ def write_shard_table(folder: Path, header: Header, index: int, table: pa.Table)
     path = shard_path(folder, index, header.shards)
     with full_disk_advice(folder, _way_on(folder, header)), staged(path) as stage:
         write_table(table, stage)
+        # The checksum comes before the name: a shard without one passes for an older specstop's, whose bytes nobody compares.
         record_checksum(stage, path)
 
 
@@ -199,6 +202,7 @@ class Trace:
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return only these columns of all rows, so that a large trace need not fit into memory whole."""
+        # Given, or read before: the cached property keeps them in the same place.
         if "rows" in vars(self):
             chosen = self.rows if columns is None else self.rows.select_columns(list(columns))
             return chosen.with_format("arrow")[:]

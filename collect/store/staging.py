@@ -26,6 +26,7 @@ def stage_of(path: Path) -> Path:
 
 
 def _host() -> str:
+    # Stages are told apart at the dots of their names (`_abandoned`).
     return socket.gethostname().replace(".", "_") or "host"
 
 
@@ -81,15 +82,17 @@ def sweep(folder: Path) -> None:
 
 
 def _abandoned(stage: Path) -> bool:
+    # .specstop-NAME.HOST.PID. Stages of `files.atomic` name neither: they go by their age.
     host, number = stage.name.rsplit(".", 2)[-2:] if stage.name.count(".") > 2 else ("", "")
     if not (host == _host() and number.isdecimal() and os.name == "posix"):
         return time.time() - stage.stat().st_mtime > _ABANDONED_S
     try:
-        os.kill(int(number), 0)
+        os.kill(int(number), 0)  # signal 0 asks only whether the process is there
     except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:
-        return False
+        return False  # it is another user's
+    # A process sweeps before it writes: a stage under its own number is of a dead process that had the same one.
     return int(number) == os.getpid()
 
 

@@ -48,7 +48,7 @@ def run_alternating(
         progress: see `Progress`.
 
     Returns:
-        By way, by prompt.
+        By method, by prompt.
     """
     out: list[list[Generation]] = [[] for _ in runs]
     requests = [Request(tokens, stream_key(seed, name)) for name, tokens in prompts]
@@ -63,6 +63,6 @@ def run_alternating(
             which = (turn + number) % len(runs)
             out[which] += runs[which].run(some)
         if calibration is not None and number % calibrate_every == 0:
-            calibration.play(number // calibrate_every)
+            calibration.play(number // calibrate_every)  # 0 warms up
         progress("live", first + len(some), len(prompts))
     return out

@@ -26,15 +26,15 @@ _REPLICATES = 2000
 
 @dataclass(frozen=True)
 class BenchLine:
-    """One way to decode, measured.
+    """One method of decoding, measured.
 
     Attributes:
-        name: of the way.
+        name: of the method.
         tokens_per_s: generated tokens over all seconds.
-        ratio: to the first way, in the same run; with its 95% bootstrap interval over prompts in `low`, `high`.
+        ratio: to the first method, in the same run; with its 95% bootstrap interval over prompts in `low`, `high`.
         block_efficiency: tokens per target call; 0 where it is not reported.
         shares: of the seconds, by phase; empty where they are not reported.
-        same_text: prompts whose text equals the first way's.
+        same_text: prompts whose text equals the first method's.
     """
 
     name: str
@@ -103,7 +103,7 @@ def bench(
 
 
 def bench_line(name: str, texts: Sequence[Generation], base: Sequence[Generation]) -> BenchLine:
-    """Return the line of one way, as ratio to another one on the same prompts."""
+    """Return the line of one method, as ratio to another one on the same prompts."""
     tally = Tally.of(texts)
     ratio, low, high = speed_ratio(texts, base)
     total = sum(tally.shares().values())
@@ -120,6 +120,7 @@ def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation]) -> tupl
     def of(at: Any) -> float:
         return float(a[at, 0].sum() / a[at, 1].sum() * b[at, 1].sum() / b[at, 0].sum())
 
+    # The same prompts of both sides in each draw: a long or hard one weighs on both.
     draws = [of(generator.integers(0, len(a), len(a))) for _ in range(_REPLICATES)]
     low, high = np.quantile(draws, [0.025, 0.975])
     return of(np.arange(len(a))), float(low), float(high)

@@ -1,4 +1,4 @@
-"""Transformers' own decoding as a way to compare with: `generate`, plain or with its assistant."""
+"""Transformers' own decoding as a method to compare with: `generate`, plain or with its assistant."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ class Assisted:
         self._pair, self._setting = pair, setting
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
+            # Also where they are off: left out, top_k would be the library's own default, 50.
             self._options |= {"temperature": temperature, "top_k": shaping.top_k, "top_p": shaping.top_p}
             self._options |= {"min_p": shaping.min_p} if shaping.min_p else {}
         self._options |= {
@@ -110,6 +111,7 @@ class Assisted:
     def _generate(self, prompts: Sequence[list[int]], key: int) -> list[Generation]:
         """Return texts that were generated in one call, padded on the left; each bears its share of the seconds."""
         longest, device = max(map(len, prompts)), self._pair.device
+        # Any token serves as padding: the mask hides it.
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
@@ -118,6 +120,7 @@ class Assisted:
         with self._set(self._pair.draft_model) if self._setting.tokens else contextlib.nullcontext():
             if self._setting.tokens:
                 options["assistant_model"] = self._pair.draft_model
+            # Work queued before this text is none of its seconds.
             if self._pair.device.type == "cuda":
                 torch.cuda.synchronize(self._pair.device)
             begin = time.perf_counter()

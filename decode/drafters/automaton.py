@@ -37,10 +37,12 @@ class SuffixAutomaton:
         """Append a token to the text."""
         known = self.next[self.last].get(token)
         if known is not None:  # of an earlier text
+            # Its state may stand for longer substrings too, which this text does not end with: then it is split.
             longer = self.length[self.last] + 1
             self.last = known if self.length[known] == longer else self._split(self.last, token, known)
         else:
             self.last = self._grow(token)
+        # Whatever ends here came once more: the whole text, and its suffixes along the links.
         state = self.last
         for _ in range(COUNTED):
             if state == START:
@@ -51,6 +53,7 @@ class SuffixAutomaton:
     def _grow(self, token: int) -> int:
         """Return the new state of the text with a token more."""
         new, state = self._add(self.length[self.last] + 1, {}, START, 0), self.last
+        # The usual construction (Blumer et al., 1985): suffixes that this token has never followed lead to the new state.
         while state >= 0 and token not in self.next[state]:
             self.next[state][token] = new
             state = self.link[state]
@@ -61,8 +64,10 @@ class SuffixAutomaton:
 
     def _split(self, state: int, token: int, old: int) -> int:
         """Return a state of its own for those substrings of `old` that end what `state` and a token make."""
+        # Both came equally often so far, hence the count; `append` counts on from there.
         copy = self._add(self.length[state] + 1, dict(self.next[old]), self.link[old], self.count[old])
         self.link[old] = copy
+        # From the first suffix that leads elsewhere on, all shorter ones do.
         while state >= 0 and self.next[state].get(token) == old:
             self.next[state][token] = copy
             state = self.link[state]
@@ -86,10 +91,10 @@ class SuffixAutomaton:
             if state == START:
                 return START, 0
             state = self.link[state]
-            length = self.length[state]
+            length = self.length[state]  # of the linked state's longest substring, a suffix of this one
         return self.next[state][token], length + 1
 
     def earlier(self) -> tuple[int, int]:
         """Return state and length of the text's longest suffix that came before as well."""
-        state = max(self.link[self.last], START)
+        state = max(self.link[self.last], START)  # the start's own link is -1
         return state, self.length[state]

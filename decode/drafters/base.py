@@ -33,6 +33,7 @@ class Proposal:
         if self.ids is None:
             return self.scores
         rows = self.scores.new_full((len(self.scores), vocabulary), -torch.inf)
+        # The larger one: short rows are filled up with token 0 at -inf, which must not hide a score that it has.
         return rows.scatter_reduce_(1, self.ids, self.scores, "amax")
 
 

@@ -64,6 +64,7 @@ class EitherDrafter:
     ) -> Proposal:
         """See `Drafter`."""
         counts, known = [len(places) for places in feeding], None
+        # Who drafts is settled at the roots, for the whole round.
         if found[0].depth[feeding[0][0]] == 0:
             known = self._first.propose(streams, found, feeding)
             chances = known.scores.softmax(-1).amax(-1).split(counts)  # not a number where it knows no token
@@ -84,4 +85,5 @@ class EitherDrafter:
             made = drafter.propose([streams[at] for at in own], [found[at] for at in own], [feeding[at] for at in own])
             rows |= zip(own, made.dense(self._vocabulary).split([counts[at] for at in own]), strict=True)
         scores = torch.cat([rows[at] for at in range(len(streams))])
+        # With ids, though it is dense: only then the loop looks for rows that know no token (`ModelSource.draw`).
         return Proposal(scores, torch.arange(self._vocabulary, device=scores.device).expand(len(scores), -1))

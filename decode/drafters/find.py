@@ -72,7 +72,7 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
         key, equals, value = part.partition("=")
         if not key or not equals:
             raise InputError(f"--drafter: {name!r}: expected key=value after the question mark, not {part!r}")
-        options[key] = int(value) if value.isdigit() else value
+        options[key] = int(value) if value.isascii() and value.isdigit() else value
     if build is not None:
         _check_options(name, build, pair, options)
         return build(pair, **options)
@@ -126,6 +126,7 @@ def _sure(both: re.Match[str]) -> float:
         sure = SURE if both[2] is None else float(both[2].removeprefix("sure="))
     except ValueError:
         sure = -1.0
+    # A bare number passes `float` as well, hence the second test; NaN fails the first.
     if not 0.0 <= sure <= 1.0 or not (both[2] or "sure=").startswith("sure="):
         raise InputError(f"--drafter: {both[0]!r}: expected ?sure= and a chance between 0 and 1, not ?{both[2]}")
     return sure
@@ -144,7 +145,7 @@ def _trained(kind: str, path: str, pair: Pair) -> Drafter:
 
 def _value(name: str, parameter: str, given: str) -> int | str:
     """Return what was given after the colon."""
-    if parameter == "longest" and given.isdigit() and int(given) > 0:
+    if parameter == "longest" and given.isascii() and given.isdigit() and int(given) > 0:
         return int(given)
     if parameter == "path" and given:
         return given

@@ -63,7 +63,7 @@ class TrainedDrafter:
 
     Attributes:
         kind: name of the network.
-        network: with its weights, float32 on the CPU.
+        network: with its weights.
         target: hash of the target that it was trained for (`Pair.fingerprint`).
         provenance, metrics: for people.
         identity: short hash of what the folder says and holds, by which traces and policies know it; "" before it is saved.
@@ -90,6 +90,7 @@ class TrainedDrafter:
                 "(specstop train-drafter)"
             )
         network = self.network.to(pair.device, pair.target.dtype).requires_grad_(False).eval()
+        # `can_pack` returns why not. Packing is in place: from then on this network cannot be saved.
         if not can_pack(pair.device, pair.target.dtype):
             pack(network)
         return network
@@ -144,6 +145,7 @@ def _read(folder: Path) -> TrainedDrafter:
     if not (folder / DRAFTER_FILE).exists():
         raise InputError(f"expected the file {DRAFTER_FILE}, which does not exist")
     raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
+    # True equals 1.
     if raw.get("schema") != DRAFTER_SCHEMA or isinstance(raw.get("schema"), bool):
         raise InputError(f"it has schema {raw.get('schema')!r}, but this specstop reads {DRAFTER_SCHEMA}")
     if odd := sorted(set(raw) ^ set(_TYPES)):
@@ -155,6 +157,7 @@ def _read(folder: Path) -> TrainedDrafter:
         raise InputError(f"{DRAFTER_FILE} is not as it was written (its checksum differs); train or copy it again")
     if raw["kind"] not in KINDS:
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, not {raw['kind']!r}")
+    # Built without memory, the checked tensors assigned: nothing is allocated for sizes that the file does not bear out.
     with torch.device("meta"):
         network = KINDS[raw["kind"]](Shape.read(raw["shape"]))
     network.load_state_dict(_checked_weights(folder, raw["files"], network.state_dict()), assign=True)
@@ -169,6 +172,7 @@ def _checked_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[s
     for name in (CARD_FILE, RUN_FILE):
         if (folder / name).exists():
             check_text(read_plain(folder / name, MOST_TEXT), name)
+    # The format: 8 bytes that tell the header's length, the header, the numbers in float32.
     most = 8 + MOST_HEADER + sum(4 * math.prod(tensor.shape) for tensor in expected.values())
     data = read_plain(folder / WEIGHTS_FILE, most)
     if hashlib.sha256(data).hexdigest() != files[WEIGHTS_FILE]:

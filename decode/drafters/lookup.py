@@ -74,6 +74,7 @@ class LookupDrafter:
                 self._note(stream, here.tokens[0])
                 self._ahead[stream] = 1
             rows += [self._followers(stream, here.tokens_to(place)[self._ahead[stream] :]) for place in places]
+        # Rows that know fewer tokens, or none, end in token 0 with weight 0: log 0 = -inf, which is never drawn.
         most = max(1, *map(len, rows))
         ids = [[*row, *[0] * (most - len(row))] for row in rows]
         weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
@@ -87,5 +88,6 @@ class LookupDrafter:
             seen = self._index[stream].get(tuple(prefix[-length:]))
             if seen:
                 last = {token: at for at, token in enumerate(seen)}
+                # At most a thousandth, so that it decides between equal counts only.
                 return {t: n + 1e-3 * (last[t] + 1) / len(seen) for t, n in Counter(seen).items()}
         return {}

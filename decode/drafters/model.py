@@ -68,6 +68,7 @@ class ModelDrafter:
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """See `Prepares`."""
+        # A step reads one token, a round's first one two where all of a draft was accepted: its last token was never fed.
         self._model.prepare([(1, 1), (2, 1)], lengths)
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
@@ -75,6 +76,7 @@ class ModelDrafter:
         own = self._streams[stream]
         found, base = own.found, len(own.text)
         if found is not None and self._model.lengths[stream] > base:  # else nothing was drafted, and the backlog grows
+            # Places lie in the cache in the order in which they were fed; of the path the last one may never have been.
             slot = {place: base + at for at, place in enumerate(own.fed)}
             self._model.keep(base, [slot[place] for place in found.accepted if place in slot], stream)
         own.found = None
@@ -83,7 +85,7 @@ class ModelDrafter:
     def backlog(self) -> Array:
         """See `Drafter`."""
         read = zip(self._streams, self._model.lengths, strict=True)
-        return np.array([len(own.text) + 1 - length for own, length in read])
+        return np.array([len(own.text) + 1 - length for own, length in read])  # the root is not in `text` yet
 
     def propose(
         self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
@@ -110,6 +112,7 @@ class ModelDrafter:
                 tokens = unread + tokens
         if len(places) == 1 and len(own.fed) == depth:  # all it has read leads to this place
             return Part(stream, tokens, 1)
+        # What was fed lies in the slots in this order, whatever its depths.
         before, rows = ([here.rows[place] for place in some] for some in (own.fed, places))
         return Part(stream, tokens, tree=TreeRows(here.topology, len(own.text), before, rows))
 

@@ -103,8 +103,10 @@ class SuffixDrafter:
         for stream, here, places in zip(streams, found, feeding, strict=True):
             for place in places:
                 matches = self._at[stream][place] = self._matches(stream, here, place)
+                # Of two matches of one length the text's own, which comes first.
                 automaton, state, length = max(matches, key=lambda match: match[2])
                 rows.append(mixed(automaton, state) if length else {})
+        # As of `LookupDrafter`: rows are filled up with token 0 at log 0 = -inf.
         most = max(1, *map(len, rows))
         ids = [[*row, *[0] * (most - len(row))] for row in rows]
         weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
@@ -134,17 +136,19 @@ def mixed(automaton: SuffixAutomaton, state: int) -> dict[int, float]:
     """Return the weights of the tokens that came after a substring and after its suffixes, by PPM-C."""
     weights: dict[int, float] = {}
     share, count, known = 1.0, automaton.count, False
+    # Along the links to shorter suffixes, while what is left to them can still matter.
     while state >= 0 and share > 1e-6:
         following = automaton.next[state]
         some = list(islice(following.items(), SINGLE)) if state == START else list(following.items())
         if some and (known or state != START):  # single tokens alone say nothing
             known = True
             counts = [count[after] for _, after in some]
-            total = sum(counts) + len(counts)
+            total = sum(counts) + len(counts)  # PPM-C: n + d
             for (token, _), times in zip(some, counts, strict=True):
                 weights[token] = weights.get(token, 0.0) + share * times / total
             share *= len(counts) / total
         state = automaton.link[state]
+    # Equal weights rank by id, whatever order the texts came in.
     best = nlargest(KEPT, weights.items(), key=lambda item: (item[1], -item[0]))
     return dict(best)
 

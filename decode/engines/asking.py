@@ -62,6 +62,7 @@ class Asking:
         self._observes = type(policy).observe is not StopPolicy.observe
 
     def _start_all(self) -> None:
+        # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
         every = np.arange(self._rows, dtype=np.int64)
         self._store(every, checked_start(self.policy, self._rows, every))
 
@@ -73,6 +74,7 @@ class Asking:
     def state_of(self, rows: Array) -> State:
         """Return the state of rows [n]."""
         parts: list[tuple[State, list[int]]] = []
+        # Neighbours that were stored together are taken together.
         for row in rows.tolist():
             found, at = self._kept[row]
             if not parts or parts[-1][0] is not found:
@@ -156,4 +158,5 @@ class Asking:
             stacklevel=2,
         )
         self._take_charge(FixedLength(self._fallback))
+        # What the one before remembers means nothing to its successor.
         self._kept, self._state = [(None, 0)] * self._rows, None

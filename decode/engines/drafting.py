@@ -124,6 +124,7 @@ class Drafting:
             names: of the requests, where the engine tells them.
         """
         begin = time.perf_counter()
+        # By the whole draft and a token of the target's at most.
         grown = np.array([1 if sent is None else len(sent.tokens) + 1 for sent in self._waits])
         placed = self._rows.place(texts, grown, names)
         self._hear([one for one in placed if one is not None and one.same], begin)
@@ -131,6 +132,7 @@ class Drafting:
         self._begin([placed[at] for at in fresh], [None if names is None else names[at] for at in fresh])
         drafts: list[list[int]] = [[] for _ in texts]
         longest = self.options.readable - self.asking.depth
+        # Features read the token before the anchor too, so a text of one token is not drafted for.
         rows = {at: one.row for at, one in enumerate(placed) if one is not None and 1 < len(texts[at]) <= longest}
         if rows and self.asking.depth:
             for at, tokens in zip(rows, self._draft_for(list(rows.values()), begin), strict=True):
@@ -147,6 +149,7 @@ class Drafting:
             sent = self._waits[one.row]
             if sent is not None and one.new:
                 heard.append(Heard.of(sent, one.new))
+                # Its cache keeps the text and the accepted part of the draft.
                 self._forget(one.row, sent.context + heard[-1].accepted)
                 self._waits[one.row] = None
         seconds = [now - one.sent.began_s for one in heard]
@@ -163,6 +166,7 @@ class Drafting:
         )
         accepted, verified = _columns([(one.accepted, one.verified) for one in heard])
         cut = np.array([one.sent.capped or not self._eos.isdisjoint(one.new) for one in heard])
+        # Modelled seconds, the same in every run, unless the policy asks for measured ones.
         if not self.policy.reads_clock:
             seconds = np.zeros(len(heard))
             if self._profile is not None:
@@ -180,7 +184,7 @@ class Drafting:
             self._forget(one.row, one.kept)
             if self._observer is not None:
                 self._observer.began(one.row, self._rows.text(one.row), name)
-        keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)
+        keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)  # a text's number is its key
         self._texts += len(rows)
         self.asking.renew(np.array(rows, dtype=np.int64), keys)
 

@@ -62,6 +62,7 @@ class ModelRows:
             self._texts[row].extend(more)
         longest = max(len(self._texts[row]) for row in rows)
         if self._cache.capacity < longest:
+            # The new cache is empty: each row is read again when it is next asked for.
             size = 2 ** (longest - 1).bit_length()
             self._cache = open_cache(self._model, size, self._vocabulary, streams=len(self._texts))
         return self._cache.read_parts([Part(row, self._texts[row][self._cache.lengths[row] :], 1) for row in rows])

@@ -70,6 +70,7 @@ class Rows:
         self._step += 1
         rows = self._by_tokens(texts, grown) if names is None else self._by_name(texts, names)
         same = [row >= 0 for row in rows]
+        # Taken from the end: the row that was not seen for longest.
         free = sorted(set(range(len(self.length))).difference(rows), key=lambda row: (-int(self.seen[row]), -row))
         for at, row in enumerate(rows):
             if row < 0 and names is not None and self._named.get(names[at]) in free:
@@ -80,6 +81,7 @@ class Rows:
                 rows[at] = free.pop()
         self._at = rows
         if names is not None:
+            # A name stays with its row until another request takes that: a preempted one may come back.
             taken = set(rows)
             self._named = {name: row for name, row in self._named.items() if row not in taken}
             self._named |= {name: row for name, row in zip(names, rows, strict=True) if row >= 0}
@@ -104,6 +106,7 @@ class Rows:
             if row in free and fits(row, text):
                 rows[at] = row
                 free.remove(row)
+        # Of several rows that a text begins with, the longest: a shorter one may be another request's.
         for at, text in enumerate(texts):
             if rows[at] < 0:
                 found = [row for row in free if fits(row, text)]
@@ -114,6 +117,7 @@ class Rows:
     def _goes_on(self, row: int, text: Array) -> bool:
         """Whether a text begins with all that the row holds."""
         length = int(self.length[row])
+        # The last token tells most texts apart, so that few are compared as a whole.
         if not 0 < length <= len(text) or self._text[row, length - 1] != text[length - 1]:
             return False
         return bool((self._text[row, :length] == text[:length]).all())
@@ -122,6 +126,7 @@ class Rows:
         kept = int(self.length[row])
         if not same:
             kept = min(kept, len(text))
+            # Another text: what it begins with alike the draft model need not read again.
             differs = np.flatnonzero(self._text[row, :kept] != text[:kept])
             kept = int(differs[0]) if len(differs) else kept
         if len(text) > self._text.shape[1]:

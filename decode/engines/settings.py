@@ -61,7 +61,7 @@ def read_settings(raw: Any) -> EngineSettings:
     for name, value in found.items():
         if name not in fields:
             raise InputError(f"{where}: unknown {name!r}{close_match(str(name), fields)}; known: {', '.join(fields)}")
-        kind = kinds[str(fields[name].type)]
+        kind = kinds[str(fields[name].type)]  # annotations are strings in this module
         good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         if not good:
             raise InputError(f"{where}: {name}: expected {_WORDS[kind]}, not {value!r}")

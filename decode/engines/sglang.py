@@ -66,6 +66,7 @@ class CostedSteps:
         if before is None:
             before = self.get_steps_for_batch(batch_size)
         for position in range(before):
+            # A position is tried where all before it were accepted.
             reached = sum(count >= position for count in num_correct_drafts_per_req)
             passed = sum(count > position for count in num_correct_drafts_per_req)
             self._tried[position] = MEMORY * self._tried[position] + reached
@@ -88,6 +89,7 @@ class CostedSteps:
         """Return a request's tokens a second with so many steps."""
         tokens = survive = 1.0
         for tried, passed, prior in list(zip(self._tried, self._passed, self._prior, strict=True))[:steps]:
+            # What was seen here, and the traces' acceptance with the weight of `strength` observations.
             survive *= (passed + self._strength * prior) / (tried + self._strength)
             tokens += survive
         return tokens / self._step_seconds(size, steps)

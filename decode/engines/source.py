@@ -103,6 +103,7 @@ class Chains:
     def _note(self, depth: int, at: Array, logits: Tensor, token: Array) -> None:
         """Keep what tokens were drawn from until the policy is asked about them."""
         count = len(at)
+        # A `features.summary.Token` each: row, id, parent, rank 0 of 1 sibling, depth.
         ids = np.zeros((count, 6), dtype=np.int64)
         ids[:, 0], ids[:, 1], ids[:, 4], ids[:, 5] = np.arange(count), token, 1, depth + 1
         ids[:, 2] = self._anchors[at, 0] if depth == 0 else self.tokens[at, depth - 1]
@@ -118,6 +119,7 @@ class Chains:
             return
         at, logits, drawn = self._drawn
         nodes = self._nodes[at]
+        # The draft takes the likeliest tokens, so the scores that it took the largest of are the logits.
         path = read_columns(self._columns, logits, drawn, self._temperature, nodes, scores=logits)
         self._nodes[at], self._drawn = nodes, None
         if self._columns.plan.path:
@@ -128,13 +130,16 @@ class Chains:
         layout = self._layout
         if self._base is None:
             known = {"anchor_token": self._anchors[:, 0], "before_token": self._anchors[:, 1]}
+            # The temperature is the only other ANCHOR feature here (`policies.ANCHORS`).
             anchor = [known.get(name, np.full(len(alive), self._temperature)) for name in layout.anchor]
             columns = np.stack(anchor, 1) if anchor else np.zeros((len(alive), 0))
             self._base = layout.base(columns, history.values(layout.history))
         self._read()
+        # Each fills columns of its own, with zeros elsewhere.
         features = self._base + self._nodes
         features[~alive[:, 0]] = 0.0
         streams = len(alive)
+        # One batch: an engine verifies all requests of a step together.
         parent, batch = np.zeros((streams, 1), dtype=np.int64), np.zeros(streams, dtype=np.int64)
         return DraftStep(depth, alive, parent, features[:, None], {}, batch)
 

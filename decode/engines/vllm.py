@@ -74,7 +74,7 @@ class Proposer:
         dtype = check_dtype(settings.dtype) if settings.dtype else config.dtype
         self.device = torch.device(settings.device or self._config.device_config.device)
         model = load_draft(settings.draft, self.device, dtype, vocabulary)
-        kernels.load()
+        kernels.load()  # not while requests wait
         rows = min(settings.rows, int(self._config.scheduler_config.max_num_seqs))
         options = Options(
             rows, self.depth, min(readable(model), int(config.max_model_len)), settings.temperature,
@@ -139,7 +139,7 @@ def find_names(token_ids: Array) -> Names:
         frame = frame.f_back
     else:
         batch = None
-    del frame
+    del frame  # frames hold all that their functions do
 
     def names(count: int) -> list[str] | None:
         found = getattr(batch, "req_ids", None)

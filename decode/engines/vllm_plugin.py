@@ -51,6 +51,7 @@ def read_coefficients(path: Path) -> tuple[float, list[float]]:
         raise InputError(
             f"{SWITCH}: expected acceptance.json of `specstop deploy --to vllm`, but {path}: {type(error).__name__}: {error}"
         ) from None
+    # NaN is below nothing.
     if not intercepts or not all(abs(value) < 1e6 for value in (slope, *intercepts)):
         raise InputError(f"{SWITCH}: {path}: expected a slope and at least one intercept, all finite")
     return slope, intercepts
@@ -58,6 +59,7 @@ def read_coefficients(path: Path) -> tuple[float, list[float]]:
 
 def begin_with(estimator: Any, slope: float, intercepts: list[float]) -> None:
     """Have a class of estimators begin with coefficients; positions beyond the last intercept begin with that one."""
+    # Registered a second time, the original is wrapped, not the wrapper.
     begin = getattr(estimator.__init__, "__wrapped__", estimator.__init__)
 
     @functools.wraps(begin)

@@ -131,6 +131,7 @@ def generate_carried(
         InputError: see `specstop_generate`.
     """
     options = {name: value for name, value in arguments.items() if value is not None}
+    # `generate` drops `assistant_model` and `streamer` where a callable decodes: they go on under names that it keeps.
     draft = options.pop("assistant_model", None)
     options.setdefault("draft_model", draft)
     options.setdefault("policy", carried_policy(tuple(files.items()), spec))
@@ -151,13 +152,14 @@ def _take_stop_strings(options: dict[str, Any]) -> None:
             options["stop_strings"] = strings
         return
     if getattr(config, "stop_strings", None):
-        config = copy.deepcopy(config)
+        config = copy.deepcopy(config)  # the caller's own stays as it is
         setattr(config, "stop_strings", None)  # noqa: B010 - any configuration may have it
         options["generation_config"] = config
     more = [*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
     options["stopping_criteria"] = StoppingCriteriaList(more)
 
 
+# `generate` comes here each time.
 @lru_cache(maxsize=8)
 def carried_policy(files: tuple[tuple[str, str], ...], spec: str | None) -> StopPolicy:
     """Return the policy that is carried; its files are checked and loaded as a policy folder, which runs no code."""
@@ -166,6 +168,7 @@ def carried_policy(files: tuple[tuple[str, str], ...], spec: str | None) -> Stop
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files:
             data = base64.b64decode(text, validate=True)
+            # A name with folders in it could lead out of this one.
             if Path(name).name != name or len(data) > MOST_DATA:
                 raise PolicyError(f"the carried file {name!r} is no file of a policy folder; export it again")
             (Path(folder) / name).write_bytes(data)
@@ -205,8 +208,8 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str
         "sizes, checksums and tensor headers are checked before anything is used, and nothing is unpickled.\n\n"
         f"## What to expect\n\n{_gains(figures)}\n\n"
         "## What is lost\n\n* Nothing of the policy.\n"
-        "* Rows of a batch are decoded one after the other, and continuous batching is not used: a serving engine is faster "
-        "under load.\n\n"
+        "* Rows of a batch are decoded side by side, but ended ones are not refilled: a serving engine is faster under "
+        "load.\n\n"
         "## To the hub\n\nThe hub's own command uploads a folder:\n\n```console\nhf upload OWNER/NAME THIS_FOLDER\n```\n"
     )
 

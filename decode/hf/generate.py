@@ -114,7 +114,7 @@ def specstop_generate(
     requests = []
     for row, ids in enumerate(input_ids.tolist()):
         real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
-        start = real.index(True) if True in real else 0
+        start = real.index(True) if True in real else 0  # padding stands on the left
         requests.append(Request(ids[start:], keys[row], ids[:start], _of_row(shaping, row)))
     stream = (lambda _, new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
     made = speculator.run(requests, stream)
@@ -137,6 +137,7 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
     made = tuple(processors or ())
     if not sampling:
         return Shaping(processors=made), 0.0
+    # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`).
     if len(made) == 1 and isinstance(made[0], TemperatureLogitsWarper):
         return Shaping(), float(made[0].temperature)
     return Shaping(processors=made), 1.0

@@ -77,7 +77,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         try:
             yield self
         finally:
-            del assistant.generate
+            del assistant.generate  # the method of its class shows again
             for name, value in before.items():
                 setattr(config, name, value)
 
@@ -89,6 +89,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
             self._state = checked_start(self.policy, 1, np.zeros(1, dtype=np.int64))
             self._history = History.start(1)
         else:
+            # The text has grown by what was accepted and one token of the target's.
             accepted = min(len(text) - known - 1, self._drafted)
             self.rounds.append((self._drafted, accepted))
             self._history = self._history.after(np.array([accepted]), np.array([self._drafted]))
@@ -96,6 +97,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
                 self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
         self._text, self._drafted = text, 0
         anchor = text[-1], text[-2] if len(text) > 1 else -1
+        # No row of the target's is known, and none is read: the ANCHOR features let through are of tokens and of the run.
         self._base = self._reader.base(self._history, self._temperature, torch.zeros(1, 1), [anchor]).features
         self._path: Array | None = None
 
@@ -109,6 +111,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         device = input_ids.device
         if self._drafted >= self.policy.max_depth:
             return torch.tensor([True], device=device)
+        # Features read raw logits; scores come divided by the temperature.
         logits = scores[-1].float() * (self._temperature or 1.0)
         greedy = logits if self._temperature == 0.0 else None
         before, own = input_ids[0, -2:].tolist()

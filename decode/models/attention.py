@@ -39,7 +39,8 @@ def grouped_attention(
         kwargs: of other backends, without effect.
     """
     batch, heads, count, width = query.shape
-    rows = query.reshape(batch, key.shape[1], -1, width)
+    rows = query.reshape(batch, key.shape[1], -1, width)  # [B, groups, heads / groups x n, width]
+    # n queries of each head, head by head; for a single query the mask's one row is broadcast.
     if attention_mask is not None and count > 1:
         attention_mask = attention_mask.repeat(1, 1, rows.shape[2] // count, 1)
     out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)

@@ -90,7 +90,7 @@ class CachedModel:
         self._slots = Slots(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
         self._layers = [SlotLayer(self._slots) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
-        self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))
+        self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))  # tokens that it does not know
         self._windows = window_layers(model)
         # Told nothing, sdpa has a faster kernel for a single token and for a prompt on a GPU: no mask is read.
         fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
@@ -106,6 +106,7 @@ class CachedModel:
         """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
+        # With windows it stays boolean: layers of each kind see another part of it.
         return full if self._windows else backend_mask(full, self.model)
 
     @property
@@ -133,6 +134,7 @@ class CachedModel:
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
         """Forget all of a stream after the first `base` tokens but those in `slots`, rising, which move up in place."""
+        # What lies where it belongs stays there: of a chain, everything.
         fixed = 0
         while fixed < len(slots) and slots[fixed] == base + fixed:
             fixed += 1
@@ -165,21 +167,23 @@ class CachedModel:
             [1, rows, V] float32, or float64 for a float64 model.
         """
         slots = self._slots
-        slots.stream = stream
+        slots.stream = stream  # that the layers write to
         start, count = slots.lengths[stream], tokens.shape[1]
         end = start + count
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
         if mask is None and count <= _SLICED and not alone:
+            # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         if positions is None:
             positions = self._positions[:, start:end]
         if self._windows:
+            # A window counts positions, and those of a tree's candidates are not their slots.
             self._position_at[stream, start:end] = positions[0]
             mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
         elif mask is not None:
             mask = backend_mask(mask, self.model)
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
-        slots.lengths[stream] = end
+        slots.lengths[stream] = end  # once all layers have written
         return logits
 
     def _known(self, tokens: Tensor) -> Tensor:
@@ -203,7 +207,8 @@ class CachedModel:
             layers = [out.hidden_states[layer] for layer in self._hidden]
             states = layers[0] if len(layers) == 1 else torch.cat(layers, -1)
         if isinstance(rows, Tensor):
-            scored = self._scores(out.logits, len(rows)) if out.logits.shape[1] == len(rows) else out.logits[:, rows]
+            # Some models return all rows whatever they are told.
+            scored = out.logits if out.logits.shape[1] == len(rows) else out.logits[:, rows]
             return self._scores(scored, len(rows)), states
         return self._scores(out.logits, rows or tokens.shape[1]), states
 
@@ -249,6 +254,7 @@ class CachedModel:
             together = []
         if len(together) == len(parts):
             return self._read_packed(parts)
+        # A tuple is built from left to right: `states` are those of the call before it.
         found = {part.stream: (self._read_alone(part), self.states) for part in parts if part not in together}
         if together:
             logits, states = self._read_packed(together), self.states
@@ -276,6 +282,8 @@ class CachedModel:
         slots = self._slots
         call = pack(parts, slots, self._device)
         mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
+        # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
+        # where windows are yet to be cut out, else in the backend's form.
         for part in parts:
             if (tree := part.tree) is not None:
                 seen = self._masks(tree.topology).relation(tree.before, tree.rows)
@@ -314,7 +322,7 @@ class CachedModel:
         if mask.dtype != torch.bool:
             mask = mask == 0
         window, mixed = self._windows
-        near = positions[:, None, :, None] - position_at[:, None, None] < window
+        near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
         sliding = backend_mask(mask & near, self.model)
         if not mixed:
             return sliding

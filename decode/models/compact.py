@@ -19,7 +19,7 @@ from .cpu.products import Product
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
-_TABLE = 4096
+_TABLE = 4096  # positions whose rotations are tabulated to begin with
 
 
 def compact_refusal(model: PreTrainedModel) -> str:
@@ -144,6 +144,7 @@ class CompactModel(nn.Module):
         end = start + count if packing is None else packing.seen
         if end > len(self._cos):
             self._rotate(min(2 * end, max(end, self.config.max_position_embeddings)))
+        # The triangle of `is_causal` begins at the first key: behind a prefix sdpa must be told what is seen.
         if attention_mask is None and count > 1 and start:
             attention_mask = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
         cos, sin = self._cos[position_ids], self._sin[position_ids]
@@ -155,7 +156,7 @@ class CompactModel(nn.Module):
             h = functional.rms_norm(x, shape, layer.between, self._eps)
             gate, up = layer.gate_up(h).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
-        wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)  # -0: all
         kept = functional.rms_norm(x if output_hidden_states else x[:, wanted], shape, self._norm, self._eps)
         logits = self._head(kept[:, wanted] if output_hidden_states else kept)
         return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
@@ -166,14 +167,15 @@ class CompactModel(nn.Module):
         """Return [B, n, H] from the projections [B, n, .]."""
         batch, count, _ = qkv.shape
         heads, groups, width = self._heads, self._groups, self._width
-        qkv = qkv.view(batch, count, heads + 2 * groups, width)
+        qkv = qkv.view(batch, count, heads + 2 * groups, width)  # queries, keys, values by head
         if layer.q_norm is None:
             qk = qkv[:, :, : heads + groups]
         else:
             q = functional.rms_norm(qkv[:, :, :heads], (width,), layer.q_norm, self._eps)
             k = functional.rms_norm(qkv[:, :, heads : heads + groups], (width,), layer.k_norm, self._eps)
             qk = torch.cat([q, k], 2)
-        qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)
+        # x cos + rotate_half(x) sin, of queries and keys at once; the sign of rotate_half lies in the sine (`_rotate`).
+        qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)  # [B, heads + groups, n, width]
         keys, values = slots.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
         q, packing = qk[:, :heads], slots.packing
         out = functional.scaled_dot_product_attention(

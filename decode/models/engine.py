@@ -13,19 +13,28 @@ logits within float rounding.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
+from .cache import CachedModel
 from .compact import CompactModel, compact_refusal
 from .cpu.layouts import choose_layouts
 from .cpu.products import Product, can_pack
+from .cpu.steps import ORDER, Step
 from .placement import kept_as_is
 
 ENGINES = ("auto", "plain", "packed", "compact")
+
+BEFORE = 64
+"""Tokens of the text behind which steps are timed."""
 
 
 class PackedLinear(nn.Module):
@@ -57,6 +66,7 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     kept = kept_as_is(model)
     unpackable, uncompact = kept or can_pack(model.device, model.dtype), kept or compact_refusal(model)
     if engine == "auto":
+        # Both are reasons why not; empty ones say that it can.
         return "compact" if not uncompact and not unpackable else "plain" if unpackable else "packed"
     refusal = {"packed": unpackable, "compact": uncompact}.get(engine)
     if refusal:
@@ -73,17 +83,38 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
     """
     if engine == "compact":
         compact = CompactModel(model)
-        choose_layouts(compact.products)
+        choose_layouts(compact.products, partial(_steps_of, compact))
         return compact  # type: ignore[return-value]
     if engine == "packed":
-        pack(model)
+        _pack(model)
+        choose_layouts(_packed(model), partial(_steps_of, model))
     return model
+
+
+@torch.inference_mode()
+def _steps_of(model: Any) -> Step:
+    """Return what takes a step of a model behind a short text, and its seconds."""
+    config = model.config.get_text_config()
+    longest = max(ORDER)
+    before = min(BEFORE, getattr(config, "max_position_embeddings", BEFORE) - longest)
+    tokens = torch.arange(before + longest)[None] % config.vocab_size
+    cache = CachedModel(model, before + longest, config.vocab_size)
+    cache.read(tokens[:, :before], 1)
+
+    def step(rows: int) -> float:
+        begin = time.perf_counter()
+        cache.read(tokens[:, before : before + rows])
+        seconds = time.perf_counter() - begin
+        cache.roll_back(before)
+        return seconds
+
+    return step
 
 
 def layouts_of(model: PreTrainedModel) -> str:
     """Return in which layouts a model multiplies, for people: by class of rows, and how many of its products do."""
     products = model.products if isinstance(model, CompactModel) else []
-    products = products or [layer.product for layer in model.modules() if isinstance(layer, PackedLinear)]
+    products = products or _packed(model)
     counts = Counter("/".join(dict.fromkeys(product.layouts)) for product in products)
     return ", ".join(f"{layouts} ({count})" for layouts, count in counts.most_common()) or "linear"
 
@@ -91,12 +122,16 @@ def layouts_of(model: PreTrainedModel) -> str:
 def pack(module: nn.Module) -> None:
     """Have every linear layer multiply in the fastest layout, in place: the module cannot be saved, trained or moved then."""
     _pack(module)
-    choose_layouts([layer.product for layer in module.modules() if isinstance(layer, PackedLinear)])
+    choose_layouts(_packed(module))
+
+
+def _packed(module: nn.Module) -> list[Product]:
+    return [layer.product for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 
 def _pack(module: nn.Module) -> None:
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
+        if type(child) is nn.Linear:  # a subclass, quantised or adapted, computes something else
             setattr(module, name, PackedLinear(child.weight.data, None if child.bias is None else child.bias.data))
         elif isinstance(child, Conv1D):  # GPT-2 keeps its weights transposed
             setattr(module, name, PackedLinear(child.weight.data.t().contiguous(), child.bias.data))

@@ -25,6 +25,7 @@ class KeepsStates(Protocol):
 def hidden_width(model: PreTrainedModel) -> int:
     """Return H, the numbers that a model's output layer reads."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    # The output layer of a compact model is a `Product`, which has no `in_features`.
     return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
 
 

@@ -45,20 +45,21 @@ class Packing:
 
     def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         """Write states [1, heads, T, width] into buffers, and return what attention reads of them."""
+        # Indices with a slice between them put their own dimension first: [T, heads, width].
         keys[self.stream, :, self.slot] = new_keys[0].transpose(0, 1)
         values[self.stream, :, self.slot] = new_values[0].transpose(0, 1)
         return keys.narrow(2, 0, self.seen), values.narrow(2, 0, self.seen)
 
     def spread(self, queries: Tensor) -> Tensor:
         """Return queries [1, heads, T, width] as the rectangle [S, heads, n, width]; places of no token hold zeros."""
-        rows = queries[0].transpose(0, 1)
+        rows = queries[0].transpose(0, 1)  # [T, heads, width]
         if self.place is not None:
             rows = rows.new_zeros(self.streams * self.count, *rows.shape[1:]).index_copy_(0, self.place, rows)
         return rows.reshape(self.streams, self.count, *rows.shape[1:]).transpose(1, 2)
 
     def gather(self, out: Tensor) -> Tensor:
         """Return [1, T, heads, width] of a rectangle [S, n, heads, width]."""
-        rows = out.reshape(1, self.streams * self.count, *out.shape[2:])
+        rows = out.reshape(1, self.streams * self.count, *out.shape[2:])  # [1, S n, heads, width]
         return rows if self.place is None else rows.index_select(1, self.place)
 
 
@@ -95,6 +96,7 @@ class Slots:
         _, heads, _, width = states.shape
         free = self._free.setdefault((what, heads, width, states.dtype, states.device), [])
         if not free:
+            # One allocation for all layers of a kind, handed out as each of them is first written.
             shared = states.new_zeros(each * self._together, self.streams, heads, self.capacity, width)
             self._shared.append(shared)
             free.extend(shared[layer] for layer in range(len(shared)))
@@ -107,6 +109,7 @@ class Slots:
             if len(slots) == 1:
                 own[:, :, to] = own[:, :, slots[0]]
             else:
+                # Copied out first: where the states go may overlap where they lie.
                 at = upload(list(slots), shared.device)
                 own.narrow(2, to, len(slots)).copy_(own.index_select(2, at))
 
@@ -114,7 +117,7 @@ class Slots:
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, written in place; its buffers are taken from `slots`, which says where to write."""
 
-    is_sliding = False
+    is_sliding = False  # all keys are kept; a window is part of the mask
 
     def __init__(self, slots: Slots) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,8 +143,9 @@ class SlotLayer(CacheLayerMixin):
         if slots.packing is not None:
             return slots.packing.on(key_states.device).write(self.keys, self.values, key_states, value_states)
         keys, values, start, count = self.keys, self.values, slots.lengths[slots.stream], key_states.shape[-2]
-        if slots.streams > 1:
+        if slots.streams > 1:  # a view of one row: [1, heads, capacity, width]
             keys, values = keys.narrow(0, slots.stream, 1), values.narrow(0, slots.stream, 1)
+        # The length stays until all layers have written (`CachedModel.read`).
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
         return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)

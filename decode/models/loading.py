@@ -42,8 +42,8 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _MORE, _BUFFERS = 1 << 20, 1 << 28
 """Numbers by which a model may exceed twice its files before it is built, and of its buffers."""
 _LARGEST = 1 << 31
-_LONGEST = 300
-_ALIGNMENT = 64
+_LONGEST = 300  # characters of a message of the library
+_ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def open_checkpoint(name: str | Path, option: str) -> Checkpoint:
         raw = json.loads(Path(str(file)).read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("expected a JSON object in config.json")
-        if Path(where).is_dir():
+        if Path(where).is_dir():  # first: a config may list its layers one by one
             _check_layers(raw, len(_held(where)))
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
         _check_sizes(config)
@@ -125,6 +125,7 @@ def load_model(
             places = {"": device}  # it cannot always be moved later
         library: Any = AutoModelForCausalLM
         model: PreTrainedModel
+        # Mismatched sizes are let pass here, since the account names them.
         model, account = library.from_pretrained(
             where, output_loading_info=True, ignore_mismatched_sizes=True, device_map=places, **options
         )
@@ -235,6 +236,7 @@ def _check_account(model: PreTrainedModel, account: Mapping[str, Any], quantised
         raise _misshapen(name, file, wanted)
     if missing := sorted(account["missing_keys"]):
         raise ValueError(f"the weight files lack {_some(missing)}, which config.json describes")
+    # Not those at the top: nearly every tensor lies in one of them, wanted or not.
     modules = {name for name, _ in model.named_modules() if "." in name}
     odd = sorted(n for n in account["unexpected_keys"] if any(n.startswith(f"{m}.") for m in _parents(n) & modules))
     if odd and not quantised:

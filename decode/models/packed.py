@@ -80,6 +80,7 @@ def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCal
         start, tree, size = slots.lengths[part.stream], part.tree, len(part.tokens)
         end = first + size
         slot = np.arange(start, start + size)
+        # Candidates of one depth share a position, each in a slot of its own.
         position = slot if tree is None else tree.base + tree.topology.depths[list(tree.rows)]
         if not isinstance(part.tokens, Tensor):
             line[0, first:end] = part.tokens
@@ -93,6 +94,7 @@ def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCal
     if own := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # all of them
         tokens = torch.cat(own)
     sees, query_positions = upload(rectangle, device)
+    # Every stream has its row full and in its place: the line of tokens is the rectangle.
     filled = total == slots.streams * count and [part.stream for part in parts] == list(range(slots.streams))
     packing = Packing(stream, slot, None if filled else place, slots.streams, count, max(ends.values()))
     rows = upload(wanted, device) if len(wanted) < total else 0

@@ -240,6 +240,7 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
 
     A packed model is changed in place: it can no longer be saved, trained or used by itself.
     """
+    # Hashes first: weights in another layout are no parameters any more.
     target, hashes = choose_engine(pair.target, engine), _hashes(pair.target, pair.draft)
     if pair.draft is None:
         return dataclasses.replace(pair, target=speed_up(pair.target, target), engines=(target, "plain"), hashes=hashes)

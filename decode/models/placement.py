@@ -76,7 +76,7 @@ def call_from(model: PreTrainedModel, device: torch.device) -> None:
         if hook is None:
             hook = AlignDevicesHook(_place(module), skip_keys=model._skip_keys_device_placement)
             add_hook_to_module(module, hook)
-        hook.io_same_device = True
+        hook.io_same_device = True  # what it returns goes back to where its input was
 
 
 def _place(module: Any) -> torch.device:

@@ -24,8 +24,8 @@ class TreeMasks:
 
     def __init__(self, topology: Topology, capacity: int, behind_prefix: Callable[[Tensor], Tensor]) -> None:
         self._topology, self._capacity = topology, capacity
-        self._whole = behind_prefix(topology.sees)
-        self._sees = self._whole[0, 0, :, capacity:]
+        self._whole = behind_prefix(topology.sees)  # [1, 1, rows, capacity + rows]
+        self._sees = self._whole[0, 0, :, capacity:]  # [rows, rows], in the mask's form
         self._scratch = self._whole[:, :, :0]
         self._relations: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor | None, Tensor]] = {}
@@ -61,6 +61,7 @@ class TreeMasks:
             return self._whole[:, :, len(before) : len(before) + count, self._capacity - base : end], depth
         if self._scratch.shape[2] < count:
             self._scratch = self._whole[:, :, :count].clone()
+        # Its prefix, which all see, is never written; what an earlier part has left beyond `end` is never read.
         self._scratch[0, 0, :count, self._capacity : end] = mask
         return self._scratch[:, :, :count, self._capacity - base : end], depth
 

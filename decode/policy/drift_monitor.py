@@ -53,7 +53,7 @@ class AcceptanceWatch:
 
     def decided(self, depth: int, survival: Array, asked: Array) -> None:
         """Take in S_j [S] after a decision at depth j of chains; `asked` [S] bool, the streams that it was about."""
-        if depth == 0:
+        if depth == 0:  # no token yet, so no S_j
             return
         if depth == 1:
             self._survival = [[] for _ in asked]
@@ -72,6 +72,7 @@ class AcceptanceWatch:
             survival = all_survival[: int(verified[stream])]
             if survival and counts[stream]:
                 mean = sum(survival)
+                # Of the accepted tokens N: E[N] = sum of S_j, E[N^2] = sum of (2j - 1) S_j.
                 square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))
                 known = len(survival)
                 self._rounds.append((mean, max(square - mean * mean, 0.0), min(int(accepted[stream]), known), known))
@@ -126,6 +127,7 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:
         return otherwise
     deepest = min(policy.max_depth, profile.max_depth)
     costs = profile.chain_costs(profile.low.context, 0.0, first=deepest, depth=deepest).tolist()
+    # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
     tokens = [sum(acceptance**j for j in range(k + 1)) for k in range(deepest + 1)]
     return max(range(deepest + 1), key=lambda k: tokens[k] / costs[k])
 

@@ -76,7 +76,7 @@ class Logits:
     def part(self, tokens: slice) -> Logits:
         """Return what these of the tokens that were drawn were drawn from, which are all of one stream."""
         own = self.tokens[tokens]
-        rows = slice(own[0][0], own[-1][0] + 1)
+        rows = slice(own[0][0], own[-1][0] + 1)  # a stream's rows follow one another
         sampled, scores, states, untruncated = (
             None if some is None else some[rows] for some in (self.sampled, self.scores, self.states, self.untruncated)
         )
@@ -138,12 +138,12 @@ class Reader:
         layout, at = self.layout, slice(None) if streams is None else list(streams)
         self._batch = self._together
         if streams is not None:
-            self._batch = np.full(self._streams, -1, dtype=np.int64)
+            self._batch = np.full(self._streams, -1, dtype=np.int64)  # -1: without a round (`DraftStep.batch`)
             self._batch[at] = 0
         features = np.zeros((self._streams, len(layout.names)), dtype=np.float32)
         if layout.anchor and rows is not None:
             drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
-            known = features[at]
+            known = features[at]  # a copy where `at` is a list, so it is put back
             read_columns(self._anchor, rows, drawn, temperature, known)
             features[at] = known
         if layout.history:
@@ -172,24 +172,25 @@ class Reader:
             above: the level before it.
         """
         tree, drawn = turns[0][1].topology, Drawn(np.array(logits.tokens, dtype=np.int64))
-        chain = self._streams == 1 and tree.is_chain
+        chain = self._streams == 1 and tree.is_chain  # one token a level: there is nothing to put in order
         where = [] if chain else [(number, place) for number, _, places in turns for place in places]
         if self.follows_path and above is not None:
             drawn.parent_path = above.path
             if not chain:
+                # By stream and place: not everything of the level before was extended.
                 row = {place: at for at, place in enumerate(above.where)}
                 parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
                 drawn.parent_path = above.path[[row[parent] for parent in parents]]
         if self._columns.plan.noisy:
             drawn.lead = logits.lead(drawn)
-        features = base.features.copy() if chain else base.features[[stream for stream, _ in where]]
+        features = base.features.copy() if chain else base.features[[stream for stream, _ in where]]  # [n, F]
         path = read_columns(
             self._columns, logits.raw, drawn, temperature, features, logits.sampled, logits.scores, logits.best
         )
         states = logits.states if logits.states is None or chain else logits.states[drawn.ids[:, 0].tolist()]
         if chain:
             return Level(features, path, states=states)
-        first = tree.spans[turns[0][1].depth[where[0][1]]].start
+        first = tree.spans[turns[0][1].depth[where[0][1]]].start  # all are of one depth
         branch = np.array([found.rows[place] - first for _, found, places in turns for place in places])
         return Level(features, path, where, branch, states)
 
@@ -206,16 +207,17 @@ class Reader:
         if self._streams == 1 and (depth == 0 or tree.is_chain):
             return self._single(depth, base, level)
         if depth == 0:
+            # Roots that are alternatives for the next token are decided on as one branch.
             alive = np.logical_or.reduce(alive, 1, keepdims=True)
             parent = np.zeros((self._streams, 1), dtype=np.int64)
         else:
             parent = tree.above_in_level[depth][None].repeat(self._streams, 0)
-        shape = (*alive.shape, base.features.shape[1])
+        shape = (*alive.shape, base.features.shape[1])  # [S, B, F]
         features = np.zeros(shape, dtype=np.float32)
         features[:] = base.features[:, None]
         if level is not None and level.branch is not None:
             features[[stream for stream, _ in level.where], level.branch] = level.features
-        features[~alive] = 0.0
+        features[~alive] = 0.0  # the contract wants zeros there
         hidden = self._hidden(base, level, alive) if self.policy.hidden else _NOTHING
         return DraftStep(depth, alive, parent, features, hidden, self._batch)
 
@@ -227,7 +229,7 @@ class Reader:
                 assert base.hidden is not None
                 states = base.hidden[:, None].repeat(alive.shape[1], 1)
             else:
-                states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
+                states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)  # [S, B, H]
                 if level is not None and level.branch is not None and level.states is not None:
                     drawn = seen(level.states).cpu().numpy()
                     states[[stream for stream, _ in level.where], level.branch] = drawn

@@ -48,6 +48,7 @@ class RoundReader:
     def drawn(self, depth: int, places: Sequence[Sequence[int]], logits: Logits | None) -> None:
         """Keep what the places of each stream were drawn from, at a depth, until the policy is asked about them."""
         if logits is not None and self._reader.wants(depth, self._topology.deepest):
+            # What was there before has been read by now (`ModelSource.grow`).
             self._unread = places, logits
 
     @property
@@ -61,6 +62,7 @@ class RoundReader:
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """Return what the policy is shown of the branches that are `alive` [S, B]."""
+        # Once a round, within which neither anchor nor history changes.
         if self._base is None:
             self._base = self._read_base(history)
         if self._unread is not None:
@@ -79,7 +81,7 @@ class RoundReader:
             history,
             self._temperature,
             rows[0] if len(rows) == 1 else torch.cat(rows),
-            [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],
+            [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],  # anchors, the tokens before them
             torch.cat(states) if states else None,
             playing,
         )

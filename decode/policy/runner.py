@@ -95,6 +95,7 @@ class PolicyRunner:
             return np.zeros(len(made.active))
         found, price = made.found, self.profile.decision(self.policy.cost_name)
         if self._together and self.profile.batch is not None:
+            # Only streams that had a round are part of what the batch cost.
             columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
             *counts, asked = (column[made.active] for column in columns)
             shared = self.profile.batch.shared_s(*counts) + price.of(asked.max(initial=0))
@@ -161,6 +162,8 @@ class GuardedRunner(PolicyRunner):
             if self._begun:
                 self.refill(rows, keys)
             else:
+                # Streams without a text yet begin too, with key 0. `refill` begins them anew, with their own, unless the
+                # policy carries its state.
                 every = np.zeros(self._streams, dtype=np.int64)
                 every[rows] = keys
                 self.start(every)
@@ -215,6 +218,7 @@ class GuardedRunner(PolicyRunner):
             length = best_fixed(self.policy, self._watch.conditional(), self._fallback)
             self._replace(FixedLength(length))
             message += f"; drafting {length} tokens a round from here on"
+        # Told once; `renew` watches again.
         self._watch = None
         warnings.warn(message, SpecstopWarning, stacklevel=2)
 

@@ -84,6 +84,7 @@ def _arrays(
     shaped = None if sampled is None or not plan.sampled else _array(sampled)
     if not plan.noisy:
         return rows, shaped, None, None
+    # The very same array where scores are the logits: then one ranking serves both (`features.summary.wanted`).
     noisy = None if scores is None else rows if scores is logits else _array(scores)
     return rows, shaped, noisy, _ranked(plan, best)
 
@@ -101,7 +102,7 @@ def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> A
         untruncated: [R, V] log-weights before tokens were left out for being unlikely.
         sampled: [R, V] behind it, -inf where a token was left out.
     """
-    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)
+    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)  # [R], -inf where none was left out
     ids = torch.from_numpy(drawn.ids).to(sampled.device)
     lead: Array = (untruncated[ids[:, 0], ids[:, 1]] - best[ids[:, 0]]).double().cpu().numpy()
     return lead
@@ -126,9 +127,10 @@ def on_device(
 ) -> Summary:
     """Return the summary of rows that lie on a device: a few operations there, and one copy to the host."""
     rows, count = logits.float(), len(logits)
-    most, found = rows.amax(-1, keepdim=True), rows.new_zeros(count, 2)
+    most, found = rows.amax(-1, keepdim=True), rows.new_zeros(count, 2)  # [R, 1], [R, 2]
     top = rows.topk(min(TOP if plan.ranks > 1 else 1, rows.shape[-1]), -1).values
     if plan.spread:
+        # With d = logit - largest and Z = sum of e^d: log Z, and the entropy log Z - sum of e^d d / Z.
         below = (rows - most).clamp_min(LEAST)
         weight = below.exp()
         total = weight.sum(-1)
@@ -142,11 +144,12 @@ def on_device(
         if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
             weights = rows / temperature if sampled is None else sampled.float()
             shaped = torch.log_softmax(weights, -1)[owner, token]
-        numbers = torch.stack([plain, shaped], -1)
+        numbers = torch.stack([plain, shaped], -1)  # [B, 2]
     noisy = rows.new_zeros(count, 0)
     if plan.noisy and best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
+        # One more than the most siblings: margins are to the best score that was not drawn.
         width = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
         noisy = scores.float().topk(width, -1).values
     packed = torch.cat([part.flatten() for part in (top, found, noisy, numbers)]).cpu().numpy()

@@ -44,9 +44,10 @@ class BatchScript(StopPolicy):
     def __init__(self, streams: int, depth: int) -> None:
         self.max_depth, self._streams = depth, streams
         self.name = f"batch-script:{streams}"
+        # 1, 2, 4, ... streams and all of them: between these costs are taken to be linear.
         some = sorted({*(2**k for k in range((streams - 1).bit_length())), streams})
         lengths = range(1, depth + 1) if streams == 1 else sorted({*(n for n in LENGTHS if n < depth), depth})
-        self.deck = [(0, 0), *((r, length) for r in some for length in lengths)]
+        self.deck = [(0, 0), *((r, length) for r in some for length in lengths)]  # (streams that draft, how deep)
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams in their first round."""
@@ -59,7 +60,7 @@ class BatchScript(StopPolicy):
         for stream, (key, number) in enumerate(zip(keys.tolist(), numbers.tolist(), strict=True)):
             deck, place = divmod(number // TWICE, len(self.deck))
             some, length = self.deck[shuffled(len(self.deck), key, deck)[place]]
-            lengths[stream] = length * ((stream - number) % self._streams < some)
+            lengths[stream] = length * ((stream - number) % self._streams < some)  # moves on by a stream each round
         return step.alive & (step.depth < lengths)[:, None], state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -106,7 +107,7 @@ class BatchRun:
 
 def _whole(texts: Sequence[Generation]) -> list[list[Round]]:
     """Return the rounds of texts that began together, as long as none of them has ended."""
-    rounds = [list(played) for played in zip(*(text.rounds for text in texts), strict=False)]
+    rounds = [list(played) for played in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
     return [played for played in rounds if not any(r.cut for r in played)]
 
 
@@ -121,5 +122,6 @@ def _add_round(timed: dict[Key, list[float]], side: str, played: Sequence[Round]
         if len(drafting) == 1 or not any(r.backlog == r.context for r in drafting):
             read = sum(max(r.backlog, 1) for r in drafting)
             timed[Key(BATCH_FIRST, side, (len(drafting), read))].append(sum(r.first_draft_s for r in played))
+        # Steps are timed together, and tell the price of so many streams only if all went equally deep.
         if (steps := drafting[0].drafted - 1) and all(r.drafted == drafting[0].drafted for r in drafting):
             timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in played))

@@ -104,7 +104,7 @@ def measure_profile(
     if effort.repetitions is None:
         new_tokens = _affordable(calibration(min(PROBED, new_tokens)), new_tokens, effort, clock)
     run = calibration(new_tokens)
-    cases = {
+    cases = {  # by `cost_name`: of policies that share one the last is timed, for all
         **run.cases(),
         **{policy.cost_name: decision_case(pair, policy, prompts, run.settings) for policy in policies},
     }
@@ -115,9 +115,9 @@ def _affordable(probe: CalibrationRun, most: int, effort: Effort, clock: Clock) 
     """Return how many tokens a text may have, at most `most`, for the budget to hold the fewest repetitions."""
     probe.play(0)  # what is set up once does not count
     begun = clock()
-    probe.play(0)
-    a_token = (clock() - begun) / (len(WARM_UPS) * probe.settings.max_new_tokens)
-    room = effort.budget_s / (effort.fewest + len(WARM_UPS))
+    probe.play(1)
+    a_token = (clock() - begun) / probe.settings.max_new_tokens
+    room = effort.budget_s / (effort.fewest + len(WARM_UPS))  # the warm-up comes out of it as well
     return most if a_token * most <= room else min(most, max(SHORTEST, int(room / a_token)))
 
 
@@ -153,6 +153,7 @@ class CalibrationRun:
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
         self._plain = Speculator(pair, FixedLength(0), self.settings)
         for speculator in (self._script, self._plain):
+            # From the context of the first round to that of the last.
             speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
         self._tree = None
         if tree:
@@ -214,7 +215,7 @@ class CalibrationRun:
 
     def _batch(self, run: BatchRun, number: int) -> Seconds:
         """Decode as many texts side by side as a batch has, at each context, scripted and plain."""
-        every = [self._texts(number * run.streams + at) for at in range(run.streams)]
+        every = [self._texts(number * run.streams + at) for at in range(run.streams)]  # each stream another text
         timed, contexts = run.play(number, list(zip(*every, strict=True)))
         for side, known in enumerate(contexts if number else ()):
             self._contexts[side].extend(known)

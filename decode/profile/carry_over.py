@@ -79,13 +79,16 @@ def charged(measured: Measurements) -> tuple[Measurements, float]:
     for key, series in measured.series.items():
         if key.what in VERIFYING:
             verified, before = key.counts
+            # The rounds before count as the line says, not as they took: a slow moment of the machine is no cost of theirs.
             base, more = rounds[VERIFYING[key.what], key.of]
             alike, made = Key(key.what, key.of, (verified,)), _scaled(series, share, base + more * before / FINE)
+            # One series a size, after whatever rounds; repetition stays with repetition.
             out[alike] = tuple(a + b for a, b in zip(out[alike], made, strict=True)) if alike in out else made
         elif key.what == PLAIN:
+            # A plain round comes after its like, so the one before took as long as itself.
             alone = [timings.groups(what, key.of).get((), ()) for what in (PLAIN, PLAIN_OUTSIDE)]
             out[key] = _scaled(series, share, sum(map(typical, alone)))
-        elif key.what not in VERIFYING.values():
+        elif key.what not in VERIFYING.values():  # `estimate` knows no whole rounds
             out[key] = _scaled(series, share, 0.0) if key.what in PARTS else series
     return Measurements(out), share
 
@@ -116,7 +119,9 @@ def _share(timings: Timings, rounds: Mapping[tuple[str, str], tuple[float, float
         for parts in by_size.values():
             seconds = np.concatenate([some for _, some in parts])
             counts = np.repeat([count / FINE for count, _ in parts], [some.size for _, some in parts])
+            # Least squares within sizes: seconds of the rounds before, centred by size, so that a size's own cost drops out.
             off = rounds[ROUND, side][1] * (counts - counts.mean())
+            # Stalls are cut, as by `typical`: one of them would tilt the line.
             shared += float(off @ np.minimum(seconds, STALL * np.median(seconds)))
             spread += float(off @ off)
     return min(max(shared / spread, 0.0), MOST_CARRIED) if spread else 0.0

@@ -102,6 +102,7 @@ def _decision_alone(
     """Return what takes one decision, and the time of it."""
     generator = torch.Generator().manual_seed(0)
     scratch = torch.ones(SCRATCH, SCRATCH, device=device)
+    # What the policy says itself outweighs what is told, and that the guess.
     sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
     hidden = {name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.hidden}
     asked = max(1, policy.first)
@@ -123,6 +124,7 @@ def _decision_alone(
             found.add(depth, depth + 1, int(logits.argmax(-1)))
         before = [(found.tokens[1], found.tokens[0])]
         base = reader.base(History.start(1), temperature, logits, before, hidden.get(TARGET_HIDDEN))
+        # Not timed: the state, and below the levels above, that the decision is made from.
         if policy.first == 0:
             runner.keep(reader.step(0, base, None, tree, one))
         token = (0, found.tokens[asked], found.tokens[asked - 1], 0, 1, asked)
@@ -130,6 +132,7 @@ def _decision_alone(
         level = None
         for depth in range(1, asked):
             level = reader.level([(0, found, [depth])], drawn, temperature, base, level)
+        # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
         scratch @ scratch[:8].T
         watch.restart()
         timed(asked, base, found, drawn, level)
@@ -144,6 +147,7 @@ def add_decisions(
     """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
     for policy in policies:
         check_policy(policy)
+    # One whose first decision comes at its last depth, such as a fixed length, is never asked.
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
     for policy in missing.values():
         timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths)

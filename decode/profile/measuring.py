@@ -56,6 +56,7 @@ class Effort:
         """Whether a case has been timed often enough; the budget is another matter."""
         if self.repetitions is not None:
             return len(timed) >= self.repetitions
+        # After every repetition up to `JUDGED`, after every second one up to twice that, and so on.
         if len(timed) < self.fewest or len(timed) % (1 + len(timed) // JUDGED):
             return False
         noise = judge(collected(timed))
@@ -96,6 +97,7 @@ def measure(
         # How many there will be is not known while the noise decides: the last one is told of when it was the last.
         progress("profile", number, fewest if effort.repetitions is not None else max(fewest, number + 1))
         now = clock()
+        # The next repetition is taken to last as long as this one.
         if effort.repetitions is None and number >= LEAST and now + (now - begun) > started + effort.budget_s:
             break
     if effort.repetitions is None:

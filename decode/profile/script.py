@@ -33,6 +33,7 @@ class Scripted(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the deck."""
+        # [S, 1]: looked up by `observe`, at the end of a round, so that next to nothing runs between model calls.
         return step.alive & (step.depth < state[2]), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -52,4 +53,5 @@ class Scripted(StopPolicy):
 @lru_cache(maxsize=256)
 def shuffled(cards: int, key: int, deck: int) -> list[int]:
     """Return the cards of a deck in their order: another one for each key and each deck."""
+    # Seeded by a text, which needs no hash: the same deck in every process.
     return random.Random(f"{key} {deck}").sample(range(cards), cards)

@@ -54,7 +54,7 @@ class RandomTree(StopPolicy):
 
     def _width(self, depth: int, key: int, number: int) -> int:
         """Return how many branches of a depth a round extends."""
-        wide = 0 if _is_path(key, number) else _toss(key, number) % (1 + self._widest.bit_length())
+        wide = 0 if _is_path(key, number) else _toss(key, number) % (1 + self._widest.bit_length())  # 2^wide, up to all
         return 2**wide if _toss(key, number, depth) % GOES_ON else 0
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -66,7 +66,7 @@ class RandomTree(StopPolicy):
         """Verify the first nodes, a random number of them or all; or the first one of each depth."""
         drawn = tree.drawn.sum(1).tolist()
         most = [
-            [int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]
+            [int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]  # all, for a fifth of the tosses
             for count, stream in zip(drawn, _streams(state), strict=True)
         ]
         paths = np.array([[_is_path(*stream)] for stream in _streams(state)])
@@ -91,6 +91,7 @@ def _is_path(key: int, number: int) -> bool:
 
 def _toss(*numbers: int) -> int:
     """Return 64 mixed bits, the same for the same numbers."""
+    # Depths, -1 and -2 as the last number keep the draws of a round apart.
     mixed = 0
     for number in numbers:
         mixed = mix_one(mixed ^ number)
@@ -164,11 +165,11 @@ def _add_round(timed: dict[Key, list[float]], side: str, played: _Played, before
         before: see `Before`.
     """
     record, steps = played.record, sum(bool(rows) for rows in played.fed)
-    later = tuple(sorted(rows for rows in played.fed[1:] if rows))
+    later = tuple(sorted(rows for rows in played.fed[1:] if rows))  # timed together, in whatever order
     if later:
         timed[Key(TREE_DRAFTS, side, later)].append(record.draft_s)
     timed[Key(TREE_ROUND, side, (record.verified,))].append(record.seconds)
-    if record.verified and before is not None:
+    if record.verified and before is not None:  # of none: plain decoding, timed on its own
         timed[Key(TREE_VERIFY, side, (record.verified, before))].append(record.verify_s)
     if not played.is_path:  # less is to be drawn, accepted and moved in a path
         timed[Key(TREE_OUTSIDE, side, (steps, record.drafted))].append(record.outside_s)

@@ -66,6 +66,7 @@ class KeyedDraws:
     """
 
     def __init__(self, key: int, position: Tensor, node: Tensor) -> None:
+        # In the bits below the node's there are two numbers for each rank: one that accepts, one that draws.
         self._key, self._position, self._node = key, position, node << (_RANKS + 1)
 
     def accepts(self, chance: Tensor, rank: int) -> Tensor:
@@ -143,6 +144,7 @@ def rejection_candidates(
         if p is None:
             token = draws.tokens(q, rank)
         else:
+            # Off the text `own` is no token: what is looked up for it is void, and `tries` is False.
             takes = tries & draws.accepts(ratio(entries(q, own), entries(left, own)) * tries, rank)
             weights = torch.where(tries[:, None], positive(q - left, q), q)
             token = torch.where(takes, own, draws.tokens(weights, rank))
@@ -152,12 +154,14 @@ def rejection_candidates(
         if rank + 1 == width:
             break
         if p is not None:
+            # p_(m+1) = (p_m - q_m)+, normalised; without replacement q_(m+1) is q_m without the candidate.
             left = positive(left - q, left)
             left = left / left.sum(-1, keepdim=True)
         if not replacement:
             q = q.scatter(-1, token[:, None], 0.0)
             total = q.sum(-1, keepdim=True)
             known, tries = known & (total[:, 0] > 0.0), tries & (total[:, 0] > 0.0)
+            # Anything that can be drawn from, where no token is left: `known` voids what comes of it.
             q = torch.where(total > 0.0, q / total, 1.0)
     return Candidates(tokens, kept, chance, some)
 
@@ -186,6 +190,7 @@ def block_candidates(q: Tensor, p: Tensor | None, own: Tensor, weight: Tensor, d
     least, rest = torch.minimum(weight * p_y, q_y), (reached - q).clamp_min(0.0).sum(-1)
     share = block_chance(rest, weight)
     chance = ratio(least, least + share * entries(beyond, token)) * on_text
+    # The chance before the token is drawn: sum of min(w p, q), of the w that the path has.
     some = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0) * on_text
     kept = torch.where(takes, 0, -1)
     return Candidates(token[:, None], kept, chance[:, None], some, block_weight(weight, p_y, q_y)[:, None])

@@ -48,7 +48,7 @@ class TargetInit(Rejection):
         probs = dict(zip(sent, sampled if choices.greedy else torch.softmax(sampled.double(), -1), strict=True))
         ratios = {} if choices.greedy else first_ratios(found, probs)
         best: list[int] = []
-        after = sampled[0]
+        after = sampled[0]  # until the first root's branch takes its place
         for root in range(found.roots):
             path, left = self._branch(found, root, probs, ratios, choices)
             if len(path) > len(best):
@@ -107,8 +107,10 @@ class Typical(Verification):
         row = {place: at for at, place in enumerate(sent)}
         tried = [place for place in sent if found.parent[place] in row]
         chances = [p[row[found.parent[place]], found.tokens[place]] for place in tried]
+        # The 1 is there so that something can be stacked where no candidate was sent.
         entropy, probs = download(torch.special.entr(p).sum(-1), torch.stack([p.new_ones(()), *chances]))
         likely: dict[int, float] = {0: 0.0}  # log-probability of each typical path
+        # Places are in order of depth: a parent has been judged before its children.
         for place, prob in zip(tried, probs[1:], strict=True):
             above = found.parent[place]
             if above in likely and prob > min(self.epsilon, self.delta * math.exp(-entropy[row[above]])):

@@ -27,6 +27,7 @@ class Match(Verification):
         """Propose the best scores: without replacement, in falling order; see `Verification.draw`."""
         scores = sampled
         if not turns[0].choices.greedy:
+            # The places of a call are of one depth, so that all tokens of a stream stand at one position and share its noise.
             noise = [turn.choices.noise(turn.found.depth[turn.places[0]] + 1, 1) for turn in turns]
             scores = match_scores(sampled, _stacked(noise, [len(turn.places) for turn in turns]))
         if max(widths) == 1:
@@ -68,6 +69,7 @@ def _stacked(noise: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
 def _noise_at(turn: Turn) -> Tensor:
     """Return the noise [n, V] of the tokens to come after each place."""
     depth = turn.found.depth
+    # Row d for the tokens at depth d + 1; the last place is one of the deepest.
     noise = turn.choices.noise(1, depth[turn.places[-1]] + 1)
     if turn.found.topology.is_chain:
         return noise
@@ -80,6 +82,7 @@ def _follow(turn: Turn, tokens: Sequence[int]) -> Accepted:
     path = [0]
     while True:
         token = own[path[-1]]
+        # The candidates after a place all differ: at most one of them is the target's token.
         below = next((c for c in found.children[path[-1]] if c in own and found.tokens[c] == token), None)
         if below is None:
             return path, [token]
@@ -95,6 +98,7 @@ def best_tokens(scores: Tensor, widths: Sequence[int]) -> list[list[int]]:
 
 def _possible(tokens: list[list[int]], best: list[list[float]], widths: Sequence[int]) -> list[list[int]]:
     return [
+        # Scores fall: where the last one that is wanted is possible, all are.
         row[:w] if values[w - 1] > NOTHING else [t for t, v in zip(row[:w], values[:w], strict=True) if v > NOTHING]
         for row, values, w in zip(tokens, best, [min(w, len(tokens[0])) for w in widths], strict=True)
     ]

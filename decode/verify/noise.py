@@ -42,6 +42,7 @@ def uniform(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
 
 def uniform_on_device(key: int | Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """`uniform` as tensor operations: the same bits, and on the host at 6 to 18 times the time of one pass over memory."""
+    # Counted from 1, as 0 stays 0 when it is mixed.
     row = mix(mix(position[:, None] * signed(GOLDEN) + 1) ^ key)  # [R, 1]
     tokens = torch.arange(1, vocabulary + 1, device=row.device) * signed(GOLDEN)
     return _unit(mix_in_place(row + tokens))
@@ -49,12 +50,13 @@ def uniform_on_device(key: int | Tensor, position: Tensor, vocabulary: int) -> T
 
 def _unit(bits: Tensor) -> Tensor:
     """Return float64 uniforms in (0, 1) of 53 bits from scrambled int64 values, whose memory is used up."""
-    bits = bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
-    return bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)
+    bits = bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)  # a signed shift fills up with the sign
+    return bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)  # 0 has no logarithm
 
 
 def choice_uniforms(key: int, position: Tensor, choice: Tensor) -> Tensor:
     """Return [R] float64 uniforms with 53 bits in (0, 1), one for each choice [R] at an absolute position [R], all int64."""
+    # The numbers that `uniform` has for this key: choices beside noise take a key of their own (`given_text.draw_key`).
     row = mix(mix(position * signed(GOLDEN) + 1) ^ key)
     return _unit(mix_in_place(row + (choice + 1) * signed(GOLDEN)))
 
@@ -84,6 +86,7 @@ def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> T
     log_u = uniform(key ^ _GIVEN, position, logits.shape[-1]).log_()
     own = token[:, None]
     best = torch.logsumexp(log_p, -1, keepdim=True) - log_u.gather(-1, own).neg().log()
+    # Cut off at M, the score of token i is -log(e^-M - log(u_i) / p_i), its noise that less log p_i.
     return (log_p - best).exp().sub_(log_u).log_().neg_().scatter_(-1, own, best - log_p.gather(-1, own))
 
 
@@ -137,6 +140,7 @@ class KeyedSource:
         self, key: int, vocabulary: int, window: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         self._key, self._vocabulary, self._dtype, self._device = key, vocabulary, dtype, device
+        # Larger than the window, so that a block computed ahead never covers what the round may ask for again.
         self._size = window + 2 * _BLOCK
         self._ring = torch.empty(self._size, vocabulary, dtype=dtype, device=device)
         self._low = self._high = 0
@@ -146,7 +150,7 @@ class KeyedSource:
         mass = probs.cumsum(-1)
         share = fresh_uniform(self._key, round, node, purpose) * mass[-1]
         token = int(torch.searchsorted(mass, share, right=True))
-        return token if token < len(probs) else int(probs.nonzero()[-1])
+        return token if token < len(probs) else int(probs.nonzero()[-1])  # rounded up, the share is all of the mass
 
     def bernoulli(self, prob: float, round: int, node: int, purpose: Purpose) -> bool:
         """Return True with probability `prob`; see `Source`."""
@@ -154,6 +158,7 @@ class KeyedSource:
 
     def gumbel(self, position: int, count: int) -> Tensor:
         """Return [count, V]; see `Source`. Positions may go back by at most the window given."""
+        # Not kept any more, or with a gap between: begin anew from there.
         if position < self._low or position > self._high:
             self._low = self._high = position
         if position + count > self._high:
@@ -196,6 +201,7 @@ class Choices:
 
 def match_scores(sampled: Tensor, noise: Tensor | None) -> Tensor:
     """Return [R, V], what drafts take the best of and policies read: log q + g; at T = 0, without noise, processed logits."""
+    # Normalised because policies read the scores; which one is best does not depend on it.
     return sampled if noise is None else torch.log_softmax(sampled, -1) + noise
 
 

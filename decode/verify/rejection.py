@@ -31,9 +31,10 @@ class Rejection(Verification):
 
     def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Draw from q, each candidate from what the ones before have left of it; see `Verification.draw`."""
-        probs = torch.softmax(sampled.double(), -1)
+        probs = torch.softmax(sampled.double(), -1)  # double: what is left of p is a difference
         tokens: list[list[int]] = []
         for turn in turns:
+            # Choices are keyed by the places that the candidates will have (`Candidates.add`), so that no two share a number.
             node = len(turn.found.tokens)
             for _ in turn.places:
                 at = len(tokens)
@@ -77,6 +78,7 @@ class Rejection(Verification):
         for child in children:
             token = found.tokens[child]
             assert q is not None
+            # One that was left out is not tried, but those after it were drawn without its token all the same.
             if child in probs:
                 ratio = ratios[child] if child in ratios else checked([float(left[token] / q[token])])[0]
                 if choices.accept(min(1.0, ratio), child):
@@ -102,6 +104,8 @@ class Block(Rejection):
         """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept_one`."""
         found, sent, choices = turn.found, turn.places, turn.choices
         p = torch.softmax(sampled.double(), -1)
+        # w_i = min(1, w_(i-1) p / q), R_i = sum of (w_i p - q)+: a prefix passes with chance R_i / (R_i + 1 - w_i), the
+        # whole block with w_k (R_0 is not used).
         weight, rest, taken, last = [p.new_ones(())], [p.new_zeros(())], 0, len(sent) - 1
         for i in range(1, last + 1):
             token, q = found.tokens[sent[i]], found.drawn_from[sent[i - 1]]
@@ -114,6 +118,7 @@ class Block(Rejection):
         for i in range(1, last + 1):
             if choices.accept(chances[i] if i < last else weights[i], sent[i]):
                 taken = i
+        # Everything kept: one more token from p. Else from what the prefix leaves of it, norm((w p - q)+).
         after = p[taken]
         if taken < last:
             after = residual(weights[taken] * after, found.drawn_from[sent[taken]], after)
@@ -166,4 +171,5 @@ def block_weight(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 def block_chance(rest: Tensor, weight: Tensor) -> Tensor:
     """Return [R] R / (R + 1 - w), the chance that block verification keeps a prefix by itself, R = sum of (w p - q)+."""
+    # R = 0 with w = 1: q is p there, and the prefix is kept.
     return torch.where(rest > 0.0, rest / (rest + 1.0 - weight), (weight >= 1.0).to(rest.dtype))

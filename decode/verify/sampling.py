@@ -131,6 +131,7 @@ class Shaping:
                 warpers.append(TopPLogitsWarper(float(self.top_p)))
             if self.min_p > 0.0:
                 warpers.append(MinPLogitsWarper(float(self.min_p)))
+            # The temperature alone needs no processor: `Sampler` divides by it.
             if (made or warpers) and temperature != 1.0:
                 made.append(TemperatureLogitsWarper(float(temperature)))
             made.extend(warpers)
@@ -150,7 +151,7 @@ def told(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
     others = []
     for processor in shaping.processors:
         if type(processor) is TemperatureLogitsWarper:
-            temperature = temperature * float(processor.temperature)
+            temperature = temperature * float(processor.temperature)  # beside it stands 1 (`hf.generate`)
         elif type(processor) in _KNOWN:
             option, attribute = _KNOWN[type(processor)]
             facts[option] = getattr(processor, attribute)
@@ -180,7 +181,7 @@ class Sampler:
         self._processors, self._temperature = processors, temperature
         truncating = [at for at, processor in enumerate(processors) if isinstance(processor, _TRUNCATING)]
         self._first_truncating = truncating[0] if truncating else len(processors)
-        self._reads_tokens = not all(type(processor) in _OF_ROWS for processor in processors)
+        self._reads_tokens = not all(type(processor) in _OF_ROWS for processor in processors)  # exact types
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
         """Return [R, V] processed scores.
@@ -192,12 +193,13 @@ class Sampler:
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
         if self._first_truncating < len(self._processors):
-            self.untruncated = torch.empty_like(logits)
+            self.untruncated = torch.empty_like(logits)  # filled in by `_processed`
         if not self._reads_tokens:
             nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
             return self._processed(nothing, logits, list(range(len(logits))))
         lists = [[*self.padding, *prefix] for prefix in prefixes()]
         out = torch.empty_like(logits)
+        # Processors take a rectangle of ids, so rows of one length go together.
         for length in sorted(set(map(len, lists))):
             rows = [row for row, tokens in enumerate(lists) if len(tokens) == length]
             ids = torch.tensor([lists[row] for row in rows], device=logits.device)
@@ -226,6 +228,7 @@ class BatchSampler:
     def __init__(
         self, shaping: Shaping, temperature: float, prompts: Sequence[int], eos: Sequence[int], device: torch.device
     ) -> None:
+        # A processor may know the length of the prompt (`min_new_tokens`), so each length has a sampler of its own.
         self._parts = [
             (
                 [row for row, own in enumerate(prompts) if own == length],
@@ -241,6 +244,7 @@ class BatchSampler:
         known: list[Sequence[int]] = []
 
         def of(rows: Sequence[int]) -> Sequence[Sequence[int]]:
+            # Put together once, for all samplers that ask.
             known.extend([] if known else prefixes())
             return [known[row] for row in rows]
 

@@ -89,6 +89,7 @@ class AdaEDL(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return (lambda, r, the largest entropy to draft on from) of each stream."""
+        # 1 - sqrt(gamma H) >= lambda iff H <= (1 - lambda)^2 / gamma: SVIP's rule, with a level that is kept as an entropy.
         level = np.full(streams, self.begin)
         return level, np.zeros(streams), ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
 

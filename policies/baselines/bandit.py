@@ -77,6 +77,7 @@ class Bandit(StopPolicy):
         if kind not in KINDS:
             raise PolicyError(f"bandit: expected for kind one of {', '.join(KINDS)}, not {kind!r}")
         for arm in arms:
+            # Who runs the bandit asks it for these once, and cannot follow an arm that differs in them from round to round.
             if arm.trims or arm.hidden or arm.reads_clock or arm.joint or type(arm).select is not StopPolicy.select:
                 raise PolicyError(
                     f"bandit: the arm {arm.name} trims, selects, reads hidden states or the clock, or weighs streams"
@@ -106,6 +107,7 @@ class Bandit(StopPolicy):
         for at in chosen:
             arm = self.arms[at]
             mine = step.alive if len(chosen) == 1 else step.alive & (state.choice == at)[:, None]
+            # Towards its arms the bandit stands for the loop, which asks no policy at its `max_depth` nor before its `first`.
             if step.depth >= arm.max_depth or (mine is not step.alive and not mine.any()):
                 continue
             if step.depth < arm.first:
@@ -119,9 +121,10 @@ class Bandit(StopPolicy):
         """Return the step as an arm sees it: its own features, and only the streams that it decides."""
         features = step.features
         if self.arms[at].features != self.features:
+            # `take`, since kernels want C order, which indexing by a list need not give.
             features = features.take(self._columns[at], 2)
         if mine is not step.alive:
-            features = np.where(mine[..., None], features, np.float32(0.0))
+            features = np.where(mine[..., None], features, np.float32(0.0))  # as `DraftStep` promises of rows not alive
         return DraftStep(step.depth, mine, step.parent, features, step.hidden, step.batch)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -136,6 +139,7 @@ class Bandit(StopPolicy):
         kernels().add_reward(*told, NOMINAL, choice, pulls, sums)
         normals = np.empty((len(choice), 0))
         if self.kind == "thompson":
+            # Numbered by the rounds that have counted: live and in replay the same.
             normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.arms))
         kernels().choose(outcome.active, pulls, sums, self.explore, normals, choice)
         return BanditState(state.key, choice, pulls, sums, tuple(states))

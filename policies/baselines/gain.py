@@ -61,9 +61,10 @@ class Gain(StopPolicy):
         self.power = check_number(self._called, "power", power, 0.0)
         self.follow = check_number(self._called, "follow", follow, 0.0)
         self.max_depth = check_whole(self._called, "max_depth", max_depth)
-        self.draft_prices = tuple(draft_prices) or (step, step + row)
+        self.draft_prices = tuple(draft_prices) or (step, step + row)  # `extended` goes on along the line
         self.target_prices = tuple(target_prices) or (0.0, verify)
         ends = self.target_prices
+        # A node's share on average: while drafting nobody knows how many will be verified, thus at which step of the table.
         self.verify = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
         self.name = self._called if draft_prices else f"{self._called}:{step:g}"
 
@@ -82,7 +83,7 @@ class Gain(StopPolicy):
         """Return the nodes that are worth their verification."""
         values, kept = node_values(state, tree), np.empty_like(tree.drawn)
         table = extended(self.target_prices, kept.shape[1] + 1)
-        kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)
+        kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)  # verifying none is paid anyway
         return kept
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:

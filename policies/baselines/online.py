@@ -59,6 +59,7 @@ class Online(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams that have seen nothing."""
+        # sigmoid(logit(max q)) = max q: to begin with the draft is taken at its word.
         weights = np.tile((1.0, 0.0), (streams, 1))
         precision = np.tile((self.prior, 0.0, self.prior), (streams, 1))
         return OnlineState(weights, precision, self._unseen(streams), np.ones((streams, 1)))

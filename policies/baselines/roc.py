@@ -72,6 +72,7 @@ class Roc(StopPolicy):
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
         streams, room = state.probs.shape
+        # Twice what is needed now, so that most rounds find room.
         needed = int(state.count.max(initial=0)) + self.max_depth
         room = room if room >= needed else 2 * needed
         probs, labels = np.zeros((streams, room), dtype=np.float32), np.zeros((streams, room), dtype=np.bool_)

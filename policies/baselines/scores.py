@@ -94,7 +94,7 @@ class Product(AtLeast):
     features = ("path_logprob",)
 
     def __init__(self, threshold: float = 0.3, max_depth: int = 20) -> None:
-        self.threshold = check_number("product", "threshold", threshold, 1e-30, 1.0)
+        self.threshold = check_number("product", "threshold", threshold, 1e-30, 1.0)  # its logarithm must be finite
         self.level = float32(math.log(self.threshold))
         self.max_depth = check_whole("product", "max_depth", max_depth)
         self.name = f"product:{threshold:g}"

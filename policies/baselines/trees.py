@@ -41,9 +41,10 @@ def node_values(levels: Sequence[Array], tree: DraftTree) -> Array:
     -infinity where no node was drawn. No value is above the parent's, and parents come first, so that the best n nodes are
     closed under parents.
     """
+    # [S, M]: a level has a column for each node of its depth, drawn or not, so they line up with the first M nodes.
     known = np.concatenate(levels, 1) if levels else np.empty((len(tree.drawn), 0), dtype=np.float32)
     out = np.empty(tree.drawn.shape, dtype=np.float32)
-    parent, siblings = tree.parent[0], np.empty(tree.drawn.shape[1], dtype=np.int64)
+    parent, siblings = tree.parent[0], np.empty(tree.drawn.shape[1], dtype=np.int64)  # one topology for all streams
     kernels().sibling_ranks(parent, siblings)
     kernels().value_nodes(known, parent, siblings, tree.drawn, math.log(UNSEEN), out)
     return out
@@ -74,6 +75,7 @@ class DDD(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the beam, or nothing."""
         asked = step.depth >= self.begin and not (step.depth - self.begin) % self.every
+        # At the other depths the beam is kept, whatever its mass.
         path, kept = np.where(step.alive, step.features[:, :, 0], NEVER), np.empty_like(step.alive)
         kernels().keep_beam(path, step.alive, self.width, self._least if asked else -math.inf, kept)
         return kept, state
@@ -139,7 +141,7 @@ class OptTree(Eagle):
         """Keep the best branches, or nothing, and remember the paths' probabilities."""
         levels, kept = with_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
         known = np.concatenate(levels, 1)
-        before = known.shape[1] - kept.shape[1]
+        before = known.shape[1] - kept.shape[1]  # columns of the levels above
         kernels().keep_rising(known, before, step.alive, self.nodes, self.top, self.delta, kept)
         return kept, levels
 
@@ -166,6 +168,7 @@ class C2T(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the nodes that the unit is sure of."""
+        # sigmoid(x) >= 1/2 iff x >= 0, so the sigmoid itself is never taken.
         features = step.features.astype(np.float64)
         sure = features[:, :, 0] - self.entropy * features[:, :, 1] >= self.slope * step.depth - self.bias
         return step.alive & sure, state

@@ -13,7 +13,7 @@ from .summary import NONE, Array, Drawn, Need, Plan, Summary, wanted
 
 kernels = on_first_use("rows")
 
-_UNKNOWN = np.zeros((0, 1), dtype=np.float32)
+_UNKNOWN = np.zeros((0, 1), dtype=np.float32)  # no row: the kernel ranks the scores itself
 
 
 class Columns:
@@ -60,6 +60,7 @@ class Columns:
         plan = self.plan
         ranks, most, shared, scale = wanted(plan, temperature, drawn, logits, sampled, scores, best)
         path = np.empty(len(drawn.ids)) if plan.path else NONE
+        # Compiled code takes no None: an array that stands for nothing is of no length, or one that is not looked at.
         kernels().read_columns(
             logits,
             ranks,

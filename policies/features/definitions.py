@@ -49,7 +49,7 @@ class Code(enum.IntEnum):
     DEPTH = 11
     RANK = 12
     TEMPERATURE = 13
-    PROBABILITY = 16
+    PROBABILITY = 16  # above all others, by which `write_columns` tells it
 
 
 class Kind(enum.Enum):
@@ -74,7 +74,7 @@ class Feature:
     low: float
     high: float
     need: Need = Need.NOTHING
-    code: int = -1
+    code: int = -1  # of a HISTORY feature, which no row of logits is read for
 
     @property
     def is_probability(self) -> bool:

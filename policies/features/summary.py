@@ -105,6 +105,7 @@ class Plan:
         self.need = need
         self.noisy, self.sampled, self.path = Need.NOISE in need, Need.SAMPLED in need, Need.PATH in need
         self.spread = bool(need & (Need.SPREAD | Need.PROBABILITY | Need.SAMPLED | Need.PATH))
+        # Log-sum-exp and entropy are taken below the largest logit, so they need that one at least.
         self.ranks = TOP if Need.TEN in need else 2 if Need.SECOND in need else int(self.spread or Need.LARGEST in need)
 
     def __or__(self, need: Need) -> Plan:
@@ -114,7 +115,7 @@ class Plan:
 
 kernels = on_first_use("rows")
 
-_NOTHING = np.zeros((1, TOP), dtype=np.float32)
+_NOTHING = np.zeros((1, TOP), dtype=np.float32)  # stands for scores that nothing reads
 NONE = np.zeros(0)
 """No paths, no leads."""
 
@@ -131,7 +132,7 @@ def wanted(
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
-    scale = 0.0
+    scale = 0.0  # that distribution is softmax(logits); at temperature 0 features read it as at 1
     if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
         scale = 1.0 if sampled is not None else 1.0 / temperature
     if not plan.noisy or best is not None:
@@ -139,8 +140,9 @@ def wanted(
     if scores is None:
         raise PolicyError(NO_SCORES)
     ids = drawn.ids
+    # The drawn ones and the best one left out. A token alone has no siblings, so that its record need not be asked.
     most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
-    if scores is logits and most <= TOP:
+    if scores is logits and most <= TOP:  # greedy: one ranking serves for both
         return max(plan.ranks, most), 0, True, scale
     return plan.ranks, most, False, scale
 

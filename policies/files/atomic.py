@@ -30,8 +30,8 @@ def write_atomic(path: Path, data: str | bytes) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(raw)
                 file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
+                os.fsync(file.fileno())  # else a power cut may leave the new name with nothing in it
+            os.chmod(name, 0o644)  # mkstemp lets in its owner alone
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
@@ -78,7 +78,7 @@ def disk_text(error: OSError) -> str:
 
 def sync(path: Path) -> None:
     """Have the bytes of a file, or the names in a folder, outlast a power cut."""
-    if os.name != "posix" and path.is_dir():
+    if os.name != "posix" and path.is_dir():  # no folder can be opened there
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

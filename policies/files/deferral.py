@@ -1,4 +1,4 @@
-"""Short stretches of work that a signal does not cut in two, such as a rename and the clean-up behind it."""
+"""Short stretches of work that a signal does not cut in two, such as a rename and the clean-up after it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deferral:
             return
         self._depth -= 1
         if self._depth == 0 and self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
+            waiting, self._waiting = self._waiting, None  # forgotten before the call, which may raise
             waiting()
 
     def waits(self, answer: Callable[[], None]) -> bool:

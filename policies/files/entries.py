@@ -79,7 +79,7 @@ def check_number(value: Any, name: str, least: float = 0.0, most: float = math.i
     if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
         try:
             number = float(value)
-        except OverflowError:
+        except OverflowError:  # a whole number beyond all floats
             number = math.inf
         if math.isfinite(number):
             return number + 0.0  # no minus zero
@@ -102,6 +102,7 @@ def _shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    # Beyond some thousands of digits Python refuses to write a number.
     if isinstance(value, int) and abs(value) >= 10**_SHOWN:
         return "a number of more than 40 digits"
     return repr(value)[:_SHOWN] if not isinstance(value, float) else f"{value:g}"

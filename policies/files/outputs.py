@@ -66,7 +66,7 @@ def claim_folder(
             raise InputError(f"--out: the folder {out} is not empty; choose another, or pass --overwrite to replace it")
         if full:
             refuse_foreign(path)
-        if os.path.ismount(path) and (full or not in_place):
+        if os.path.ismount(path) and (full or not in_place):  # it can be neither renamed nor removed
             raise InputError(f"--out: {out} is where a disk is mounted; name a folder in it, such as {path / 'result'}")
         if not (there and in_place):
             _try_writing(path)
@@ -119,6 +119,7 @@ def refuse_inputs(out: str | os.PathLike[str], inputs: Iterable[Input], option: 
     for given in there:
         if mine == file_key(given):
             raise InputError(f"{written} is a file or folder which the command reads ({given}); choose another name")
+        # Also by the name as it was given: the link to an input is lost with the folder that it lies in.
         if mine in {*chain(given), *chain(os.path.abspath(given), follow=False)}:
             raise InputError(f"{written} holds {given}, which the command reads; choose another folder")
         if file_key(given) in above:
@@ -206,14 +207,15 @@ def put_in_place(stage: Path, out: str | os.PathLike[str]) -> None:
         if place == path and not (stage / name).exists():
             write_atomic(stage / name, text)
         write_manifest(stage, _files(stage))
+        # Before the rename: after a power cut the name must not lead to half a result.
         for name in _files(stage):
             sync(stage / name)
-        os.chmod(stage, 0o755)
+        os.chmod(stage, 0o755)  # mkdtemp lets in its owner alone
         with uninterrupted:
             if not os.path.lexists(path):
                 os.rename(stage, path)
             else:
-                refuse_foreign(path)
+                refuse_foreign(path)  # once more: files may have come since `claim_folder`
                 old = stage if _exchange(stage, path) else _rename_both(stage, path)
                 _delete_listed(old)
             sync(path.parent)
@@ -251,7 +253,7 @@ def take_back(folder: Path, made: Iterable[Path]) -> None:
 def _delete_listed(folder: Path) -> None:
     """Delete the listed files and the folders that are empty then; what else came meanwhile stays where it is."""
     listed = _listed(folder)
-    for name in list(_files(folder)):
+    for name in list(_files(folder)):  # before the first is gone: the walk is lazy
         if name in listed or Path(name).name.startswith(STAGE_PREFIX):
             (folder / name).unlink(missing_ok=True)
     for parent, _, _ in os.walk(folder, topdown=False):
@@ -264,7 +266,7 @@ def _listed(folder: Path) -> set[str]:
     try:
         raw = json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
-        raw = None
+        raw = None  # an unreadable list lets nothing be deleted
     names = raw.get("files") if isinstance(raw, dict) else None
     return {MANIFEST, *(name for name in names if isinstance(name, str))} if isinstance(names, list) else set()
 
@@ -284,7 +286,7 @@ def _files(folder: Path) -> Iterator[str]:
 def _holds(path: Path, mark: bytes) -> bool:
     with path.open("rb") as file:
         head = file.read(4096)
-    return mark in head or not head
+    return mark in head or not head  # an empty file is nobody's work
 
 
 def _try_writing(path: Path) -> None:
@@ -294,7 +296,7 @@ def _try_writing(path: Path) -> None:
         names.append(folder.name)
         folder = folder.parent
     for name in names:
-        is_there(folder / name)
+        is_there(folder / name)  # a name too long, say, is an error of `lstat`
     with uninterrupted:
         os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
 
@@ -310,7 +312,7 @@ def _exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step, so that a kill finds either; False where the system cannot."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
+    except (AttributeError, OSError, TypeError):  # another system, or a C library without it
         return False
     here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
     return bool(call(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)

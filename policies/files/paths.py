@@ -9,6 +9,7 @@ from pathlib import Path
 
 def links(folder: str) -> Iterator[str]:
     """Yield the links in a folder and the folders below it."""
+    # `os.walk` names links to folders among the folders, and does not go through them.
     for parent, folders, names in os.walk(folder):
         yield from (path for name in (*folders, *names) if os.path.islink(path := os.path.join(parent, name)))
 

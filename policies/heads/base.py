@@ -26,7 +26,7 @@ Layer = tuple[Array, Array]
 RANGES = ("low", "high")
 """The tensors of a head that hold the range of each feature in training."""
 
-_KINDS = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}
+_KINDS = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}  # all others float32
 _MOST = float(np.finfo(np.float32).max)
 
 
@@ -101,6 +101,7 @@ def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[s
         tensors: of the head.
         low, high: [F], least and largest in training; NaN or infinite = no bound.
     """
+    # `take` wants every tensor finite, so the ends of single precision stand for no bound.
     sides = {
         name: np.nan_to_num(np.asarray(side, dtype=np.float32), nan=most, neginf=-_MOST, posinf=_MOST)
         for name, side, most in zip(RANGES, (low, high), (-_MOST, _MOST), strict=True)
@@ -171,6 +172,7 @@ class Basis:
 
     def fold(self, weight: Array, bias: Array, first: bool) -> Layer:
         """Return the float64 layer that does on `expand` what this one does on the basis, at depth 0 if `first`."""
+        # w (x - mean) / scale + b on raw x. A column that is masked at depth 0 has weight 0, so its mean leaves the bias too.
         scaled = weight.astype(np.float64) / self.scale * (self.first_mask if first else 1.0)
         return scaled, bias - scaled @ self.mean
 

@@ -37,7 +37,7 @@ class TreesHead(TensorHead):
         if split.size and not 0 <= split.min() <= split.max() < len(names):
             raise PolicyError(f"xgboost head: a split reads a feature outside 0..{len(names) - 1}")
         trees = (
-            (2 * split + ~self._tensors["missing_left"]).astype(np.uint32).reshape(-1),
+            (2 * split + ~self._tensors["missing_left"]).astype(np.uint32).reshape(-1),  # odd = unknown goes right
             self._tensors["threshold"].flatten(),
             leaf.flatten(),
             self._tensors["base"].astype(np.float64),

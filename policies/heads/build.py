@@ -46,7 +46,7 @@ HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Array]], Any]] = {
     made.kind: made
     for module in modules(heads)
     for made in vars(module).values()
-    if isinstance(made, type) and issubclass(made, TensorHead) and hasattr(made, "kind")
+    if isinstance(made, type) and issubclass(made, TensorHead) and hasattr(made, "kind")  # bases only declare it
 }
 """Every kind of head by name: the classes of this folder that name one."""
 

@@ -71,7 +71,7 @@ class SoftHead(DynaSDHead):
         if depth == 0:
             return self._first_scores(len(x))
         for at, (weight, bias) in enumerate(self._layers):
-            x = (np.maximum(x, 0.0) if at else x) @ weight.T + bias
+            x = (np.maximum(x, 0.0) if at else x) @ weight.T + bias  # no activation before the first layer
         return np.repeat(x.astype(np.float64), 2, axis=1)
 
 
@@ -86,6 +86,7 @@ class HardHead(DynaSDHead):
         if self._inputs != len(self.reads):
             raise PolicyError(f"dynasd-hard head: expected weight.0 for {len(self.reads)} inputs, got {self._inputs}")
         *rest, (weight, bias) = self._layers
+        # The kernel gives two outputs: the one logit stands for both.
         twice = (weight.repeat(2, 0), bias.repeat(2, 0))
         self._packed = self.bounds, np.zeros(0, dtype=np.int64), *packed([*rest, twice]), True
 

@@ -22,7 +22,7 @@ MOST_STRIDE = 1 << 20
 
 
 class HashedFeatures:
-    """Places of C hashed in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
+    """Places of C hashed features in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
 
     Args:
         names: F features, in the order of the columns.
@@ -42,6 +42,7 @@ class HashedFeatures:
             raise PolicyError(f"weights: expected edges for {len(scalars)} crossed scalars, got {list(edges.shape)}")
         if (np.diff(edges, axis=1) < 0).any() or ((strides < 0) | (strides > MOST_STRIDE)).any():
             raise PolicyError(f"weights: expected ascending edges, and strides between 0 and {MOST_STRIDE}")
+        # (feature, row of `edges`) of each column in use: -1 for the depth, which is no feature, and for what has no ranges.
         row = {at: which for which, at in enumerate(scalars)}
         cells = [(at if at < len(names) else -1, row.get(at, -1)) for at in used]
         self.columns: Array = np.array(cells, dtype=np.int64).reshape(-1, 2)

@@ -13,7 +13,7 @@ from .base import NO_HIDDEN, Array, Basis, Hidden, Layer, TensorHead, expect, ke
 def packed(layers: Sequence[Layer]) -> tuple[Array, Array]:
     """Return sizes and weights of layers as `kernels.heads.score_layers` reads them."""
     sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
-    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]
+    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]  # [inputs, outputs]
     return np.array(sizes, dtype=np.int64), np.concatenate(weights, dtype=np.float64)
 
 
@@ -62,6 +62,7 @@ class LinearHead(LayersHead):
         expect(weight, (3, self.basis.width), "weight")
         expect(bias, (3,), "bias")
         later = self.basis.fold(weight[:2], bias[:2], first=False)
+        # At depth 0 accept means nothing; its weights only fill the place.
         self._place([later], [self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)])
 
 
@@ -80,6 +81,7 @@ class MLPHead(LayersHead):
         parts = layer_names(tensors)
         super().__init__(names, tensors, ("mean", "scale", *parts))
         self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        # The last input is the flag: 0 from depth 1 on, so it goes; 1 at depth 0, where its weights join the bias.
         (weight, bias), *rest = checked_layers(self._tensors, self.basis.width + 1, 2, "mlp head")
         later = self.basis.fold(weight[:, :-1], bias, first=False)
         self._place([later, *rest], [self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True), *rest])

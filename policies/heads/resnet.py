@@ -17,7 +17,7 @@ _ENTER = "enter."
 def residual(x: Array, blocks: Sequence[tuple[Array, Array]]) -> None:
     """Put states [R, W] float32 through blocks x + SiLU(x W' + b), in place."""
     for weight, bias in blocks:
-        kernels().add_silu(x, x @ weight.T + bias)
+        kernels().add_silu(x, x @ weight.T + bias)  # BLAS: the last bits hang on the number of rows
 
 
 class ResNetHead(TensorHead):
@@ -25,7 +25,7 @@ class ResNetHead(TensorHead):
 
     SpecDec++'s head (arXiv 2405.19715, code `wrap_model.py`: D blocks of the width of the hidden state, then a linear layer)
     on whatever is given. The published code repeats one block, `[ResBlock(h)] * D`, so that all share their weights (that is
-    `heads_specdec`); here each has its own. At depth 0 no draft has been read: PRE and POST columns and the draft's hidden
+    `specdec`); here each has its own. At depth 0 no draft has been read: PRE and POST columns and the draft's hidden
     state count as their means, and a flag says so.
 
     Args:
@@ -80,7 +80,7 @@ class ResNetHead(TensorHead):
         That is weight and bias of the scalars' columns, then a weight for each hidden state; all float32.
         """
         t = self._tensors
-        flag = t["enter.weight"][:, -1] if first else 0.0
+        flag = t["enter.weight"][:, -1] if first else 0.0  # 1 at depth 0, else 0, so that it joins the bias
         weight, bias = self.basis.fold(t["enter.weight"][:, :-1], t["enter.bias"] + flag, first)
         scaled = []
         for name in self.sizes:

@@ -65,6 +65,7 @@ class SpecDecHead(TensorHead):
         self.sizes = {DRAFT_HIDDEN: size}
         self._size = size
         self._blocks = [(blocks[at], t["block.bias"][at]) for at in self._order]
+        # Under a softmax of two logits the log-odds of acceptance are their difference.
         leave, bias = t["leave.weight"], t["leave.bias"]
         self._leave, self._bias, self._opening = leave[1] - leave[0], bias[1] - bias[0], float(t["first"][0])
 
@@ -78,7 +79,7 @@ class SpecDecHead(TensorHead):
         states = state_of(hidden, DRAFT_HIDDEN, self._size)
         if depth == 0:
             return np.full((len(states), 2), self._opening)
-        x = states.copy()
+        x = states.copy()  # the blocks work in place
         residual(x, self._blocks)
         return np.repeat((x @ self._leave + self._bias).astype(np.float64)[:, None], 2, axis=1)
 

@@ -65,7 +65,7 @@ class TokenHead(TensorHead):
         t, places = self._tensors, np.array(scalars, dtype=np.int64)
         weight, shift = self.basis.fold(t["weight"][[0, 2 if first else 1]], np.zeros(2), first)
         odds = places[self.basis.odds]
-        weights = np.zeros((len(names) + len(odds), 2))
+        weights = np.zeros((len(names) + len(odds), 2))  # 0 for ids, which are no amounts
         weights[[*scalars, *range(len(names), len(weights))]] = weight.T
         known = [at for at, place in enumerate(ids) if (feature(names[place]).kind is Kind.ANCHOR) == first]
         # Accept and next of a token stand side by side, and those of a cross.
@@ -80,7 +80,7 @@ class TokenHead(TensorHead):
             tables,
             hashed.columns,
             hashed.edges,
-            hashed.strides[:0] if first else hashed.strides,
+            hashed.strides[:0] if first else hashed.strides,  # none are looked up at depth 0
             crossed,
         )
 

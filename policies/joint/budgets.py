@@ -54,6 +54,7 @@ class Tetris(StopPolicy):
 
     features = ("path_logprob",)
     joint: ClassVar[bool] = True
+    # At `max_depth` no policy is asked: where that is 1, depth 0 alone tells which streams share a verification.
     first = 0
 
     def __init__(self, each: float = 3, extra: int = 2, capacity: int = 0) -> None:
@@ -77,6 +78,7 @@ class Tetris(StopPolicy):
         budget = np.full(len(groups.sizes), self.capacity)
         if not self.capacity:
             budget = (self.each * groups.sizes).astype(np.int64)
+        # No value is above its parent's, so the best ones are closed under parents.
         values = node_values(state.levels, tree).astype(np.float64)
         kernels().send_best(values, tree.drawn, groups.members, groups.starts, budget, sent)
         return sent
@@ -159,6 +161,7 @@ class AdaptiveVerification(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep all, and note the odds."""
         if step.depth == 0:
+            # Streams that were not in the batch for some rounds have missed its fits.
             groups, weights = batches_of(step.batch, state.key), state.weights.copy()
             fits().share_latest(groups.members, groups.starts, state.refits, state.weights, weights)
             return step.alive.copy(), replace(
@@ -177,8 +180,9 @@ class AdaptiveVerification(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch that survive best, as many as pay."""
         groups, offered = batches_of(state.batch, state.key), tree.offered
-        settled = groups.sums((tree.drawn & ~offered).sum(1))
+        settled = groups.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels above: they are sent already
         left = np.maximum(self._budgets(tree, groups, state.stale) - settled, 0)
+        # [S, N], products of chances: no value is above its parent's, as `send_best` wants it.
         values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]
         sent = np.zeros_like(offered)
         kernels().send_best(np.ascontiguousarray(values), offered, groups.members, groups.starts, left, sent)
@@ -186,15 +190,18 @@ class AdaptiveVerification(StopPolicy):
 
     def _budgets(self, tree: DraftTree, groups: Batches, stale: Array) -> Array:
         """Return [G], the tokens that each batch sends, by the confidences of the round before."""
+        # No confidence of this round enters: an argmax over its tokens would let those drawn later decide what is sent, which
+        # `rejection` does not allow.
         drawn = np.zeros(stale.shape, dtype=bool)
         stream, node = tree.drawn.nonzero()
-        drawn[stream, tree.depth[stream, node] - 1] = True
+        drawn[stream, tree.depth[stream, node] - 1] = True  # [S, K]; in a tree a depth counts once
         if tree.by_level:  # nobody knows yet how far the streams will get
             drawn = drawn.any(1, keepdims=True) & (np.arange(self._length) < self.max_depth)
         grid, n = self._grids.of(groups.largest, self._length), groups.sizes
-        steps = (groups.sums(drawn.astype(np.int64)) > 0).sum(1)
+        steps = (groups.sums(drawn.astype(np.int64)) > 0).sum(1)  # [G]; a step is one of all the batch's streams
         spent = (steps > 0) * grid.first[n] + np.maximum(steps - 1, 0) * grid.draft[n]
         found, none = np.zeros(len(n), dtype=np.int64), np.zeros(len(n), dtype=np.int64)
+        # Rates of 0: tokens over seconds of this very round are what is maximised.
         batches, by_ratio = (groups.members, groups.starts), np.zeros(len(grid.draft))
         kernels().best_budgets(np.cumprod(stale, 1), drawn, *batches, none, spent, grid.verify, by_ratio, found)
         return found
@@ -203,6 +210,7 @@ class AdaptiveVerification(StopPolicy):
         """Return the state with what the round has shown, fitted anew where it is time."""
         stale = self._confidences(state)
         weights, refits, rounds, sums = (a.copy() for a in (state.weights, state.refits, state.rounds, state.sums))
+        # Where nobody was asked in this round, the state still has the batches of an older one.
         groups = batches_of(np.where(outcome.active, state.batch, -1), state.key)
         told = outcome.active, outcome.cut, outcome.accepted, outcome.verified
         constants = np.array((self.EVERY, self.RIDGE, self.DAMPING))

@@ -13,6 +13,7 @@ from ..baselines.scores import check_number
 from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
+from ..latency.tables import CLEARLY, least_later
 
 Array = np.ndarray[Any, Any]
 
@@ -74,6 +75,7 @@ class SingleStreamCosts:
 
     def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
+        # What cold caches cost the first step, as in the tables of one stream.
         (first,) = self.profile.between(context, lambda table: (table.draft_s[0] - table.later_s,))
         count = np.asarray(streams)
         return np.where(count > 0, self.draft_s(streams, context) + first, 0.0)
@@ -89,10 +91,13 @@ class SingleStreamCosts:
     def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         sent = np.asarray(tokens)
+        # `verify_s[n]` is that of n drafted tokens and the anchor: n + 1 in all.
         chain = self.profile.between(context, lambda side: side.verify_s)
-        table = np.array(between(tuple(enumerate(chain, 1)), range(int(sent.max(initial=1)) + 1)))
-        least = np.minimum.accumulate(table[::-1])[::-1]  # filling up to a cheaper size pays
-        out: Array = least[sent] + self.profile.round_s
+        most = max(int(sent.max(initial=1)), len(chain))  # a price hangs on no other that is asked for beside it
+        table = np.array(between(tuple(enumerate(chain, 1)), range(most + 1)))
+        least = table[least_later(table)]
+        filled = np.where(least < (1.0 - CLEARLY) * table, least, table)  # filling up to a clearly cheaper size pays
+        out: Array = filled[sent] + self.profile.round_s
         return out
 
 
@@ -156,6 +161,7 @@ class Grids:
 
     def of(self, streams: int, nodes: int) -> Grid:
         """Return tables for up to so many streams, each with up to so many drafted tokens."""
+        # By powers of two: a batch that grows by a stream mostly finds its table made.
         most = LEAST_STREAMS
         while most < streams:
             most *= 2
@@ -166,6 +172,7 @@ class Grids:
 
     def _make(self, most: int, nodes: int) -> Grid:
         count, tokens = np.arange(most + 1), np.arange(most * (nodes + 1) + 1)
+        # No streams cost as one does, fewer tokens than anchors as the anchors: only calls that can be made have a price.
         rows, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], tokens)
         verify = self.costs.verify_s(rows, np.maximum(sent, rows), self.context)
         asked = self.decision_s * (count > 0)

@@ -48,6 +48,7 @@ class Batches:
         """Return [G, ...] the sums over each batch of values [S, ...], in the order of its members."""
         if not len(self.members):
             return np.zeros((0, *values.shape[1:]), dtype=values.dtype)
+        # Of an empty stretch `reduceat` would give the next element instead of 0; no batch is without a member.
         out: Array = np.add.reduceat(values[self.members], self.starts[:-1], axis=0)
         return out
 
@@ -62,10 +63,11 @@ def batches_of(batch: Array, keys: Array) -> Batches:
     return _batches_of(batch.tobytes(), keys.tobytes())
 
 
+# By their bytes, as arrays have no hash. What comes out is shared by all who ask: nobody may write into it.
 @functools.lru_cache(maxsize=4)  # the same at every depth of a round, and mostly in the next one too
 def _batches_of(of_batch: bytes, of_keys: bytes) -> Batches:
     batch, keys = np.frombuffer(of_batch, dtype=np.int64), np.frombuffer(of_keys, dtype=np.int64)
-    order = np.lexsort((keys, batch))
+    order = np.lexsort((keys, batch))  # by the last of them first; stable: of equal keys the first row
     order = order[np.count_nonzero(batch < 0) :]  # they come first
     of = batch[order]
     bounds = np.flatnonzero(of[1:] != of[:-1]) + 1

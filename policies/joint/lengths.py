@@ -46,6 +46,7 @@ class LoadLength(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches above the length of their batch."""
+        # Streams without a round, -1, count as a batch too; none of their branches is alive.
         _, which, counts = np.unique(step.batch, return_inverse=True, return_counts=True)
         length = self._lengths[np.searchsorted(self._sizes, counts[which], side="right") - 1]
         return step.alive & (step.depth < length)[:, None], state
@@ -118,16 +119,16 @@ class SmartSpec(StopPolicy):
         """Return [S] int64."""
         groups, lengths = batches_of(batch, state.key), np.arange(self.max_depth + 1)
         grid, n = self._grids.of(groups.largest, self.max_depth), groups.sizes[:, None]
-        accepted, known = groups.sums(state.seen).T
+        accepted, known = groups.sums(state.seen).T  # [G]
         tokens = n * np.cumsum((accepted / known)[:, None] ** lengths, 1)  # [G, K + 1]
         drafting = (lengths > 0) * grid.first[n] + np.maximum(lengths - 1, 0) * grid.draft[n]
         rate = tokens / (drafting + grid.verify[n, n * (lengths + 1)])
-        return groups.spread(rate.argmax(1), len(batch))
+        return groups.spread(rate.argmax(1), len(batch))  # of equal rates the shortest length
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with what the round has shown."""
         told = outcome.active & ~outcome.cut & (outcome.verified > 0)
-        known = np.minimum(outcome.accepted + 1, outcome.verified)
+        known = np.minimum(outcome.accepted + 1, outcome.verified)  # those accepted and the first one refused
         now = np.stack([outcome.accepted, known], 1).astype(np.float64)
         seen = np.where(told[:, None], self.decay * state.seen + now, state.seen)
         return GoodputState(state.key, seen, state.length)

@@ -78,6 +78,7 @@ class BatchStop(LearnedPolicy):
             self.profile = Profile.from_dict(told.profile, "the profile that the policy was trained with")
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
+        # Without the opening of its price: a round in which it is asked at all pays that, whatever it decides.
         self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name).each)
         self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
         self._means: Array = np.cumprod(self._acceptance)
@@ -105,6 +106,7 @@ class BatchStop(LearnedPolicy):
             none = np.zeros((streams, 0))
             return BatchState(key, batch, none, np.full((streams, 1), NOT_DRAFTED), none)
         mean = np.tile(self._means[:first], (streams, 1))  # nothing is read of what is drafted without a decision
+        # What is expected of x_first, which the first decision is about; of those before it no more will be known.
         return BatchState(key, batch, np.zeros((streams, 0)), mean[:, -1:], mean[:, :-1])
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -113,6 +115,7 @@ class BatchStop(LearnedPolicy):
         batches = batches_of(step.batch, state.key)
         if depth == 0 and not self._may_pay(batches):
             return np.zeros_like(alive), self._begun(state.key, step.batch)
+        # The head's product begins at the first decision about a drawn token; S_j of the tokens before that is the mean one.
         opens = depth <= max(self.first, 1)
         found, _ = self.survive(step, None if opens else state.latest)
         survival, known = found[0], np.zeros((len(alive), 0))
@@ -121,10 +124,12 @@ class BatchStop(LearnedPolicy):
         if depth:  # what is not alive ended its text or met a limit: drafted, though nothing was read of it
             expected = _of_parents(state.expected, step.parent)
             if not opens:
+                # Recalibrated by depth, S_j may rise above that of the parent; but what is sent must be closed under parents.
                 survival = np.minimum(survival, _of_parents(state.latest, step.parent))
             known = np.concatenate([state.known, np.where(alive, survival, expected)], 1)
         gains, kept = survival * found[2], np.zeros_like(alive)
         ahead, branches = self._ahead(depth), alive.shape[1]
+        # A draft step may read a row for each branch of each stream, and a round verify all that can still be drafted.
         grid = self._grids.of(batches.largest * branches, known.shape[1] + branches * len(ahead))
         first = grid.draft if depth else grid.first
         kernels().draft_on(
@@ -156,6 +161,7 @@ class BatchStop(LearnedPolicy):
     def _ahead(self, depth: int) -> Array:
         """Return [L], what the tokens 0, 1, ... after the next one survive with, as shares of it."""
         key = depth, self.max_depth  # `limited` shares what is known
+        # `acceptance[i]` is a_{i+1}, and the token after the next one is x_{depth+2}.
         if key not in self._shares:
             self._shares[key] = np.cumprod(np.concatenate([[1.0], self._acceptance[depth + 1 : self.max_depth]]))
         return self._shares[key]
@@ -171,10 +177,11 @@ class BatchStop(LearnedPolicy):
     def fixed_rate(self, streams: Array) -> Array:
         """Return [n] tokens a second of the best fixed length in batches of so many streams [n], at the mean acceptance."""
         lengths = np.arange(self.max_depth + 1)
-        tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))
+        tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))  # [K + 1]
         costs, context, rows = self._grids.costs, self._grids.context, streams[:, None]
         first, later = (of(streams, context)[:, None] for of in (costs.first_draft_s, costs.draft_s))
         drafting = (lengths > 0) * first + np.maximum(lengths - 1, 0) * later
+        # No streams have the seconds of one, as in `Grid`, and a rate of 0.
         sharing, sent = np.broadcast_arrays(np.maximum(rows, 1), np.maximum(rows, 1) * (lengths + 1))
         verify = costs.verify_s(sharing, sent, context)
         found: Array = (rows * tokens / (drafting + verify)).max(1)
@@ -206,11 +213,13 @@ class BatchPolicy(BatchStop):
         if tree.by_level or (self.first and not state.latest.shape[1]):  # or no stream came as far as a decision
             return None
         streams, nodes = tree.drawn.shape
+        # Columns of `known` and nodes are both in the order of depths, so the columns are the first nodes.
         read = min(state.known.shape[1], nodes)
         values = np.full((streams, nodes), NOT_DRAFTED)
         values[:, :read] = state.known[:, :read]
         last = read - state.expected.shape[1] if read else 0  # where the depth that was asked about last begins
         after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
+        # Nobody was asked about the level below: it counts as was expected when its parents were kept.
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
         offered = tree.drawn & (values >= 0.0)
         batches = batches_of(state.batch, state.key)

@@ -47,6 +47,7 @@ def note_odds(alive: Any, features: Any, depth: int, most: float, odds: Any) -> 
                 chance = max(chance, np.float64(features[s, b, 0]))
         odds[s, depth - 1] = np.inf
         if chance >= 0.0:
+            # A chance of 1 divides by 0 and one of 0 has the logarithm of 0: infinite either way, and then clipped.
             odds[s, depth - 1] = min(max(np.log(chance / (1.0 - chance)), -most), most)
 
 
@@ -77,6 +78,8 @@ def _refit(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
         ridge, damping: see `joint.budgets.AdaptiveVerification`.
         weights: [1 + K], is written.
     """
+    # Newton on slope w and intercepts b_k. The curvature is diagonal but for the row and column of w: the b_k are eliminated
+    # (`slope` is the Schur complement of w), then found by substitution. Damping is by the tokens that a number rests on.
     depths = sums.shape[0]
     slope, level, total = ridge, 0.0, 0.0
     for k in range(depths):
@@ -85,6 +88,7 @@ def _refit(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
         level += sums[k, 3] - sums[k, 1] * sums[k, 4] / c
         total += sums[k, 5]
     step = level / slope * total / (total + damping)
+    # With a slope below 0 a surer draft would count as less acceptable. `not` holds back a NaN too.
     if not weights[0] + step >= 0.0:
         step = 0.0
     weights[0] += step
@@ -117,6 +121,7 @@ def learn(
             if np.isinf(z):
                 continue
             chance = 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
+            # Gradient and curvature at the weights of the last fit, which all streams of the batch have (`share_latest`).
             w, rest = chance * (1.0 - chance), (1.0 if k < accepted[s] else 0.0) - chance
             sums[s, k, 0] += w * z * z
             sums[s, k, 1] += w * z
@@ -134,12 +139,13 @@ def learn(
         if since < constants[0]:
             continue
         for k in range(depths):
+            # In the order of the members, not of rows: the last bits are the same wherever the streams stand.
             for j in range(whole.shape[1]):
                 whole[k, j] = 0.0
                 for i in range(mine.shape[0]):
                     whole[k, j] += sums[mine[i], k, j]
                     sums[mine[i], k, j] = 0.0
-        latest = weights[mine[0]]
+        latest = weights[mine[0]]  # a view, written in place
         _refit(whole, constants[1], constants[2], latest)
         count = refits[mine[0]]
         for i in range(mine.shape[0]):

@@ -74,6 +74,7 @@ def best_budgets(
     for g in range(starts.shape[0] - 1):
         mine = members[starts[g] : starts[g + 1]]
         streams, count = mine.shape[0], _gathered(values, offered, mine, found, places)
+        # Anchors are verified with the tokens, and each stream commits a token of the target's own beside the accepted ones.
         base, total, best, budgets[g] = streams + settled[g], 0.0, 0.0, 0
         for m in range(count + 1):
             total += found[m - 1] if m else 0.0
@@ -81,6 +82,7 @@ def best_budgets(
             worth = total - rates[streams] * seconds
             if rates[streams] == 0.0:
                 worth = (base + total) / (spent[g] + seconds)
+            # Not only up to the first fall: costs that rise in steps make more tokens pay where a few do not.
             if m == 0 or worth > best:
                 best, budgets[g] = worth, m
 
@@ -103,7 +105,7 @@ def _worth(pool: Any, count: Any, streams: Any, trims: Any, rate: Any, verify: A
         total += pool[m - 1] if m else 0.0
         if not trims and m < count:
             continue
-        best = max(best, total - rate * verify[streams, streams + m])
+        best = max(best, total - rate * verify[streams, streams + m])  # the anchors are verified too
     return best
 
 
@@ -143,14 +145,15 @@ def draft_on(
                 if known[mine[i], n] >= 0.0:
                     _placed(pool, count, known[mine[i], n])
                     count += 1
-        best, take = _worth(pool, count, streams, trims, rate, verify), 0
+        best, take = _worth(pool, count, streams, trims, rate, verify), 0  # of stopping here
         for steps in range(1, ahead.shape[0] + 1):
-            copy_row(pool[:count], grown)
+            copy_row(pool[:count], grown)  # anew for each number of steps: a branch then brings a token of each
             have = count
             for r in range(rows):
                 for step in range(steps):
                     _placed(grown, have, found[r] * ahead[step])
                     have += 1
+                # Gains fall, so the best r + 1 branches are the first ones; all steps read r + 1 rows.
                 seconds = first[r + 1] + (steps - 1) * later[r + 1]
                 worth = _worth(grown, have, streams, trims, rate, verify) - rate * seconds
                 if worth > best:

@@ -23,6 +23,8 @@ def kernel(signature: str) -> Callable[[_Function], _Function]:
     """Return a decorator that compiles a function for this signature, and keeps it in numba's cache folder if it can."""
 
     def build(function: _Function) -> _Function:
+        # numpy's rules of division: 1 / 0 is infinite and 0 / 0 NaN (`acceptance.note_odds` counts on it). By Python's rules
+        # each division is a test that may raise, and such a loop is not worked out several numbers at a time.
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
             return cast(_Function, numba.njit(signature, cache=True, **options)(function))
@@ -34,6 +36,7 @@ def kernel(signature: str) -> Callable[[_Function], _Function]:
 
 def any_order(function: _Function) -> _Function:
     """Compile a part of kernels that only compares, so that the order of its operations changes no result."""
+    # No signature, here and in `exact`: a part is compiled into each kernel that calls it, for the types it is called with.
     return cast(_Function, numba.njit(nogil=True, fastmath=UNORDERED, error_model="numpy")(function))
 
 

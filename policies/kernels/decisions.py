@@ -74,7 +74,7 @@ def decide(
             if not alive[s, b]:
                 found[0, s, b] = found[1, s, b] = found[2, s, b] = 0.0
                 continue
-            chance = 1.0 if depth <= lag else _calibrated(scores[r, 0], accept_scale, accept)
+            chance = 1.0 if depth <= lag else _calibrated(scores[r, 0], accept_scale, accept)  # depth 0 too
             product = chance  # in float64, so that a long path of small chances keeps its digits
             if before.shape[1]:
                 product *= before[s, parent[s, b]]
@@ -86,8 +86,8 @@ def decide(
             found[1, s, b] = chance
             found[2, s, b] = _calibrated(scores[r, 1], next_scale, next_)
             r += 1
-            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]
-            kept[s, b] = value > least or (value == least and not strict)
+            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]  # 3 = `rules.chains.GAIN`
+            kept[s, b] = value > least or (value == least and not strict)  # never at NaN
             any_passes = any_passes or kept[s, b]
         if together and any_passes:
             copy_row(alive[s], kept[s])

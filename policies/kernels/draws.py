@@ -20,6 +20,8 @@ def write_uniform(keys: Any, number: Any, out: Any) -> None:
         out: [S, count].
     """
     for s in range(out.shape[0]):
+        # The start of a SplitMix64 sequence of its own, of which outputs 1, 2, ... follow. `decode.verify.noise` computes the
+        # same on a device, to the last bit.
         row = _mix(_mix(number[s] * _GOLDEN + 1) ^ keys[s])
         for i in range(out.shape[1]):
             # The 53 bits that a float64 holds; not 0, whose normal would be infinite.

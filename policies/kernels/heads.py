@@ -12,17 +12,19 @@ import numpy as np
 
 from .compiled import exact, kernel
 
+# Rounded to single precision, in which an exported ONNX model clips at the same numbers (`storage.onnx`).
 LEAST_PROBABILITY = float(np.float32(1e-6))
 MOST_PROBABILITY = float(np.float32(1.0) - np.float32(1e-6))
 """Where probabilities are clipped before their log-odds are taken."""
 
-_LEAST_EXPONENT = -700.0
+_LEAST_EXPONENT = -700.0  # e^700 is finite in double precision, e^710 is not
 _ONE = np.uint64(1)
 
 
 @exact
 def _clipped(value: Any, low: Any, high: Any) -> Any:
     """Return the value within [low, high]; NaN, which is unknown, stays so."""
+    # By comparisons, which NaN passes: `min` and `max` might return the bound in its place.
     if value < low:
         return low
     if value > high:
@@ -37,6 +39,7 @@ def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
     for i in range(width):
         x[i] = _clipped(row[i], bounds[0, i], bounds[1, i])
     for i in range(odds.shape[0]):
+        # In double precision for `x` of either kind: single in `expand`, which heads are fitted on, double where they score.
         p = _clipped(np.float64(x[odds[i]]), LEAST_PROBABILITY, MOST_PROBABILITY)
         x[width + i] = np.log(p / (1.0 - p))
 
@@ -77,7 +80,7 @@ def _through(x: Any, y: Any, sizes: Any, weights: Any, relu: Any) -> Any:
     Every input is added to all outputs at once: a loop over outputs is worked out several numbers at a time, a sum over
     inputs would not be, for its order is fixed.
     """
-    at = 0
+    at = 0  # of the bias of a layer, then of the weights of each input in turn
     for layer in range(sizes.shape[0] - 1):
         outputs = sizes[layer + 1]
         for o in range(outputs):
@@ -85,8 +88,8 @@ def _through(x: Any, y: Any, sizes: Any, weights: Any, relu: Any) -> Any:
         for i in range(sizes[layer]):
             at += outputs
             value = x[i]
-            if layer > 0:
-                value = (0.0 if value < 0.0 else value) if relu else _silu(value)
+            if layer > 0:  # the activation stands between layers; what comes in has none
+                value = (0.0 if value < 0.0 else value) if relu else _silu(value)  # NaN stays NaN
             column = weights[at : at + outputs]
             for o in range(outputs):
                 y[o] += value * column[o]
@@ -140,6 +143,7 @@ def _walk(x: Any, split: Any, threshold: Any, depth: Any, node: Any) -> None:
         root = np.uint64(0)
         for tree in range(node.shape[0]):
             at = root + node[tree]
+            # Nodes are numbered as in a heap: those below n are 2 n + 1 and 2 n + 2.
             node[tree] += node[tree] + _ONE + np.uint64(x[split[at]] >= threshold[at])
             root += inner
 
@@ -196,7 +200,7 @@ def _ranges(row: Any, depth: Any, columns: Any, edges: Any, values: Any) -> None
         else:
             below = 0
             for e in range(edges.shape[1]):
-                below += edges[which, e] < row[place]
+                below += edges[which, e] < row[place]  # an unknown value, NaN, is above no edge
             values[i] = below
 
 
@@ -206,12 +210,12 @@ def _place(values: Any, strides: Any, cross: Any, size: Any) -> Any:
     total = 0
     for i in range(values.shape[0]):
         total += strides[cross, i] * values[i]
-    return total % size
+    return total % size  # as in Python never negative, also for -1, an unknown token
 
 
 @kernel("void(float32[:,::1], int64[::1], int64[:,::1], float32[:,::1], int64[:,::1], int64, int64[:,::1])")
 def cross_places(features: Any, depth: Any, columns: Any, edges: Any, strides: Any, size: int, out: Any) -> None:
-    """Write the places [R, C] of hashed, whose tables lie end to end; see `feature_hashing.HashedFeatures`.
+    """Write the places [R, C] of hashed features, whose tables lie end to end; see `feature_hashing.HashedFeatures`.
 
     Args:
         features: [R, F].
@@ -261,11 +265,11 @@ def score_tokens(
             next_ += weights[i, 1] * x[i]
         for i in range(ids.shape[0]):
             token = x[ids[i]]
-            if 0.0 <= token < tables.shape[1]:
+            if 0.0 <= token < tables.shape[1]:  # -1 is an unknown token
                 found = tables[i, np.int64(token)]
                 accept += found[0]
                 next_ += found[1]
-        if strides.shape[0] > 0:
+        if strides.shape[0] > 0:  # none at depth 0
             _ranges(x, depth, columns, edges, values)
             for c in range(strides.shape[0]):
                 found = hashed[c, _place(values, strides, c, size)]

@@ -34,7 +34,7 @@ def add_round(
         # The weights of the past add up to less than 1 at first: divided by them, the first round counts whole.
         after[s, 4] = past * record[s, 4] + (1.0 - past)
         share = (1.0 - past) / after[s, 4]
-        full = 1.0 if accepted[s] == verified[s] else 0.0
+        full = 1.0 if accepted[s] == verified[s] else 0.0  # also where nothing was verified
         after[s, 0] += share * (accepted[s] - record[s, 0])
         after[s, 1] += share * (full - record[s, 1])
         after[s, 2] = accepted[s]

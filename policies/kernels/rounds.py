@@ -26,13 +26,13 @@ def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, ste
             above = parent[row]
             goes = above < 0
             if above >= 0:
-                goes = drawn[s, row] and not dropped[s, row] and sent[s, above]
-                drafted += drawn[s, row]
+                goes = drawn[s, row] and not dropped[s, row] and sent[s, above]  # parents come first
+                drafted += drawn[s, row]  # what was dropped has cost its draft step all the same
                 verified += goes
             sent[s, row] = goes
             if fed[s, row]:
                 steps[s, depth[row]] += 1
-            if asked[s, row] and depth[row] != last:
+            if asked[s, row] and depth[row] != last:  # rows of a depth follow one another
                 decisions += 1
                 last = depth[row]
         counts[0, s], counts[1, s], counts[2, s] = drafted, verified, decisions
@@ -57,6 +57,7 @@ def look_up(
         alive: [S, B].
         out: [S, B, F], zeros.
     """
+    # `nodes` need not be contiguous: replay passes a view of some of the trace's columns, where a copy would cost their size.
     for s in range(alive.shape[0]):
         for b in range(alive.shape[1]):
             if not alive[s, b]:

@@ -18,6 +18,7 @@ LEAST = np.float32(-87.0)
 (-infinity) counts as one of these, so that no 0 times infinity gets into the entropy."""
 
 _LOG2E = np.float32(1.4426950408889634)
+# ln 2 as a sum (Cody and Waite): the first part has nine bits, so that its product with `whole` is exact.
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _C0, _C1, _C2, _C3, _C4, _C5 = (
     np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -30,7 +31,7 @@ _MARGIN, _LARGEST, _ENTROPY = int(Code.MARGIN), int(Code.LARGEST), int(Code.ENTR
 _TOKEN_PROBABILITY, _SAMPLED, _PATH = int(Code.TOKEN_PROBABILITY), int(Code.SAMPLED_PROBABILITY), int(Code.PATH)
 _NOISY_MARGIN, _NOISY_SCORE, _NOISY_LEAD = int(Code.NOISY_MARGIN), int(Code.NOISY_SCORE), int(Code.NOISY_LEAD)
 _TOKEN, _PARENT, _DEPTH, _RANK = int(Code.TOKEN), int(Code.PARENT_TOKEN), int(Code.DEPTH), int(Code.RANK)
-_TEMPERATURE, _PROBABILITY = int(Code.TEMPERATURE), int(Code.PROBABILITY)
+_PROBABILITY = int(Code.PROBABILITY)
 
 
 @exact
@@ -40,11 +41,11 @@ def _exp(x: Any) -> Any:
     The polynomial of Cephes. `math.exp` in its place keeps the compiler from working on eight numbers at a time: a row
     of 3,072 logits takes 59 us in the place of 10.
     """
-    whole = np.floor(x * _LOG2E + _HALF)
-    r = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    whole = np.floor(x * _LOG2E + _HALF)  # -126 .. 0, so that 2^whole is a normal number
+    r = x - whole * _LN2_HIGH - whole * _LN2_LOW  # e^x = 2^whole e^r, |r| <= ln 2 / 2
     p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-    power = np.int32((np.int32(whole) + _BIAS) << np.int32(23)).view(np.float32)
-    return (p * r * r + r + _ONE) * power
+    power = np.int32((np.int32(whole) + _BIAS) << np.int32(23)).view(np.float32)  # 2^whole, by its bits
+    return (p * r * r + r + _ONE) * power  # e^r = 1 + r + r^2 p(r)
 
 
 @any_order
@@ -87,6 +88,7 @@ def _spread(row: Any, most: Any, scale: Any) -> Any:
     many at a time. Left to it, the order was another one in each kernel that this is a part of, and another one in the
     process that compiled a kernel than in those that read it from numba's cache.
     """
+    # Single precision within a place, which adds up a 64th of the row; double precision over the places.
     sums, weighted, whole = (
         np.zeros(_BLOCK, np.float32),
         np.zeros(_BLOCK, np.float32),
@@ -139,8 +141,9 @@ def read_rows(
         if ranks > 1:
             _rank(row, min(ranks, row.shape[0]), top[r])
         else:
-            top[r, 0] = _largest(row)
+            top[r, 0] = _largest(row)  # the other ranks stay unwritten: no feature of the plan reads them
         if spread:
+            # With d = logit - largest and Z = sum e^d the entropy is ln Z - (sum e^d d) / Z; rounding may take it below 0.
             total, weighted = _spread(row, top[r, 0], np.float32(1.0))
             stats[r, 0] = np.log(total)
             stats[r, 1] = max(np.log(total) - weighted / total, 0.0)
@@ -161,6 +164,7 @@ def read_rows(
             if r != read:  # tokens of one row follow one another
                 read, largest = r, _largest(sampled[r])
                 norm = np.log(_spread(sampled[r], largest, np.float32(scale))[0])
+            # By its own norm: `sampled` are log-weights, of any sum.
             numbers[b, 1] = np.float64(sampled[r, token] - largest) * scale - norm
 
 
@@ -230,7 +234,7 @@ def write_columns(
                 value = np.float64(ids[b, 5])
             elif code == _RANK:
                 value = np.float64(rank)
-            else:
+            else:  # `Code.TEMPERATURE`
                 value = temperature
             out[b, at[f]] = value
 
@@ -255,9 +259,9 @@ def read_columns(
     rows, tokens = logits.shape[0], ids.shape[0]
     top, stats, numbers = np.empty((rows, TOP), dtype=np.float32), np.empty((rows, 2)), np.empty((tokens, 4))
     if shared:
-        best = top
+        best = top  # greedy decoding, whose scores are the logits
     elif not best.shape[0]:
-        best = np.empty((rows, max(most, 1)), dtype=np.float32)
+        best = np.empty((rows, max(most, 1)), dtype=np.float32)  # one unread column where no noisy score is wanted
     read_rows(logits, ranks, spread, scores, most, sampled, scale, ids, parent_path, lead, top, stats, best, numbers)
     write_columns(codes, at, top, stats, best, ids, numbers, temperature, out)
     for b in range(path.shape[0]):

@@ -9,6 +9,7 @@ import numpy as np
 from .compiled import exact, kernel
 
 # Log-odds of 60 are a probability of 1 in double precision, and their exponential is far from infinite.
+# The edges hold chances away from 0 and 1 where log-odds are taken: the ones that the fit used (`train.fit.trees.calibrate`).
 _STEEPEST, _EDGE, _SHARE_EDGE = 60.0, 1e-6, 1e-4
 _LEAST = 1e-9
 """Below this survival what is left of it is not told apart from `next`."""
@@ -23,6 +24,7 @@ def _sigmoid(odds: Any) -> Any:
 def _path_chance(above: Any, logit: Any, row: Any) -> Any:
     """Return the chance of a whole path, of that of its parent's; `row`: scale, tilt and shift. See `PathCalibrator`."""
     product = min(max(above * _sigmoid(logit), _EDGE), 1.0 - _EDGE)
+    # A path is accepted only if what it begins with is, so it never has more than `above`, whatever the fit says.
     return min(_sigmoid(row[0] * np.log(product / (1.0 - product)) + row[1] * logit + row[2]), above)
 
 
@@ -31,7 +33,7 @@ def _share(chance: Any, rank: Any, shares: Any) -> Any:
     """Return the chance that the child of a rank is accepted, given that of the best one."""
     if rank == 0:
         return chance
-    at = min(rank, shares.shape[0] - 1)
+    at = min(rank, shares.shape[0] - 1)  # row 0 stands for the best child; ranks beyond the table count as its last
     inside = min(max(chance, _SHARE_EDGE), 1.0 - _SHARE_EDGE)
     return 1.0 / (1.0 + np.exp(-shares[at, 0] - shares[at, 1] * np.log(inside / (1.0 - inside))))
 
@@ -105,10 +107,11 @@ def ask(
                 continue
             p = parent[s, b]
             if p < before.shape[2]:
+                # -1 where the parent was not read: nothing is expected below it.
                 inherited = max(before[s, 0, p], 0.0)
                 expected = inherited * _share(before[s, 1, p], ranks[b], shares)
             else:
-                inherited, expected = mean_above[min(p, mean_above.shape[0] - 1)], mean[b]
+                inherited, expected = mean_above[min(p, mean_above.shape[0] - 1)], mean[b]  # as training has it
             if expected >= floor:
                 rows[count], above[count] = s * width + b, inherited
                 for f in range(features.shape[2]):
@@ -135,6 +138,7 @@ def survive(scores: Any, rows: Any, above: Any, maps: Any, root: bool, out: Any)
         s, b = rows[r] // out.shape[2], rows[r] % out.shape[2]
         survival = 1.0 if root else _path_chance(above[r], scores[r, 0], maps[0, b])
         out[s, 0, b] = survival
+        # What is calibrated is the chance of the whole path to the best child; `next` is that given this branch.
         out[s, 1, b] = _path_chance(survival, scores[r, 1], maps[1, b]) / max(survival, _LEAST)
 
 
@@ -154,6 +158,7 @@ def _price(values: Any, tokens: Any, rises: Any, best: Any) -> Any:
             best[at] = best[at - 1]
             at -= 1
         best[at] = value
+    # Nodes that were not read stand at -1 and come last: each lowers the total, so that the best number leaves them out.
     total, top, count, least = 0.0, 0.0, 0, np.inf
     for i in range(kept):
         total += best[i]
@@ -185,11 +190,13 @@ def _extend(
 ) -> None:  # fmt: skip
     """Write which branches of one stream are extended; `best`, `order` and `gains` are scratch."""
     for b in range(out.shape[0]):
-        best[b] = max(survival[b], 0.0) * next_[b] if counts[b] > 0 else 0.0
+        best[b] = max(survival[b], 0.0) * next_[b] if counts[b] > 0 else 0.0  # survival of the best child
         out[b] = False
     falling(best, order)
     for t in range(gains.shape[0]):
         gains[t] = 0.0
+    # gains[t]: survival above the price in t + 1 levels below the best branches so far. The pair of branches and levels of
+    # the most gain less cost decides, but only the branches are kept: how deep to go is asked again a level later.
     top, rows = 0.0, 0
     for m in range(min(width, out.shape[0])):
         b = order[m]
@@ -266,6 +273,7 @@ def node_survival(
         out: [S, N].
     """
     count = parent.shape[1]
+    # `next_` stays unwritten where no node was drawn; only drawn nodes look up their parents, which were drawn too.
     next_, ranks = np.empty(count), np.empty(count, dtype=np.int64)
     for s in range(out.shape[0]):
         sibling_ranks(parent[s], ranks)
@@ -283,7 +291,7 @@ def node_survival(
             else:
                 chance = next_[above] if above >= 0 else typical[0]
                 out[s, node] = inherited * _share(chance, ranks[node], shares)
-                next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]
+                next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]  # typical[d] is of depth d + 1
 
 
 @kernel("void(float64[:,::1], float64[::1], boolean[:,::1])")
@@ -297,6 +305,7 @@ def select(values: Any, tokens: Any, out: Any) -> None:
     """
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(out.shape[0]):
+        # Equals keep their order and no node exceeds its parent, so the best n are closed under parents.
         falling(values[s], order)
         total, top, count = 0.0, 0.0, 0
         for i in range(order.shape[0]):

@@ -77,6 +77,7 @@ class BatchCosts:
         """
         count, alone = np.asarray(streams, dtype=np.float64), np.asarray(begun, dtype=np.float64)
         extra = 0.0 if backlog is None else np.maximum(np.asarray(backlog) - count, 0.0)
+        # At 0 streams `along` gives the first point; where every draft reads its text alone, no common call is left.
         low, high = (
             np.where(count > alone, along(table.first_draft_s, count - alone), 0.0)
             + along(table.first_draft_s, 1) * alone
@@ -105,12 +106,13 @@ class BatchCosts:
         """
         count, sent = np.broadcast_arrays(*(np.asarray(n, dtype=np.float64) for n in (streams, tokens)))
         shape, count, sent = count.shape, count.ravel(), sent.ravel()
+        # Between two sizes measured: both curves at the same tokens in all, weighted by nearness; outside, the nearest one.
         size = np.array(self.sizes, dtype=np.float64)
         at = np.minimum(np.searchsorted(size, count), len(size) - 1)  # the size measured at or above
         before = np.maximum(at - 1, 0)
         span = np.where(at > before, size[at] - size[before], 1.0)
-        share = np.where(at > before, np.clip((count - size[before]) / span, 0.0, 1.0), 1.0)
-        calls = np.zeros((2, len(count)))
+        share = np.where(at > before, np.clip((count - size[before]) / span, 0.0, 1.0), 1.0)  # of the upper one
+        calls = np.zeros((2, len(count)))  # [2, n] at the two contexts
         for k, n in enumerate(self.sizes):
             weight = np.where(at == k, share, np.where(before == k, 1.0 - share, 0.0))
             if len(mine := np.flatnonzero(weight)):
@@ -159,8 +161,9 @@ class BatchCosts:
             context, drafted, verified, backlog: [S] of each stream, as of `Profile.round_seconds`.
         """
         drafting = drafted > 0
-        deepest = int(drafted.max(initial=1))
+        deepest = int(drafted.max(initial=1))  # at least one column: `round_s` takes the first
         fed = (drafted[:, None] > np.arange(deepest)).sum(0)
+        # A draft that has read nothing of a text lags behind by all of it.
         read, begun = np.maximum(backlog, 1)[drafting].sum(), (backlog == context)[drafting].sum()
         sent = len(drafted) + int(verified.sum())
         return float(self.round_s([float(context.mean())], [len(drafted)], [sent], fed[None], [read], [begun])[0])
@@ -179,6 +182,7 @@ class BatchCosts:
         low, high = (_read_table(raw.part(side)) for side in ("low", "high"))
         if [(n, _at(p)) for n, p in low.verify_s.items()] != [(n, _at(p)) for n, p in high.verify_s.items()]:
             raise ValueError(f"{raw.named('high')}.verify_s: both contexts need the same sizes")
+        # `at_context` divides by the span.
         if high.context != low.context and high.context < low.context + 1.0:
             raise ValueError(f"{raw.part('high').named('context')}: expected that of low, or at least one token more")
         per_round, per_stream, per_token = raw.numbers("outside_s", (3, 3), most=MOST_S)
@@ -191,6 +195,7 @@ class _Curve:
     def __init__(self, low: Points, high: Points) -> None:
         self._points = low, high
         self._at = np.array(_at(low), dtype=np.float64)
+        # Of both contexts together: `filled` is asked by streams and tokens alone.
         self._cost = np.array([a + b for (_, a), (_, b) in zip(low, high, strict=True)])
         self._least = least_later(self._cost)
 
@@ -203,6 +208,7 @@ class _Curve:
         """Return the sizes that verifications of so many tokens are best filled up to."""
         to = self._least[np.minimum(np.searchsorted(self._at, tokens), len(self._at) - 1)]
         own = np.interp(tokens, self._at, self._cost)
+        # Beyond the last size there is nothing to fill up to: `to` is the last one then, and below `tokens`.
         pays = (self._at[to] > tokens) & (self._cost[to] < (1.0 - CLEARLY) * own)
         out: Array = np.where(pays, self._at[to], tokens)
         return out
@@ -215,9 +221,11 @@ def _at(points: Points) -> list[int]:
 def _read_table(raw: Entries) -> BatchTable:
     verify, sizes = raw.part("verify_s"), {}
     for key in verify.values:
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and 1 <= int(key[:9]) <= MOST_STREAMS):
+        # `int` of a very long text takes long; no size has nine digits, and "04" would take the place of "4".
+        size = int(key) if isinstance(key, str) and len(key) < 9 and key.isascii() and key.isdecimal() else 0
+        if not 1 <= size <= MOST_STREAMS or key != str(size):
             raise ValueError(f"{verify.place}: expected batch sizes between 1 and {MOST_STREAMS}, not {key[:40]!r}")
-        sizes[int(key[:9])] = verify.points(key, (1, MOST_POINTS), int(key[:9]), LEAST_CALL_S, MOST_S)
+        sizes[size] = verify.points(key, (1, MOST_POINTS), size, LEAST_CALL_S, MOST_S)
     if not sizes:
         raise ValueError(f"{verify.place}: expected at least one batch size")
     return BatchTable(

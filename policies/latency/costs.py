@@ -32,7 +32,7 @@ class Costs:
             in a chain, where each step drafts one.
         batch: what texts that are decoded side by side cost; None = not measured.
         plain_outside_s: outside the models in a round that drafts nothing and asks nobody; None = as in any other.
-        carry_over: share of a round's seconds by which the verifications behind it take longer. All costs are charged for
+        carry_over: share of a round's seconds by which the verifications after it take longer. All costs are charged for
             it but those in `decision_s`, for which `decision` does it.
     """
 
@@ -70,6 +70,7 @@ class Costs:
         Where verification is flat, the cheapest of several sizes is the one whose measurement was luckiest; filling up to it
         gains nothing, and its seconds are too few.
         """
+        # One answer for both contexts: the live loop takes it once, before any text.
         cost = np.array(self.low.verify_s) + np.array(self.high.verify_s)
         least = least_later(cost)
         return tuple(np.where(cost[least] < (1.0 - CLEARLY) * cost, least, np.arange(len(cost))).tolist())
@@ -101,7 +102,7 @@ class Costs:
             calls = self._tree_calls(verified, backlog, fed)
         else:
             outside = self.round_s + self.step_s * drafted
-            calls = self._calls(drafted, self._padded[verified], backlog)
+            calls = self._calls(drafted, self._padded[verified], backlog)  # chains alone are filled up by the loop
         if self.plain_outside_s is not None:
             outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
         out: Array = self._at(context, calls) + outside + decided
@@ -113,6 +114,7 @@ class Costs:
 
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""
+        # A backlog of 0, that of a drafter which reads nothing, costs what 1 does: so it was timed.
         costs = self._costs
         out: Array = costs.first + costs.more * (backlog > 1) + np.maximum(backlog - 2, 0) * costs.token
         return out
@@ -120,9 +122,9 @@ class Costs:
     def _tree_calls(self, verified: Array, backlog: Array, fed: Array) -> Array:
         """Return [2, S] seconds of the model calls of trees, at the two contexts."""
         rows, sent = int(fed.max(initial=0)), int(verified.max(initial=0))
-        draft = np.array([side.tree_draft(rows) for side in (self.low, self.high)])
-        verify = np.array([side.tree_verify(sent) for side in (self.low, self.high)])
-        first = self._first_step(backlog) * (fed[:, 0] > 0)
+        draft = np.array([side.tree_draft(rows) for side in (self.low, self.high)])  # [2, rows + 1], 0 of no rows
+        verify = np.array([side.tree_verify(sent) for side in (self.low, self.high)])  # [2, sent + 1]
+        first = self._first_step(backlog) * (fed[:, 0] > 0)  # [2, S]
         out: Array = first + draft[:, fed[:, 1:]].sum(-1) + verify[:, verified]
         return out
 

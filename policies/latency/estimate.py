@@ -64,7 +64,7 @@ Groups = Mapping[tuple[int, ...], Seconds]
 
 
 class Side(NamedTuple):
-    """The costs at one context, under the names that `costs.CostTable` has."""
+    """The costs at one context, under the names that `tables.CostTable` has."""
 
     draft_s: tuple[float, float]
     draft_token_s: float
@@ -76,7 +76,7 @@ class Side(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """All costs, under the names that `costs.Profile` has; decisions as (each, opening)."""
+    """All costs, under the names that `profile.Profile` has; decisions as (each, opening)."""
 
     low: Side
     high: Side
@@ -124,6 +124,7 @@ def decisions(timings: Timings) -> dict[str, tuple[float, float]]:
     for name in timings.named(DECISIONS):
         groups = timings.groups(DECISIONS, name)
         if len(groups) > 1:
+            # All decisions of a round are timed together: count x each + opening.
             each, opening = line([((count, 1), seconds) for (count,), seconds in groups.items()])
             prices[name] = each, opening
         else:
@@ -141,6 +142,7 @@ def _chains(timings: Timings, side: str, depth: int) -> Side:
             pooled([timings.groups(what, some) for some in CONTEXTS]).get(counts, ()) if here is None else here
         )
 
+    # Whatever was never timed, or not told apart, is 0 here, which no call costs: `or` goes on to the next best source.
     drafts = [pooled([timings.groups(LATER, some) for some in sides]) for sides in ((side,), CONTEXTS)]
     second, later = _later(drafts[0]) or _later(drafts[1]) or (0.0, 0.0)
     one = of(FIRST, 1) or second
@@ -148,6 +150,7 @@ def _chains(timings: Timings, side: str, depth: int) -> Side:
     firsts = [pooled([timings.groups(FIRST, some) for some in sides]) for sides in ((side,), CONTEXTS)]
     slope = _slope(firsts[0], two) or _slope(firsts[1], two) or 0.0
     verify = _filled([of(PLAIN) or of(VERIFY, 0), *(of(VERIFY, n) for n in range(1, depth + 1))])
+    # Reading more is never cheaper: where it was timed so, that was noise.
     return Side((one, max(two, one)), max(slope, 0.0), verify, later or one, (), (), second or one)
 
 
@@ -157,7 +160,8 @@ def _later(groups: Groups) -> tuple[float, float] | None:
         return None
     if len(groups) == 1:
         (((drafted,), seconds),) = groups.items()
-        return typical(seconds) / (drafted - 1), typical(seconds) / (drafted - 1)
+        return typical(seconds) / (drafted - 1), typical(seconds) / (drafted - 1)  # one length does not tell them apart
+    # After the first step: second + (drafted - 2) x later.
     second, later = line([((1, drafted - 2), seconds) for (drafted,), seconds in groups.items()])
     return second, later
 
@@ -210,7 +214,7 @@ def _with_trees(timings: Timings, low: Side, high: Side) -> tuple[Side, Side, tu
         for side, draft, verify in zip(sides, drafts, verifies, strict=True)
     )
     outside = pooled([timings.groups(TREE_OUTSIDE, name) for name in CONTEXTS])
-    if len(outside) < 3:
+    if len(outside) < 3:  # unknowns of the line below
         return low, high, None
     per_round, per_step, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
     return low, high, (per_round, per_step, per_token)
@@ -233,6 +237,7 @@ def _batch_side(timings: Timings, side: str, every: Groups, context: float) -> B
     """Return the costs of batches at one context; what was never seen there is taken from both together."""
     here = _batch_verify(timings, side)
     verify: dict[int, list[tuple[int, float]]] = {}
+    # `pooled` is in ascending order, so the points of each size rise, as `along` wants them.
     for (streams, tokens), seconds in every.items():
         verify.setdefault(streams, []).append((tokens, typical(here.get((streams, tokens), seconds))))
     later = _by_streams(_of(timings, BATCH_DRAFTS, side), lambda streams, steps: steps)
@@ -267,11 +272,13 @@ def _by_streams(
     """
     known = sorted({streams for streams, _ in groups})
     more = extra or (lambda streams, count: 0)
+    # One unknown for each number of streams and one for a token more: in one fit, since all sizes share that price.
     columns = [
         ([*(times(*counts) * (counts[0] == n) for n in known), max(more(*counts), 0)], seconds)
         for counts, seconds in groups.items()
     ]
     if not columns:
         return (), 0.0
+    # Where no extra token is counted, the last column is nothing but zeros.
     *steps, token = line(columns) if extra else [*line([(row[:-1], seconds) for row, seconds in columns]), 0.0]
     return tuple(zip(known, steps, strict=True)), token

@@ -19,6 +19,8 @@ NS = 1e-9
 MOST_NS = 10**15
 """The longest timing that is read from a file: nothing takes eleven days."""
 
+# A mean of m out of n blocks, drawn with replacement, has variance (n - 1) s^2 / (n m), where s^2 is that of the sample;
+# Student's t with n - 1 degrees of freedom makes it (n - 1) s^2 / (n (n - 3)): the same for m = n - 3.
 LOST = 3
 """Blocks fewer than there are that a draw takes: as wide as Student's t with one degree of freedom less than blocks."""
 
@@ -100,6 +102,8 @@ class Measurements:
         """
         most = max((len(series) for series in self.series.values()), default=0)
         places, drawn = rng.random(max(most, 1)), {}
+        # Circular blocks (Politis and Romano 1992): one that reaches the end goes on at the beginning, so that repetitions
+        # near an end come up as often as others. `places` are shares of the time, the same for series of any count.
         for count in {len(series) for series in self.series.values()}:
             step = min(length, count)
             blocks = max(count // step - LOST, 1)
@@ -138,6 +142,7 @@ class Measurements:
 
 
 def _wholes(values: Any, name: str, most: int = 2**31) -> tuple[int, ...]:
+    # By `type`: JSON's true is an int to `isinstance`.
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value <= most for value in values):
         raise ValueError(f"{name}: expected a list of whole numbers between 0 and {most}")
     return tuple(values)

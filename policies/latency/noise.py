@@ -84,7 +84,7 @@ class Noise:
 def judge(measurements: Measurements) -> Noise | None:
     """Return how noisy the machine was; None where nothing was timed often enough to tell."""
     series = {k: v for k, v in measurements.by_repetition().items() if sum(values.size for values in v) >= FEWEST}
-    timed = [one for one in (_Timed(key, seconds) for key, seconds in series.items()) if one.middle > 0.0]
+    timed = [one for one in (_Timed(key, seconds) for key, seconds in series.items()) if one.middle > 0.0]  # it divides
     if not timed:
         return None
     pace = _pace(timed)
@@ -119,6 +119,7 @@ def _pace(timed: Sequence[_Timed]) -> Seconds:
     for one in timed:
         taken += np.bincount(one.repetition, np.minimum(one.seconds, STALLED * one.middle), count)
         usual += one.middle * np.bincount(one.repetition, minlength=count)
+    # A ratio of sums: a thing weighs by its seconds, and a repetition that lacks one is not the faster for it.
     pace: Seconds = taken[usual > 0] / usual[usual > 0]
     return pace
 
@@ -139,6 +140,8 @@ def _lasting(pace: Seconds) -> int:
     """
     off = pace - pace.mean()
     power = float(off @ off)
+    # The standard deviation of correlations where repetitions are independent: the first lag is held to twice that, others
+    # to it. Lags go up to an eighth of the repetitions, as the answer is twice their number.
     chance = 1.0 / np.sqrt(pace.size)
     shares = [float(off[lag:] @ off[:-lag]) / power if power else 0.0 for lag in range(1, pace.size // 8 + 1)]
     if not shares or shares[0] < 2.0 * chance:

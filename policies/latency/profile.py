@@ -113,6 +113,7 @@ class Profile(Costs):
     @cached_property
     def noise(self) -> Noise | None:
         """How noisy the machine was; None of costs that were not measured, or before measurements were kept."""
+        # Decisions may have been timed at another time, or on another machine.
         return judge(self.measurements.leaving(DECISIONS)) if self._is_measured else None
 
     @cached_property
@@ -165,14 +166,17 @@ class Profile(Costs):
         """Write the profile as JSON, each series of its measurements on a line of its own."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if self.measurements:
+            # The closing brace of the indented text makes room for one more entry.
             lines = ",\n".join(f"    {json.dumps(series)}" for series in self.measurements.to_list())
             text = f'{text[:-2]},\n  "measurements": [\n{lines}\n  ]\n}}'
         write_atomic(path, text + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as plain JSON values, without its measurements, which only its file has."""
+        # Emptied first: `asdict` would copy every timing.
         bare = dataclasses.asdict(dataclasses.replace(self, measurements=Measurements()))
         del bare["measurements"], bare["source"]
+        # As a file has it, lists for tuples and texts for keys that are numbers: `same_costs` compares it with what was read.
         plain: dict[str, Any] = json.loads(json.dumps({"schema": PROFILE_SCHEMA, "kind": "profile", **bare}))
         return plain
 
@@ -198,6 +202,7 @@ class Profile(Costs):
             low, high = (read_table(entries.part(side)) for side in ("low", "high"))
             if len(low.verify_s) != len(high.verify_s):
                 raise ValueError("verify_s: both contexts need the same lengths")
+            # `at_context` divides by the span.
             if high.context != low.context and high.context < low.context + 1.0:
                 raise ValueError("high.context: expected that of low, or at least one token more")
             outside = entries.numbers("tree_outside_s", (3, 3), most=MOST_S) if entries.has("tree_outside_s") else None
@@ -233,4 +238,4 @@ def _numbers(values: Any) -> list[float]:
         values = [values[key] for key in sorted(values)]
     if isinstance(values, list | tuple):
         return [number for value in values for number in _numbers(value)]
-    return [-1.0 if values is None else float(values)]
+    return [-1.0 if values is None else float(values)]  # no cost is below 0

@@ -44,8 +44,10 @@ def line(groups: Sequence[tuple[Sequence[float], ArrayLike]]) -> list[float]:
         groups: (counts [C], timings) of rounds that consisted of the same; larger groups weigh more, up to `ENOUGH`.
     """
     weight = np.sqrt([min(np.size(values), ENOUGH) for _, values in groups])
-    x = np.array([counts for counts, _ in groups], dtype=np.float64) * weight[:, None]
+    x = np.array([counts for counts, _ in groups], dtype=np.float64) * weight[:, None]  # [G, C]
     y = np.array([typical(values) for _, values in groups]) * weight
+    # Non-negative least squares, the simple form: the most negative column is left out and the rest fitted anew. The weights'
+    # roots stand in x and y, since squares are summed.
     columns = list(range(x.shape[1]))
     while columns:
         found, *_ = np.linalg.lstsq(x[:, columns], y, rcond=None)
@@ -70,11 +72,13 @@ def rising(sides: Sequence[Groups]) -> list[Points]:
     if not every:
         return [()] * len(sides)
     knots = _knots(max(max(sizes) for sizes in every))
+    # A round's calls were timed together, so their parts add up. No slope between knots is below 0, so the curve never falls.
     per_call, *rises = line([(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()])
     known = [per_call + float(np.dot(rises, _parts(n, knots)[1:])) for n in knots]
 
     curves = []
     for side in sides:
+        # Timings over what the common curve says of them; a side that was never timed takes the curve as it is.
         shares = [np.asarray(times) / said for sizes, times in side.items() if (said := _sum(sizes, knots, known))]
         scale = typical(np.concatenate(shares)) if shares else 0.0
         curves.append(tuple((n, (scale or 1.0) * seconds) for n, seconds in zip(knots, known, strict=True)))
@@ -89,12 +93,14 @@ def between(points: Sequence[tuple[int, float]], at: Sequence[int]) -> tuple[flo
 def along(points: Sequence[tuple[int, float]], at: ArrayLike) -> NDArray[np.float64]:
     """Return what lies on the line through the points; beyond them it goes on as it rises over all, and never falls."""
     x, y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    # By the ends: between the last two points alone noise may rise or fall steeply.
     rise = max((y[-1] - y[0]) / (x[-1] - x[0]), 0.0) if len(x) > 1 else 0.0
     places = np.asarray(at, dtype=np.float64)
     out: NDArray[np.float64] = np.interp(places, x, y) + rise * np.maximum(places - x[-1], 0.0)
     return out
 
 
+# One array for all who ask: nobody may write into it.
 @functools.lru_cache(1024)
 def extended(table: tuple[float, ...], count: int) -> NDArray[np.float64]:
     """Return [count] float64, the entries of a table of what 1, 2, ... things cost, which goes on as `between` does."""

@@ -59,8 +59,8 @@ class CostTable:
             caches that the target has emptied.
         draft_token_s: each further token of a backlog.
         verify_s: a verification of n = 0, 1, ..., K drafted tokens (n + 1 rows), as measured.
-        later_draft_s: each draft step behind the first; None = as the first of one token.
-        tree_draft_s: of a tree, points (rows, seconds) of a draft step behind the first that reads so many tokens; none =
+        later_draft_s: each draft step after the first; None = as the first of one token.
+        tree_draft_s: of a tree, points (rows, seconds) of a draft step after the first that reads so many tokens; none =
             as many times one row as verifying is.
         tree_verify_s: of a tree, points (drafted tokens, seconds) of a verification; none = as of chains. Between points
             costs are linear.
@@ -78,13 +78,13 @@ class CostTable:
 
     @property
     def later_s(self) -> float:
-        """Seconds of a draft step behind the first, of one row."""
+        """Seconds of a draft step after the first, of one row."""
         return self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
 
     def tree_draft(self, most: int) -> tuple[float, ...]:
         """Return the seconds of a later draft step of a tree that reads 0, 1, ..., `most` rows; none cost nothing."""
         scale = self.later_s / self.verify_s[0] if self.verify_s[0] else 0.0
-        points = self.tree_draft_s or tuple((n + 1, scale * s) for n, s in enumerate(self.verify_s))
+        points = self.tree_draft_s or tuple((n + 1, scale * s) for n, s in enumerate(self.verify_s))  # n + 1 rows
         return (0.0, *between(points, range(1, most + 1)))
 
     def tree_verify(self, most: int) -> tuple[float, ...]:
@@ -118,6 +118,7 @@ def at_context(low: Array, high: Array, contexts: tuple[float, float], context: 
     """Return seconds at `context`, given those at the two contexts measured; beyond them never less than a quarter."""
     span = contexts[1] - contexts[0]
     weight = (np.asarray(context, dtype=np.float64) - contexts[0]) / span if span else 0.0
+    # Outside its two points a line may fall to 0 and below, and rates divide by seconds.
     out: Array = np.maximum(low + (high - low) * weight, 0.25 * np.minimum(low, high))
     return out
 
@@ -125,6 +126,7 @@ def at_context(low: Array, high: Array, contexts: tuple[float, float], context: 
 def least_later(cost: Array) -> Array:
     """Return [N] int64, which of the costs [N] from each place on is the least: the first of equal ones."""
     places = np.arange(len(cost))
+    # A place has the least cost from itself on iff it equals the running minimum from the end; then the nearest such place.
     least = np.where(cost == np.minimum.accumulate(cost[::-1])[::-1], places, len(cost))
     out: Array = np.minimum.accumulate(least[::-1])[::-1]
     return out

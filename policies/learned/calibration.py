@@ -53,7 +53,7 @@ class Calibrator:
         """Return the float64 probabilities, of the same shape as `logits`."""
         scores = np.ascontiguousarray(logits, dtype=np.float64)
         out = np.empty(scores.shape)
-        kernels().calibrate(scores.reshape(-1), self.scale, self.pieces, out.reshape(-1))
+        kernels().calibrate(scores.reshape(-1), self.scale, self.pieces, out.reshape(-1))  # into `out`, by a view
         return out
 
 
@@ -68,7 +68,7 @@ def _pieces(knots: Array) -> Array:
     """Return [4, n + 1]: upper bound, start, level and slope of each piece of the map, which is level outside its knots."""
     x, y = knots.astype(np.float64)
     step = np.diff(x)
-    slope = np.where(step > 0, np.diff(y) / np.maximum(step, 1e-12), 0.0)
+    slope = np.where(step > 0, np.diff(y) / np.maximum(step, 1e-12), 0.0)  # numpy computes both sides
     return np.stack(
         [np.append(x, np.inf), np.append(x[:1], x), np.append(y[:1], y), np.concatenate([[0.0], slope, [0.0]])]
     )

@@ -68,8 +68,8 @@ class ContinuationPolicy(LearnedPolicy):
     def _with_memory(self, step: DraftStep, state: State) -> tuple[Array, Array]:
         """Return the features and after them what is remembered of the parents [S, B, F + M], and what to remember."""
         features, count = step.features, step.features.shape[-1]
-        now: Array = features.take(self._memory, -1)
-        rows = np.empty((*step.alive.shape, count + len(self._memory)), dtype=np.float32)
+        now: Array = features.take(self._memory, -1)  # a copy: what a step shows is the caller's
+        rows = np.empty((*step.alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]
         rows[..., :count] = features
         if step.depth <= self.first:
             rows[..., count:] = 0.0

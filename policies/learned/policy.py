@@ -108,6 +108,7 @@ class LearnedPolicy(StopPolicy):
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
         shape = features.shape[:-1]
+        # Heads of hidden states alone have F = 0: of no numbers at all, reshape cannot tell what -1 stands for.
         rows = np.ascontiguousarray(features, dtype=np.float32).reshape(math.prod(shape), features.shape[-1])
         states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         scores = self.head.scores(rows, depth, states)
@@ -125,7 +126,7 @@ class LearnedPolicy(StopPolicy):
             before: [S, B'] S of the depth before; None = the product begins here.
         """
         alive, depth, features = step.alive, step.depth, step.features
-        rows, hidden = features.reshape(alive.size, features.shape[-1]), step.hidden
+        rows, hidden = features.reshape(alive.size, features.shape[-1]), step.hidden  # [S B, F]
         if hidden:
             hidden = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         if alive.size > 1 and not alive.all():  # only these are scored
@@ -158,6 +159,7 @@ class LearnedPolicy(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the rule keeps."""
         depth = step.depth
+        # S_0 is 1, so the product begins at depth 1, or at the first depth at which the policy is asked.
         found, kept = self.survive(step, state if depth > 1 and depth > self.first else None)
         return kept, found[0]
 

@@ -35,7 +35,7 @@ class PathCalibrator(Calibrator):
     def maps(self, depth: int, ranks: Array) -> Array:
         """Return [B, 3], scale, tilt and shift of the branches of a depth, given their ranks [B]."""
         row = self._table[min(depth, len(self._table) - 1)]
-        shift = row[2 + np.minimum(ranks, len(row) - 3)]
+        shift = row[2 + np.minimum(ranks, len(row) - 3)]  # ranks beyond the table count as its last
         return np.stack([np.full(len(shift), row[0]), np.full(len(shift), row[1]), shift], 1)
 
     def of(self, above: Array, logits: Array, depth: int, ranks: Array) -> Array:

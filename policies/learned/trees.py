@@ -90,7 +90,7 @@ class TreeGain(LearnedPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step."""
         depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
-        unknown = state is None or depth <= max(self.first, 1)
+        unknown = state is None or depth <= max(self.first, 1)  # above the first decision nothing was read
         known, before = cast(Known, (np.empty((streams, 2, 0)),) * 2 if unknown else state)
         rows, above, read = rule.ask(depth, step.alive, step.parent, step.features, before)
         scores = self.head.scores(read, depth) if len(rows) else _NOTHING
@@ -98,7 +98,7 @@ class TreeGain(LearnedPolicy):
         kernels().survive(scores, rows, above, self._maps_of(depth, branches), depth == 0, values)
         if depth == 0:  # the root is no node
             return rule.extend(0, values, rule.price(known)), None
-        known = np.concatenate((known, values), 2)
+        known = np.concatenate((known, values), 2)  # [S, 2, N + B]
         return rule.extend(depth, values, rule.price(known)), (known, values)
 
     def node_survival(self, tree: DraftTree, state: State) -> Array:

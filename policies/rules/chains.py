@@ -34,7 +34,7 @@ class Rule:
     by: int = SURVIVAL
     strict: bool = False
     together: bool = False
-    levels: tuple[Array, ...] = (np.zeros(1),)
+    levels: tuple[Array, ...] = (np.zeros(1),)  # void where another kernel decides (`BatchRule`)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -87,7 +87,7 @@ class Derived(Rule):
     kind, by, strict = "derived", GAIN, True
 
     def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
-        if not thresholds or not all(t == t for t in thresholds):
+        if not thresholds or not all(t == t for t in thresholds):  # NaN is not equal to itself
             raise PolicyError("rule derived: expected one number for each depth")
         if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
             raise PolicyError(f"rule derived: expected first to be a depth up to {len(thresholds)}, not {first!r}")
@@ -159,7 +159,7 @@ class BatchRule(Rule):
     def times(self, streams: Array) -> Array:
         """Return [n] what the best fixed length's rate in batches of so many streams [n] is multiplied by."""
         sizes, times = zip(*self.rates, strict=True) if self.rates else ((1,), (1.0,))
-        out: Array = np.interp(streams, sizes, times)
+        out: Array = np.interp(streams, sizes, times)  # beyond the sizes that were settled the outermost one holds
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,6 +180,7 @@ def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) ->
     a = np.array(acceptance[:depth], dtype=np.float64)
     thresholds = []
     for j in range(depth):
+        # 1, 1 + a_{j+2}, 1 + a_{j+2} + a_{j+2} a_{j+3}, ...: what m = 1, 2, ... further tokens bring for each S_j next_j.
         tokens = np.cumsum(np.append(1.0, np.cumprod(a[j + 1 :])))  # [K - j]
         thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / tokens).min()))
     return thresholds

@@ -102,6 +102,8 @@ class TreeRule:
         self._levels: dict[tuple[int, int], LevelTable] = {}
         self._costs: dict[int, Array] = {}
         self.verify_tokens = tokens = self.verify_costs(MOST_NODES)
+        # The mean over some further nodes, not the price of the next alone: where seconds rise in steps, that may be next to
+        # nothing, or a whole step. With `MOST_NODES` nodes a further one is priced as the last was.
         rises = [((tokens[n + 1 :] - tokens[n]) / np.arange(1, MOST_NODES + 1 - n)).min() for n in range(MOST_NODES)]
         self.rises: Array = np.maximum([*rises, rises[-1]], 0.0)
 
@@ -126,6 +128,7 @@ class TreeRule:
     @functools.cached_property
     def _tree(self) -> list[tuple[Array, Array]]:
         """By depth, rank and mean survival of each node of the tree that the rule was made for; the root first."""
+        # Nodes are numbered by depth, so that entry i of `counts` is of node i - 1, and entry 0 of the root.
         depths = np.repeat(np.arange(len(self.children)) + 1, [sum(level) for level in self.children])
         counts = np.concatenate([np.zeros(0, dtype=np.int64), *(np.array(n, dtype=np.int64) for n in self.children)])
         parent = np.repeat(np.arange(len(counts)) - 1, counts)
@@ -150,7 +153,7 @@ class TreeRule:
         if depth < len(self._tree) and len(self._tree[depth][0]) == branches:
             ranks = self._tree[depth][0]
         elif depth == 1:
-            ranks = np.arange(branches)
+            ranks = np.arange(branches)  # all are children of the root
         mean = np.full(branches, math.prod(self.acceptance[:depth], start=1.0))
         if depth < len(self._tree) and len(self._tree[depth][1]) >= branches:
             mean = self._tree[depth][1][:branches].copy()
@@ -158,16 +161,18 @@ class TreeRule:
         if 1 < depth <= len(self._tree):
             mean_above = np.concatenate([self._tree[depth - 1][1], mean_above])
         levels = max(len(self.acceptance) - depth, 0)
-        rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)
+        # At depth 0 the first step reads the root alone, at a price of its own (`opening_s`).
+        rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
-        decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]
+        decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
+        # The root is read in any case: there is nothing that could have been refused.
         return LevelTable(ranks, counts, mean, mean_above, float(self.floor) if depth else 0.0, costs, decay)
 
     def verify_costs(self, nodes: int) -> Array:
         """Return [N + 1], what verifying 0..N nodes costs in tokens."""
         if nodes not in self._costs:
             seconds = extended(self.verify_s, nodes + 1)
-            self._costs[nodes] = (seconds - seconds[0]) * self.rate
+            self._costs[nodes] = (seconds - seconds[0]) * self.rate  # the anchor is verified in any case
         return self._costs[nodes]
 
     def ask(

@@ -186,6 +186,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         policy = _build({**_LATER, **raw}, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
+    # Entries of the right types may still not fit each other; each part that is built of them says so with another error.
     except (
         KeyError,
         TypeError,
@@ -204,10 +205,11 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
 
 def _check_keys(raw: Mapping[str, Any]) -> None:
     """Refuse a missing or unknown key, a value of another type, and contents that are not those that were written."""
+    # Missing or unknown, less what is missing and may be.
     if odd := sorted((set(raw) ^ set(_TYPES)) - (set(_LATER) - set(raw))):
         raise PolicyError(f"{POLICY_FILE} has keys missing or unknown: {', '.join(map(repr, odd))}")
     for name, kind in _TYPES.items():
-        if name in raw and (not isinstance(raw[name], kind) or isinstance(raw[name], bool)):
+        if name in raw and (not isinstance(raw[name], kind) or isinstance(raw[name], bool)):  # bool is an int
             raise PolicyError(f"{name}: {str(raw[name])[:80]!r} is not what is expected there")
     if raw["sha256"] != digest(raw):
         raise PolicyError(
@@ -231,12 +233,13 @@ def _checked_files(path: Path, raw: Mapping[str, Any]) -> dict[str, bytes]:
                 f"{name} is not the file that {POLICY_FILE} was written with (its checksum differs); "
                 "train or copy the policy again"
             )
-        if name != WEIGHTS_FILE and data[:1] != b"{":
+        if name != WEIGHTS_FILE and data[:1] != b"{":  # UBJSON marks an object as JSON does
             raise PolicyError(f"{name} is not UBJSON")
     for name in TEXT_FILES:
         if (path / name).exists():
             check_text(read_plain(path / name, MOST_TEXT), name)
     check_tensor_file(contents[WEIGHTS_FILE])
+    # The bytes themselves: files read again to be loaded might be others by then.
     return contents
 
 

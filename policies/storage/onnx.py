@@ -79,11 +79,11 @@ def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
         PolicyError: onnx is not installed, the head is of another kind, or onnxruntime answers otherwise.
         InputError: as `claim_file`.
     """
-    claim_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
+    claim_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])  # an export names it near its beginning
     model = build_onnx(policy)
     raw = model.SerializeToString()
     found = largest_difference(policy, raw)
-    if found is not None and not found <= NEAR:
+    if found is not None and not found <= NEAR:  # NaN is refused as well
         raise PolicyError(
             f"deploy: onnxruntime's answers are up to {found:.1e} off, more than {NEAR:g}; nothing was written"
         )
@@ -132,6 +132,7 @@ def largest_difference(policy: LearnedPolicy, raw: bytes) -> float | None:
     except ImportError:
         return None
     chance = np.random.default_rng(0)
+    # Beyond 1, too, where features may lie outside the bounds of a head and its log-odds are clipped.
     x = chance.random((ROWS, len(policy.features))) * (1 + 4 * chance.random((ROWS, 1)))
     if isinstance(policy.head, TreesHead):
         x[chance.random(x.shape) < 0.1] = np.nan
@@ -148,6 +149,7 @@ def _head(graph: _Graph, policy: LearnedPolicy) -> tuple[str, str]:
     head = policy.head
     if not isinstance(head, (LinearHead, MLPHead, TreesHead)):
         raise PolicyError(f"deploy: the head {head.kind!r} has no ONNX form; expected logistic, mlp or xgboost")
+    # Trees read depth 0 differently by their bounds alone; other heads are folded anew for it.
     same = isinstance(head, TreesHead) and np.array_equal(head.bounds, head.first_bounds)
     later, *first = (_scores(graph, head, first) for first in ((False,) if same else (False, True)))
     return later, first[0] if first else later
@@ -180,6 +182,7 @@ def _trees(graph: _Graph, head: TreesHead, x: str) -> str:
     outputs, trees, inner = tensors["feature"].shape
     leaves = inner + 1
     count = outputs * trees
+    # Complete trees in heap order: the nodes below n are 2n + 1, where x < threshold, and 2n + 2; the leaves are the last.
     node = np.tile(np.arange(inner + leaves), count)
     tree = np.repeat(np.arange(count), inner + leaves)
     is_leaf = node >= inner
@@ -208,6 +211,7 @@ def _calibrated(graph: _Graph, logit: str, calibrate: Calibrator) -> str:
     if calibrate.kind != "isotonic":
         return graph.add("Sigmoid", graph.add("Mul", logit, graph.put(calibrate.scale)))
     bounds, start, level, slope = calibrate.pieces
+    # The piece is numbered by how many upper bounds are below the logit: ONNX has no search in a sorted row.
     below = graph.add("Cast", graph.add("Less", graph.put(bounds[None]), logit), to=7)  # [N, n + 1] int64
     at = graph.add("ReduceSum", below, graph.put([1], np.int64), keepdims=1)
     first, base, rise = (graph.add("Gather", graph.put(piece), at) for piece in (start, level, slope))

@@ -42,6 +42,7 @@ ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
 @builtin("bandit", "explore", "bandit?kind=thompson&arms=fixed:2,fixed:6 picks a policy each round")
 def build_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
     """Return the bandit over the policies that `arms` names, with commas between them."""
+    # The default arms are built-ins: a plugin that claims the name of one must not break the bandit.
     return Bandit([load_policy(arm, plain=arms == ARMS) for arm in str(arms).split(",") if arm], kind, explore)
 
 
@@ -137,7 +138,7 @@ def _of_spec(text: str, plain: bool) -> StopPolicy:
         return _under_options(load_policy_folder(Path(name).expanduser()), _arguments(query, text), text)
     name, colon, value = name.partition(":")
     points, refused = ([], {}) if plain else _installed()
-    if name in refused:
+    if name in refused:  # a built-in, too, whose name a plugin claims: which one is meant?
         raise PolicyError(f"--policy: {refused[name]}")
     installed = {point.name: point for point in points if point.name not in refused}
     if name not in BUILTINS and name not in installed:
@@ -161,6 +162,7 @@ def _of_spec(text: str, plain: bool) -> StopPolicy:
 
 
 def _is_folder(text: str) -> bool:
+    # A bare name is a folder only if a policy is in it: a folder `fixed` in the way does not hide the built-in.
     path = Path(text).expanduser()
     return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
 
@@ -209,6 +211,7 @@ def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> S
     takes = _takes(build, where)
     with loading(where, "making it"):
         try:
+            # Bound before the call: a TypeError of the plugin's own code is no wrong option.
             inspect.Signature([*takes.values()]).bind(**arguments)
         except TypeError as error:
             raise PolicyError(f"{where}: {error}; it takes {', '.join(takes) or 'nothing'}") from None

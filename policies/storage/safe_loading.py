@@ -30,6 +30,7 @@ _MOST_LEVELS = 64
 
 def read_plain(path: Path, most: int) -> bytes:
     """Return the bytes of a plain file of at most `most`; a link, a device, a pipe or a larger file is a `PolicyError`."""
+    # No link is followed, and a pipe does not wait for a writer; not every system has each of these.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink():
@@ -38,6 +39,7 @@ def read_plain(path: Path, most: int) -> bytes:
     except OSError as error:
         raise PolicyError(f"{path.name} cannot be read: {error.strerror}") from None
     with os.fdopen(handle, "rb") as file:
+        # Of the open file, not of its name, which may lead elsewhere by now; and no more is read than was allowed.
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise PolicyError(f"{path.name} is no plain file")
@@ -101,7 +103,7 @@ def parse_json(raw: bytes, name: str) -> dict[str, Any]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
-    if len(out) != len(pairs):
+    if len(out) != len(pairs):  # of equal keys one parser takes the first, another the last
         raise ValueError("a key stands there twice")
     return out
 
@@ -137,11 +139,12 @@ def digest(raw: Mapping[str, Any]) -> str:
 
 def check_tensor_file(raw: bytes) -> None:
     """Refuse bytes that are no safetensors file of float32, int64 and bool tensors that fill it exactly."""
+    # The format: 8 bytes with the length of the header, the header as JSON, the tensors end to end.
     size = int.from_bytes(raw[:8], "little")
     if len(raw) < 10 or size > min(MOST_HEADER, len(raw) - 8) or raw[8:9] != b"{":
         raise PolicyError(f"weights: expected a safetensors file, whose header has at most {MOST_HEADER} bytes")
     header = parse_json(raw[8 : 8 + size], "the header of the weights")
-    header.pop("__metadata__", None)
+    header.pop("__metadata__", None)  # texts, which nothing reads
     spans = []
     for name, entry in header.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
@@ -155,6 +158,7 @@ def check_tensor_file(raw: bytes) -> None:
         if end - begin != item * math.prod(shape):
             raise PolicyError(f"weights: {name} of shape {shape} does not fill its {end - begin} bytes")
         spans.append((begin, end))
+    # Bytes that belong to two tensors or to none could carry what no check has seen.
     at = 0
     for begin, end in sorted(spans):
         if begin != at:
@@ -165,4 +169,5 @@ def check_tensor_file(raw: bytes) -> None:
 
 
 def _whole(values: Any, most: int) -> bool:
+    # By `type`: JSON's true is an int to `isinstance`.
     return isinstance(values, list) and len(values) <= most and all(type(v) is int and v >= 0 for v in values)

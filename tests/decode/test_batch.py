@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from conftest import NEW
+from conftest import NEW, VOCABULARY, build_model
 from enumeration import EXACT, prove_within
 from small_drafters import TRAINED, small_drafter
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.pair import Pair
+from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
@@ -96,10 +97,38 @@ def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids:
 
 
 def test_processors_see_each_texts_own_prefix(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    from specstop.decode.verify.sampling import Shaping
-
     for shaping in (Shaping(repetition_penalty=1.3, top_p=0.9), Shaping(no_repeat_ngram=2, min_new_tokens=4)):
         same_in_batches(pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, shaping=shaping))
+
+
+class Likely(StopPolicy):
+    """Goes on after tokens that were likely where they were drawn, and well ahead of others."""
+
+    name, max_depth, features = "likely", 4, ("drawn_prob", "noisy_lead")
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        return step.alive & ((step.depth == 0) | (step.features > (0.15, 0.5)).all(-1)), state
+
+
+def test_texts_of_a_batch_may_be_filtered_each_in_its_own_way(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    shapings = [None, Shaping(top_p=0.6), Shaping(repetition_penalty=1.3), None, Shaping(top_k=3)]
+    asked = [Request(own, at, shaping=some) for at, (own, some) in enumerate(zip(prompt_ids, shapings, strict=False))]
+    settings = Settings(0.7, NEW, verification="match")
+    alone = Speculator(pair, Likely(), settings).run(asked)
+    assert len({r.drafted for g in alone for r in g.rounds}) > 2
+    for batch in (2, 5):
+        made = Speculator(pair, Likely(), settings, batch=batch).run(asked)
+        assert [g.tokens for g in made] == [g.tokens for g in alone]
+        assert [rounds(g) for g in made] == [rounds(g) for g in alone]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_draft_of_fewer_tokens_than_the_target_has(tokenizer: object, temperature: float) -> None:
+    """Backlogs of streams differ, so that of some a packed call wants one row of several."""
+    pair = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)  # type: ignore[arg-type]
+    assert pair.vocabulary == VOCABULARY + 8
+    prompts = [[7, 8], [9], [VOCABULARY + 1, 7], [8, 9, 10]]
+    same_in_batches(pair, prompts, FixedLength(3), Settings(temperature, NEW, ignore_eos=True, verification="match"))
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def _offline(
         prompts[side] = read_prompts(where / f"prompts-{side}.jsonl", count)
         out, tell = stage / f"traces-{side}", _named(progress, side)
         made = _collected(models, where, prompts[side], out, temperature, verification, sizes, seed, tell)
+        # The rows are read here and now, since the folder is not called so yet.
         traces[side] = Trace(folder / out.name, made.header, made.rows)  # by the name that it will have
     room = reading_room(models, sizes.tokens)
     ids = {side: encode(asked, models.tokenizer, room) for side, asked in prompts.items()}

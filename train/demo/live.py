@@ -50,7 +50,7 @@ def compare_live(
     """Set measured beside predicted, both as ratios to the first policy.
 
     Args:
-        generations: of `decode.alternate.run_alternating`.
+        generations: of `decode.compare.alternate.run_alternating`.
         policies: the same.
         arrays: the traces of exactly those prompts; where replay is exact in law alone, rather those of more.
         profile: of this machine.
@@ -58,6 +58,7 @@ def compare_live(
     predicted = [replay(arrays, policy, profile).rate for policy in policies]
     seconds = np.array([[g.seconds for g in row] for row in generations])
     tokens = np.array([[len(g.tokens) for g in row] for row in generations])
+    # Total tokens over total time; single prompts are for the spread alone.
     rate, each = tokens.sum(1) / seconds.sum(1), tokens / seconds
     lines = []
     for index, (policy, row) in enumerate(zip(policies, generations, strict=True)):

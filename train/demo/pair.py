@@ -114,6 +114,7 @@ def unseen_prompts(
     recipe = described["recipe"]
     split = split_documents(documents, recipe["held_out"], recipe["seed"], recipe["text_bytes"])
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(pair / "target")
+    # Three fifths for training, as `split_documents` deals what it holds out.
     most = len(split.left) * 3 // 5
     found = []
     for side, own, more, count in (
@@ -122,6 +123,7 @@ def unseen_prompts(
     ):
         cut = cut_prompts(tokenizer, [*own, *more], count, tuple(recipe["prompt_tokens"]), recipe["seed"])
         first = (pair / f"prompts-{side}.jsonl").read_text(encoding="utf-8").partition("\n")[0]
+        # The pair's own documents come first, cut with the same seed: the same text gives the same first prompt.
         if cut[0] != json.loads(first):
             raise InputError(f"expected the text that {pair} was made of: its first {side} prompt is not in this one")
         found.append([Prompt(record["id"], record["prompt"], record["group"]) for record in cut])

@@ -67,7 +67,7 @@ def _learn(
         logits = _logits(target, batch[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         target_losses.append(_update(target, target_adam, loss, share * recipe.target_rate))
-        loss = _divergence(logits.detach(), _logits(draft, batch[:, :-1]))
+        loss = _divergence(logits.detach(), _logits(draft, batch[:, :-1]))  # no gradient for the target
         draft_losses.append(_update(draft, draft_adam, loss, share * recipe.draft_rate))
         tick(step + 1)
     target.model.layers = layers
@@ -97,13 +97,15 @@ def _own_text(target: LlamaForCausalLM, starts: torch.Tensor, recipe: PairRecipe
             seen = [out.logits]
             for _ in range(recipe.own_tokens):
                 scores = out.logits[:, -1].float()
+                # Gumbel-max sampling: the largest of scores + T g, g = -log(-log u); at T = 0 the best token.
+                # u = 0 would make g infinite, and 0 times that NaN.
                 uniform = torch.rand(scores.shape, generator=generator).clamp_min(1e-20)
                 token = (scores - heat * uniform.log().neg().log()).argmax(-1, keepdim=True)
                 text = torch.cat([text, token], dim=1)
                 out = writer(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
                 seen.append(out.logits)
             texts.append(text)
-            logits.append(torch.cat(seen, dim=1))
+            logits.append(torch.cat(seen, dim=1))  # [rows, prefix + own_tokens, V]
     return torch.cat(texts), torch.cat(logits)
 
 
@@ -166,6 +168,7 @@ def _empty_upper_layers(target: LlamaForCausalLM, recipe: PairRecipe) -> nn.Modu
     """Return the target's layers, those above `shallow_layers` initialised to add nothing to the stream."""
     layers: nn.ModuleList = target.model.layers
     for name, weight in layers[recipe.shallow_layers :].named_parameters():
+        # What writes into the residual stream: with these at 0 a layer that joins in later changes nothing at first.
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             nn.init.zeros_(weight)
     return layers

@@ -89,6 +89,7 @@ def split_documents(documents: Sequence[Document], held_out: float, seed: int, t
         raise InputError(f"expected at least 4 documents to make a pair from, got {len(documents)}")
     order = list(documents)
     random.Random(seed).shuffle(order)
+    # Two at least are held out, one for each kind of prompts, and two are learnt.
     count = min(max(2, round(held_out * len(order))), len(order) - 2)
     train_count = min(max(1, round(0.6 * count)), count - 1)
     rest = order[count:]

@@ -37,8 +37,8 @@ def right_proposals(network: Any, texts: Iterable[Text], embedding: Module, outp
         right, first = [], max(0, text.prompt - 1)  # the first root that the target has drawn
         for depth, tokens in enumerate(best(network, Batch.of([text]), embedding, output)):
             known = len(text.tokens) - 2 - depth
-            right.append(tokens[:known] == text.tokens[2 + depth :])
-        last = min(map(len, right))
+            right.append(tokens[:known] == text.tokens[2 + depth :])  # position s proposes token s + 2 + depth
+        last = min(map(len, right))  # positions at which all depths can be compared
         if first < last:
             yield torch.stack([row[first:last] for row in right], 1)
 
@@ -53,6 +53,7 @@ def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Mod
     symbols = positions(network, batch, embedding, output)[0].double().exp()
     prefixes = Prefixes.empty(symbols)
     rows = torch.arange(len(symbols))
+    # Past the end of the text the prefixes mean nothing; `right_proposals` leaves those positions out.
     following = torch.nn.functional.pad(batch.tokens[0], (0, symbols.shape[1]))
     for depth in range(symbols.shape[1]):
         yield prefixes.next(symbols).argmax(-1)

@@ -134,6 +134,8 @@ def _unread(rounds: Rounds, by_first: Tensor) -> Tensor:
     sequence, context, backlog, drafted = (
         values.numpy() for values in (rounds.sequence, rounds.context, rounds.backlog, rounds.drafted)
     )
+    # Where it did not draft in the round before, it still lacks what it lacked then, and what that round committed.
+    # In order, for each row builds on the one before.
     read, unread = ~by_first.numpy() & (drafted > 0), backlog.copy()
     for at in np.flatnonzero((sequence[1:] == sequence[:-1]) & ~read[:-1]) + 1:
         unread[at] = unread[at - 1] + context[at] - context[at - 1]

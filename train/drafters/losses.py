@@ -32,7 +32,7 @@ def _distilled(network: Any, batch: Batch, embedding: Module, output: Module) ->
         target = output(batch.states[:, 1:]).softmax(-1)  # [B, n - 1, V]; row s is of token s + 2
     total, weights = batch.states.new_zeros(()), 0.0
     for depth, scores in enumerate(proposals(network, batch, embedding, output)):
-        wanted = target[:, depth : depth + scores.shape[1]]
+        wanted = target[:, depth : depth + scores.shape[1]]  # row s is of token s + 2 + depth
         nats = -(wanted * scores.log_softmax(-1)).sum(-1)
         there = torch.arange(scores.shape[1], device=nats.device) + 2 + depth < batch.length[:, None]
         total = total + FADE**depth * nats[there].mean()
@@ -57,6 +57,8 @@ def _ctc(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -
     there = torch.arange(windows.shape[1], device=windows.device) + 2 + tokens <= batch.length[:, None]
     rows, wanted = symbols[:, : windows.shape[1]][there], windows[there]
     lengths = torch.full((len(rows),), symbols.shape[2], device=rows.device)
+    # Equal tokens side by side need a blank between them: a window with many has no alignment, and an infinite loss that is
+    # set to 0.
     loss: Tensor = functional.ctc_loss(
         rows.transpose(0, 1), wanted, lengths, torch.full_like(lengths, tokens), blank=blank, zero_infinity=True
     )

@@ -60,6 +60,7 @@ class DrafterModule(lightning.LightningModule):
 
         def share(step: int) -> float:
             warm = max(1, int(WARM_UP * steps))
+            # The lower of the two: a line up, and a cosine over all steps, which is near 1 during the warm-up.
             return min((step + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / steps)))
 
         schedule = torch.optim.lr_scheduler.LambdaLR(adam, share)
@@ -97,6 +98,7 @@ class _Batches(IterableDataset[Batch]):
 
     def __init__(self, texts: Texts, batch: int, shuffle: TextsDataModule | None) -> None:
         self.texts, self.batch, self.shuffle = texts, batch, shuffle
+        # The schedule of the learning rate wants to know the number of steps beforehand.
         self._count = [len(texts.read(number)) for number in range(len(texts.files))]
 
     def __len__(self) -> int:
@@ -105,6 +107,7 @@ class _Batches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         trainer = None if self.shuffle is None else self.shuffle.trainer
         epoch = 0 if trainer is None else trainer.current_epoch
+        # Whole numbers hash alike in every process, whatever PYTHONHASHSEED is.
         seed = hash((0 if self.shuffle is None else self.shuffle.seed, epoch)) % 2**63
         generator = torch.Generator().manual_seed(seed)
 

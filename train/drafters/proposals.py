@@ -43,6 +43,7 @@ def _by_heads(network: Heads, batch: Batch, embedding: Module) -> Iterator[Tenso
         known = count - 2 - head
         path = None
         if embedded is not None:
+            # Of tokens s + 1 .. s + 1 + head: [B, known, head + 1, H].
             path = torch.stack([embedded[:, 1 + at : 1 + at + known] for at in range(head + 1)], 2)
         yield network.logits(head, network.state(head, batch.states[:, :known], path))
 
@@ -73,6 +74,7 @@ def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, following: 
     count, beside = batch.tokens.shape[1] - 1, _Beside()
     cos, sin = network.rotations(count + network.shape.depth, batch.states.device, batch.states.dtype)
     own = embedding(torch.nn.functional.pad(batch.tokens, (0, network.shape.depth)))
+    # Position s reads the state of token s with token s + 1, its root; at each further depth one token on.
     states, read = batch.states[:, :-1], own[:, 1 : 1 + count]
     for depth in range(network.shape.depth):
         rotation = cos[depth : depth + count], sin[depth : depth + count]
@@ -98,9 +100,10 @@ class _Beside:
         scale = queries.shape[-1] ** -0.5
         count = queries.shape[1]
         late = torch.ones(count, count, dtype=torch.bool, device=queries.device).triu(1)
-        text = torch.einsum("bqhd,bkhd->bhqk", queries, self._keys[0]).masked_fill(late, -torch.inf)
+        text = torch.einsum("bqhd,bkhd->bhqk", queries, self._keys[0]).masked_fill(late, -torch.inf)  # [B, heads, n, n]
         if len(self._keys) == 1:
             return torch.einsum("bhqk,bkhd->bqhd", (text * scale).softmax(-1), values)
+        # Of later depths a position sees its own keys alone, one a depth: [B, heads, n, depths].
         own = torch.stack([(queries * k).sum(-1).transpose(1, 2) for k in self._keys[1:]], -1)
         weights = (torch.cat([text, own], -1) * scale).softmax(-1)
         out = torch.einsum("bhqk,bkhd->bqhd", weights[..., :count], self._values[0])

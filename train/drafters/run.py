@@ -122,6 +122,7 @@ def _fitted(
 ) -> nn.Module:  # fmt: skip
     """Return the network with the least held-out loss. The caller's torch random state is left as it was."""
     epochs = options.epochs or EPOCHS[kind]
+    # Whoever calls may be in inference mode, whose tensors take no gradients.
     with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
         torch.manual_seed(seed)
         network = new_network(pair, kind, depth)
@@ -163,6 +164,7 @@ def _class(kind: str) -> type:
 def _heads(hidden: int, config: Any) -> int:
     """Return the target's number of attention heads, or the next smaller one that divides the width evenly."""
     heads = int(config.num_attention_heads)
+    # Twice, since rotary positions turn one half of each head against the other.
     while hidden % (2 * heads):
         heads -= 1
     return heads

@@ -85,6 +85,7 @@ def record_texts(
             )
     else:
         write_json(folder / LIST, facts)
+    # At least eight files where there are as many prompts: whole files are held out.
     size = max(1, min(TOGETHER, len(prompts) // 8))
     parts = [prompts[at : at + size] for at in range(0, len(prompts), size)]
     files = [folder / f"texts-{number:05d}.safetensors" for number in range(len(parts))]
@@ -103,11 +104,12 @@ def _written(
     """Return what a file holds of some prompts."""
     ids, keys = [ids for _, ids in part], [stream_key(seed, prompt.id) for prompt, _ in part]
     tokens, states, sizes = [], [], []
-    for sampled in dict.fromkeys((0.0, temperature)):
+    for sampled in dict.fromkeys((0.0, temperature)):  # once where both are greedy
         made = plain_texts(pair, ids, keys, most, sampled)
         for prompt, text in zip(ids, made.tokens, strict=True):
             whole = [*prompt, *text]
             tokens += whole
+            # Decoding keeps no states of the prompt, which fitting reads too: the text is read once more as a whole.
             states.append(_states(pair, whole))
             sizes.append([len(prompt), len(whole), int(sampled == 0.0)])
     return {

@@ -45,8 +45,9 @@ def fit_acceptance(arrays: TraceArrays, depth: int) -> dict[str, Any] | None:
         chosen = np.random.default_rng(0).choice(len(row), _MOST_ROWS, replace=False)
         row, at, accepted = row[chosen], at[chosen], accepted[chosen]
     odds = log_odds(top[row, at])
+    # A column for the slope, and one for the intercept of each position.
     where = csr_matrix((np.ones(len(row)), (np.arange(len(row)), at)), shape=(len(row), depth))
-    model = LogisticRegression(C=1e3, fit_intercept=False, max_iter=1000)
+    model = LogisticRegression(C=1e3, fit_intercept=False, max_iter=1000)  # hardly regularised: vLLM fits on from here
     model.fit(hstack([csr_matrix(odds[:, None]), where]), accepted)
     slope, *intercepts = model.coef_[0].tolist()
     return {"slope": max(slope, 0.0), "intercepts": intercepts, "rows": len(row)}
@@ -54,6 +55,7 @@ def fit_acceptance(arrays: TraceArrays, depth: int) -> dict[str, Any] | None:
 
 def log_odds(probability: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return log(p / (1 - p)), within +-`CLAMP`."""
+    # log 1e-18 is -41, outside the clamp; p = 1 gives infinity, which is clamped as well.
     p = np.clip(probability, 1e-18, 1.0)
     with np.errstate(divide="ignore"):
         found: np.ndarray[Any, Any] = np.clip(np.log(p) - np.log1p(-p), -CLAMP, CLAMP)

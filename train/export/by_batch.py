@@ -34,10 +34,12 @@ def choose_lengths(export: Export, sizes: Sequence[int]) -> dict[int, int]:
         sizes: rising.
     """
     fit, held = (batch_seconds(side, export.profile, sizes) for side in (export.fit_fixed, export.held_fixed))
+    # Logarithms, so that shares such as `WORTH` add up over sizes.
     loss = np.stack([np.log(fit[size].sum(1).numpy()) for size in sizes])
     for at, size in enumerate(sizes):
-        loss[at] -= loss[at].min()
-        spent = export.held_boot.total(held[size].T)
+        loss[at] -= loss[at].min()  # [K + 1], over the best length of this size
+        spent = export.held_boot.total(held[size].T)  # [1 + R, K + 1]
+        # Plain decoding's seconds over those of length k: below 1 where drafting loses.
         slower = [export.held_boot.interval(spent[:, 0] / spent[:, k]).is_below for k in range(spent.shape[1])]
         loss[at][slower] = np.inf
     best = loss.argmin(1)
@@ -55,6 +57,7 @@ def _moves(export: Export, size: int | None) -> Values:
     is clear. It is looked into at the batch sizes where it would be longer than at the one before.
     """
     count = export.depth + 1
+    # [from, to]; a length that rises is out of the question until it has proved itself.
     out = np.full((count, count), WORTH)
     np.fill_diagonal(out, 0.0)
     out[np.triu_indices(count, 1)] = np.inf
@@ -63,7 +66,7 @@ def _moves(export: Export, size: int | None) -> Values:
     boot = Resamples(export.sides.fit.prompt_ids, export.seed)
     rounds = [export.fit_fixed.rounds(length) for length in range(count)]
     priced = Priced(boot, export.draws, rounds, export.sides.fit.prompt_tokens)
-    spent = priced.seconds(change=partial(batch_profile, batch=size))
+    spent = priced.seconds(change=partial(batch_profile, batch=size))  # [1 + R, K + 1]
     for shorter, longer in itertools.combinations(range(count), 2):
         if boot.interval(spent[:, shorter] / spent[:, longer]).is_above:
             out[shorter, longer] = WORTH
@@ -72,6 +75,7 @@ def _moves(export: Export, size: int | None) -> Values:
 
 def _path(loss: Values, moves: Sequence[Values]) -> list[int]:
     """Return the length at each size, from the best one of the first on, that loses least in all."""
+    # Dynamic programming (Viterbi): by length the least loss so far, and the length before on that path.
     total = np.full(loss.shape[1], np.inf)
     total[loss[0].argmin()] = 0.0
     came_from = []

@@ -107,6 +107,7 @@ class Export:
 
     def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
         """Return the policy as `evaluate` would replay it: no deeper than the trace, its rate solved for this profile."""
+        # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
         is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
         if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
             policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
@@ -132,6 +133,7 @@ class Export:
         plan = oracle_plan(held, self.profile)
         replays = [mine, self.held_fixed.rounds(0), self.held_fixed.rounds(self.best), planned_rounds(held, plan)]
         spent = [one.of_texts(self.profile, held.prompt_tokens) for one in replays]
+        # The bound is what the plan takes, at the cheapest sizes; its rounds tell only how that varies with the timings.
         priced = Priced(boot, self.draws, replays, held.prompt_tokens, torch.stack([*spent[:-1], plan.seconds], 1))
         this, plain, best, bound = priced.seconds().T
         found: dict[str, Any] = {

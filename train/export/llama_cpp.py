@@ -48,7 +48,7 @@ class Share:
         """Return (drafted, verified), each [N], where the first `sure` [N] tokens have that share and `bound` [N] can be
         drafted."""
         most = bound.clamp_max(self.n_max)
-        drafted = torch.minimum(sure + 1, most)
+        drafted = torch.minimum(sure + 1, most)  # the token that falls short is drawn, too
         verified = drafted if self.older else torch.minimum(sure, most)
         return drafted, torch.where(verified >= self.n_min, verified, 0)
 
@@ -64,7 +64,7 @@ def shares(arrays: TraceArrays) -> Tensor:
 def walk_shares(arrays: TraceArrays, rules: Sequence[Share]) -> Walked:
     """Walk all texts under several rules."""
     p, bound = shares(arrays), draft_bound(arrays)
-    counts = {t: (p >= t).long().cumprod(1).sum(1) for t in {rule.p_min for rule in rules}}
+    counts = {t: (p >= t).long().cumprod(1).sum(1) for t in {rule.p_min for rule in rules}}  # [N] before the first
     pairs = [rule.lengths(counts[rule.p_min], bound) for rule in rules]
     drafted, verified = (torch.stack(column) for column in zip(*pairs, strict=True))
     return walk_lengths(arrays, drafted, verified)

@@ -51,9 +51,11 @@ class Steps:
         """Return the place of the next length among the candidates, and the mean."""
         lengths, top = self.candidates, len(self.candidates) - 1
         if lengths[at] == 0:
+            # A mean that began there is -1 (length less one), and steps without a draft leave it so.
             up = min(at + 1, top)
             return up, float(lengths[up] - 1) if lengths[up] > 0 and mean < 0 else mean
         down = at
+        # For length 0 it is 0.5 + down, for no mean of accepted lengths comes down to -0.5 + down.
         while down > 0 and mean <= (lengths[down - 1] - 0.5 if lengths[down - 1] else 0.5) + self.down:
             down -= 1
         if down < at:
@@ -99,4 +101,5 @@ def _refill(source: KnownLengths, waiting: Sequence[deque[int]]) -> None:
         if waiting[run]:
             source.open(stream, waiting[run].popleft())
         else:
+            # A batch that is not full any more is not what is asked for: the run ends for all its requests.
             source.active &= source.run != run

@@ -29,10 +29,12 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
     if missing_in_engines(policy) or policy.max_depth < 1:
         return {}
     drafts = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": min(policy.max_depth, depth)}
-    source = policy.source
+    name, mark, options = policy.shown_name.partition("?")
+    given = Path(name).expanduser()
+    source = policy.source or (given if mark and given.is_dir() else None)  # a folder under other options than its own
     told: dict[str, Any] = {
         "draft": header.draft or "DRAFT",
-        "policy": policy.name if source is None else str((out / POLICY).resolve()),
+        "policy": policy.shown_name if source is None else f"{(out / POLICY).resolve()}{mark}{options}",
     }
     if header.temperature > 0:
         told["temperature"] = header.temperature

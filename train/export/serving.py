@@ -126,9 +126,11 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
 
     def parts(low: float, high: float) -> tuple[float, float]:
         """Return (seconds without any context, seconds per token of it)."""
+        # Noise may make the longer context the cheaper one.
         slope = max((high - low) / span, 0.0) if span else 0.0
         return low - slope * profile.low.context, slope
 
+    # A verification of n tokens is filled up to a clearly cheaper size, as in the loop.
     verify = [parts(*(table.verify_s[n] for table in tables)) for n in filled]
     points = [(n + 1, fixed) for n, (fixed, _) in enumerate(verify)]
     wide = dict(profile.low.tree_verify_s), dict(profile.high.tree_verify_s)
@@ -138,6 +140,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
 
     def scaled(table: CostTable) -> CostTable:
         shares = [
+            # All requests' rows share the pass over the weights; each reads its own cache.
             weights.rise(batch * (n + 1), n + 1, fixed) / batch + slope * table.context
             for n, (fixed, slope) in enumerate(verify)
         ]
@@ -160,7 +163,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         high=scaled(profile.high),
         step_s=profile.step_s / batch,
         round_s=profile.round_s / batch,
-        tree_outside_s=None,
+        tree_outside_s=None,  # engines draft chains
         plain_outside_s=None if profile.plain_outside_s is None else profile.plain_outside_s / batch,
     )
 
@@ -169,13 +172,14 @@ def _measured_share(profile: Profile, costs: BatchCosts, batch: int) -> Profile:
     """Return a share of rounds in which every request of the batch drafts as deep, by what batches cost."""
 
     def share(context: float) -> CostTable:
-        tokens = batch * (np.arange(profile.max_depth + 1) + 1)
-        one, two = (float(costs.first_draft_s(batch, context, batch * n)) / batch for n in (1, 2))
+        tokens = batch * (np.arange(profile.max_depth + 1) + 1)  # [K + 1] of all requests, anchors included
+        one, two = (float(costs.first_draft_s(batch, context, batch * n)) / batch for n in (1, 2))  # backlog 1 and 2
         later = float(costs.draft_s(batch, context)) / batch
         verify = costs.verify_s(batch, tokens, context) / batch
         return CostTable(context, (one, two), two - one, tuple(verify.tolist()), later)
 
     low, high = (share(table.context) for table in (profile.low, profile.high))
+    # What is outside the models is in the seconds of `BatchCosts` already.
     return dataclasses.replace(
         profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None, plain_outside_s=None
     )

@@ -87,6 +87,7 @@ def costed(export: Export, lengths: Mapping[int, int]) -> dict[str, Any]:
     arrays = export.sides.fit
     reached = arrays.accepted[~arrays.cut].numpy()
     survive = [float((reached >= depth).mean()) for depth in range(export.depth + 1)]
+    # Of each position given that all before it were accepted.
     acceptance = [after / before if before else 0.0 for before, after in itertools.pairwise(survive)]
     steps = np.arange(export.depth + 1)
     context, one = np.full(len(steps), typical_context(arrays)), np.ones(len(steps), dtype=np.int64)
@@ -114,6 +115,7 @@ def rules_around(length: int, depth: int) -> list[Steps]:
         (0, length),
     ]
     inside = dict.fromkeys(tuple(sorted({k for k in some if 0 <= k <= depth})) for some in raw)
+    # With down above up a mean between both would send the length up and down again without end.
     shifts = [(up, down) for up, down in itertools.product(UP, DOWN) if up >= down]
     adaptive = [Steps(some, up, down) for some in inside if len(some) > 1 for up, down in shifts]
     return [Steps((length,)), *adaptive]
@@ -133,6 +135,7 @@ def choose_steps(export: Export, lengths: Mapping[int, int]) -> dict[int, Steps]
     smaller = None
     for done, (size, length) in enumerate(lengths.items()):
         export.progress("adapt", done, len(lengths))
+        # The engine uses it here too unless this size gets an entry of its own.
         before = list(chosen.values())[-1:]
         rises = smaller is not None and length > lengths[smaller]
         most = export.depth if rises or not before else before[0].candidates[-1]
@@ -156,7 +159,7 @@ class _Rates:
         played = lockstep(arrays, rules, size, start, export.seed)
         committed, spent = played.of_rounds(batch_profile(export.profile, size))
         self._boot = Resamples(arrays.prompt_ids, export.seed)
-        rates = self._boot.total(committed.T) / self._boot.total(spent.T)
+        rates = self._boot.total(committed.T) / self._boot.total(spent.T)  # [1 + R, rules]
         self._rates: dict[Steps, Values] = {rule: rates[:, at] for at, rule in enumerate(rules)}
 
     def mean(self, rule: Steps) -> float:
@@ -191,6 +194,7 @@ def by_batch(
     for size, length in lengths.items():
         rule = rule_at(chosen, size)
         default = rule_at(DEFAULTS, size)
+        # The traces say nothing of longer drafts.
         default = Steps(tuple(k for k in default.candidates if k <= export.depth), default.up, default.down)
         fixed, same, plain = Steps((length,)), Steps((start,)), Steps((0,))
         rates = _Rates(export.sides.held, [rule, default, plain, fixed, same], size, start, export)

@@ -53,6 +53,7 @@ def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
     """Return (first, last, K) by rising batch size."""
     ranges: list[Range] = []
     for at, (size, length) in enumerate(choose_lengths(export, sizes).items()):
+        # Sizes that were not looked at have the length of the next smaller one.
         last = sizes[at + 1] - 1 if at + 1 < len(sizes) else size
         if ranges and ranges[-1][2] == length:
             ranges[-1] = (ranges[-1][0], last, length)

@@ -68,6 +68,7 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
         profile: what rounds cost, with batches.
         seed: of folds and trees.
     """
+    # The header forgets recorded hidden states, too: `check_sizes` would hold the two scores below to the models' widths.
     bare = dataclasses.replace(arrays, vectors={}, header=dataclasses.replace(arrays.header, vectors={}))
     names = tuple(name for name in recorded_scalars(arrays) if name not in HISTORY_FEATURES)
     anchors = len(arrays.accepted)
@@ -76,6 +77,7 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
     visited = Visits(uncut, every.history[uncut])
     fitted = fit_folds(bare, prompt_folds(arrays, FOLDS, seed), names, visited, "xgboost", seed=seed)
     calibrated = calibrate(held_out_outputs(fitted, bare, names, visited))
+    # [N, K + 1, 2]: every fold has a head, so that no anchor is left out and rows stay in order.
     logits = torch.from_numpy(held_out_outputs(fitted, bare, names, every).logits)
     vectors: dict[str, Any] = {TARGET_HIDDEN: _Scores(logits[:, 0]), DRAFT_HIDDEN: _Scores(logits[:, 1:])}
     known = dataclasses.replace(bare, vectors=vectors)
@@ -85,5 +87,6 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
         NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * arrays.depth, 1), arrays.depth, facts,
         calibrated.survival.maps,
     )  # fmt: skip
+    # Any rule serves until here: `for_batches` puts its own in its place.
     made = for_batches(policy)
     return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))  # decisions are free

@@ -88,6 +88,7 @@ def ruled(
         return solve_rate(policy, arrays, profile, acceptance, rates=rates)
     if kind == "batch":
         verification = arrays.header.verification
+        # The rule looks ahead with `acceptance`, and the verification says whether drawn tokens may be left out.
         policy.facts = dataclasses.replace(policy.facts, acceptance=tuple(acceptance), verification=verification)
         return settle_batch(policy, arrays, profile), 0.0
     if threshold is not None:

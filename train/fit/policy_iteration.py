@@ -74,6 +74,7 @@ def iterate(fit: Callable[[S, int], Turn[S, P]], start: S, visits: Tensor, round
         moved.append(distance(visits, turn.visits))
         state, visits = turn.state, turn.visits
         rates = [t.rate for t in turns]
+        # Two fits in a row without a gain: a single one may fall back while the visits still move.
         stalled = number >= 2 and max(rates[-2:]) < (1.0 + GAIN) * max(rates[:-2])
         if moved[-1] < SETTLED or stalled:
             break

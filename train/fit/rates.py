@@ -43,10 +43,11 @@ def left_out_rates(arrays: TraceArrays, folds: Folds, drafts: Sequence[LearnedPo
 
     def rates(policies: Sequence[LearnedPolicy]) -> list[float]:
         tokens, seconds = np.zeros((2, len(policies)))
+        # Policies differ in their rule only: each fold's prompts are played by the head that was fitted without them.
         for draft, part in zip(drafts[1:], parts, strict=True):
             played = replay_many(part, [draft.with_rule(policy.rule) for policy in policies], profile)
             tokens += [float(one.tokens.sum()) for one in played]
             seconds += [float(one.seconds.sum()) for one in played]
-        return [float(rate) for rate in tokens / seconds]
+        return [float(rate) for rate in tokens / seconds]  # a ratio of sums, as one replay of all would have it
 
     return rates

@@ -181,6 +181,7 @@ def train_arrays(
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     acceptance = conditional_acceptance(arrays, visited)
     drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
+    # The first fold's policy is what is kept: its head was not fitted on `held_side`.
     rates = left_out_rates(arrays, folds, drafts, profile)
     progress("settle the rule", 0, 1)
     policy, rate = ruled(drafts[0], plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid, rates)
@@ -250,6 +251,7 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     arrays = trace_arrays(traces, policy.features)
     settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
+    # The folder is written anew: files for retraining have to be handed over again.
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
     return settled
 
@@ -301,6 +303,7 @@ def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
         row = (~arrays.cut).nonzero()[:, 0]
         return Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
     best = grid.index(best_of(grid))
+    # Length 0 is left out: it visits every anchor, as no policy that drafts does.
     return visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])
 
 

@@ -34,6 +34,7 @@ def plain_basis(names: Sequence[str]) -> Basis:
 
 def basis_columns(basis: Basis, features: Tensor, depth: Tensor) -> Array:
     """Return [M, F'] float32 of rows [M, F] at depths [M]."""
+    # Rows of all depths at once: what is not known at depth 0 is set to 0 afterwards, as `Basis` does it there.
     columns, first = basis(features.contiguous().numpy(), 1), depth.numpy() == 0
     columns[first] *= basis.first_mask
     return columns

@@ -38,6 +38,7 @@ class Batches(IterableDataset[tuple[Tensor, ...]]):
             trainer = self.shuffle.trainer
             epoch = self._passes if trainer is None else trainer.current_epoch
             self._passes += 1
+            # A hash of numbers is the same in every process, unlike one of texts.
             generator = torch.Generator().manual_seed(hash((self.shuffle.seed, epoch)) % 2**63)
             order = torch.randperm(count, generator=generator)
         for at in order.split(self.batch):

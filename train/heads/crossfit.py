@@ -66,6 +66,7 @@ def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
     if len(names) < LEAST_PROMPTS:
         raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
     count = min(count, len(names))
+    # Cut by rank, so that folds differ by one prompt at most, however few there are.
     place = {name: at * count // len(names) for at, name in enumerate(names)}
     return Folds(torch.tensor([place[name] for name in arrays.prompt_ids]), count)
 
@@ -114,6 +115,7 @@ def fit_folds(
         TraceError: no row has a label.
     """
     owner = folds.of_rows(arrays, visited)
+    # Looked up once: each fold's rows serve all the other folds' heads.
     parts = [fit_rows(arrays, names, Visits(visited.row[mine], visited.history[mine]), tuple(arrays.vectors), form(kind).lag)
              for mine in (owner == fold for fold in range(folds.count))]  # fmt: skip
     options = options or FitOptions()
@@ -124,6 +126,7 @@ def fit_folds(
         progress(f"train {kind}", fold, total)
         rows, held = join_rows([part for at, part in enumerate(parts) if at != fold]), parts[fold]
         if mixed is not None:
+            # A prompt may be in both traces: what is held out here must not be fitted on there.
             mine = {arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)}
             rows = mixed_rows(mixed, mine, names, form(kind).lag)
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
@@ -185,6 +188,7 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     owner = fitted.folds.of_rows(arrays, visited)
     use = owner < len(fitted.heads)
     visited, owner = Visits(visited.row[use], visited.history[use]), owner[use]
+    # At every depth, also after a rejection: a live policy does not know of it, and survival is fitted on all.
     logits = np.zeros((len(owner), arrays.depth + 1, 2))
     for fold, head in enumerate(fitted.heads):
         mine = owner == fold
@@ -193,6 +197,7 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
         for depth in range(seen.shape[1]):
             states = seen_states(arrays, head.sizes, row, depth)
             logits[mine.numpy(), depth] = head.scores(np.ascontiguousarray(seen[:, depth]), depth, states)
+    # Parts of their own: where one head was fitted, all outputs are of one fold.
     numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
     parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.prompt_ids]), PARTS)
     length, temperature = arrays.accepted[visited.row], arrays.column("temperature")[visited.row]
@@ -220,7 +225,7 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
         sequences = folds.sequences(fold)
         played = replay(arrays.subset(sequences), drafts[fold if fold < len(drafts) else 0], profile)
         log = played.log.clone()
-        log[:, 0] = torch.tensor(sequences)[log[:, 0]]
+        log[:, 0] = torch.tensor(sequences)[log[:, 0]]  # from numbers within the fold to those of the trace
         parts.append(dataclasses.replace(played, log=log))
     return visits(arrays, parts)
 
@@ -258,6 +263,8 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
     """
     logits, length = outputs.logits, outputs.length[:, None]
     depths = np.arange(logits.shape[1])[None]
+    # [R, K + 1] rows that an output is conditional on: `accept` at depth j speaks of x_{j - lag}, given that all before it
+    # were accepted; `next` of x_{j + 1}, given x_1..x_j.
     drawn = (length >= depths - outputs.lag - 1) & (depths > outputs.lag)
     known = (length >= depths) & (depths < logits.shape[1] - 1)
     fold = np.broadcast_to(outputs.fold[:, None], drawn.shape)
@@ -266,6 +273,7 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
     parts = (("accept", 0, length >= depths - outputs.lag, drawn), ("next", 1, length > depths, known))
     for name, column, truth, use in parts:
         found, labels, owner = logits[..., column][use], truth[use], fold[use]
+        # Chances lower the variance of the fit; what is reported is scored by what came.
         known_labels = labels if outputs.soft is None else outputs.soft[..., column][use]
         calibrator = Calibrator() if as_they_are else fit_calibrator(found, known_labels, owner)
         maps.append(calibrator)
@@ -299,8 +307,9 @@ def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Array) -> Arr
         labels = outputs.soft[:, 1:, 0]
     for mine, others in _sides(outputs.fold):
         rest = others[:, None] & use
+        # Fitted on rows that `accept` is conditional on, and used at all depths, as live.
         out[mine] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[mine])
-    out[:, : outputs.lag] = 1.0
+    out[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.decisions.decide`
     return out
 
 

@@ -40,6 +40,7 @@ def ranges(names: Sequence[str], features: Tensor, depth: Tensor) -> tuple[Array
     values, drawn = features.numpy(), depth.numpy() > 0
     sides = np.full((2, len(names)), np.nan, dtype=np.float32)
     for at, name in enumerate(names):
+        # At depth 0 such columns hold zeros that stand for nothing, which must not widen a range.
         known = drawn if feature(name).kind in (Kind.PRE, Kind.POST) else slice(None)
         column = values[known, at]
         column = column[np.isfinite(column)]

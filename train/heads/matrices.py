@@ -53,6 +53,7 @@ def matrices(
         made: list[xgb.DMatrix] = []
         for at, (part, use) in enumerate(zip(parts, used, strict=True)):
             pieces = Pieces(part, use, label, names, Path(folder) / f"{label}-{at}", piece)
+            # `ref`: held-out rows are quantised at the cuts of the rows to fit on, as the trees' splits are.
             made.append(xgb.ExtMemQuantileDMatrix(pieces, ref=made[0] if made else None))
         yield made
         made.clear()  # the files go with the folder
@@ -73,6 +74,7 @@ class Pieces(xgb.DataIter):
     def __init__(
         self, rows: FitRows, use: Tensor, label: str, names: Sequence[str], cache: Path, piece: int = PIECE
     ) -> None:
+        # XGBoost goes through the pieces several times, and calls `reset` before each.
         super().__init__(cache_prefix=str(cache))
         self._rows, self._names, self._label = rows, _unique(names), label
         self._parts = use.nonzero()[:, 0].split(piece)

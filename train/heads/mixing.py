@@ -50,6 +50,7 @@ def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], 
         return fit_rows(arrays, features, Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES))), vectors)
     if lag > 1 or features:
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
+    # The state after Y_i stands in the next position's row, which must be of the same text.
     row = row[row + 1 < len(owner)]
     row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
     soft = soft_labels(arrays, Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES))))

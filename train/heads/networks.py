@@ -56,6 +56,7 @@ class LabelledModule(lightning.LightningModule):
     def _loss(self, batch: Sequence[Tensor]) -> Tensor:
         *inputs, labels, known = batch
         logits = self(*inputs)
+        # Both weights are 0 where a label is not known; log-sigmoids stay finite where a network is sure.
         accepted = labels * known
         rejected = self.weight * (1.0 - labels) * known
         losses = -accepted * nn.functional.logsigmoid(logits) - rejected * nn.functional.logsigmoid(-logits)
@@ -67,6 +68,7 @@ class LabelledModule(lightning.LightningModule):
 
     def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
         """Log the held-out loss."""
+        # Lightning averages over batches by `batch_size`: weighed by labels, not by rows, of which some have none.
         self.log(MONITOR, self._loss(batch), batch_size=max(1, int(batch[-1].sum())))
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig | torch.optim.Optimizer:
@@ -121,6 +123,7 @@ class RowsDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return shuffled batches of the training rows."""
+        # `Batches` yields whole batches: the loader's own batching is off.
         return DataLoader(Batches(TensorDataset(*self.parts[0]), self.batch, self), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -175,4 +178,5 @@ def opening(task: FitTask) -> Tensor:
     """Return [1], the log-odds of x_1 accepted: what a head that knows nothing before drafting says there."""
     parts = (task.rows, task.held_out)  # mixed rows know nothing of it
     first = torch.cat([rows.label("followed")[(rows.depth == 0) & rows.followed_known] for rows in parts])
+    # One more of each kind (Laplace), so that the log-odds are finite where all are alike.
     return torch.logit((first.float().sum(0, keepdim=True) + 1.0) / (len(first) + 2.0))

@@ -89,6 +89,7 @@ class Visits:
 def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
     """Return the rounds of all `replays` of this trace."""
     log = torch.cat([r.log for r in replays])
+    # Every anchor has its row: what replays any policy is a dense trace.
     row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
     use = ~arrays.cut[row]
     return Visits(row[use], torch.cat([r.history for r in replays])[use])
@@ -113,6 +114,7 @@ def fit_rows(
     seen = seen_features(arrays, features, visited.row, visited.history)
     depth = torch.arange(arrays.depth + 1)[None].expand(len(seen), -1)
     length = arrays.accepted[visited.row][:, None]
+    # [R, K + 1]; the first rejection is a row of `accept`, and after it the chances would be of something else.
     use = (length >= depth - 1) & (depth <= arrays.depth - lag)
     known = (length >= depth) & (depth < arrays.depth)
     soft, chances = soft_labels(arrays, visited), known_chances(arrays, visited)
@@ -133,6 +135,7 @@ def _states(recorded: StoredVectors, row: Tensor, use: Tensor, lag: int = 0) -> 
     at, depth = use.nonzero(as_tuple=True)
     out = torch.zeros(len(at), recorded.width, dtype=torch.float16)
     known = (depth > 0).nonzero()[:, 0] if recorded.of_nodes else torch.arange(len(at))
+    # Recorded states may lie on disk: a part at a time, so that nothing but `out` is held whole.
     for part in known.split(max(1, _PART // recorded.width)):
         out[part] = recorded.at(row[at[part]], depth[part] - 1 + lag if recorded.of_nodes else None)
     return out
@@ -143,6 +146,7 @@ def soft_labels(arrays: TraceArrays, visited: Visits) -> Tensor | None:
     if not set(SOFT_COLUMNS) <= set(arrays.extra):
         return None
     q, p = (arrays.extra[name][visited.row].float() for name in SOFT_COLUMNS)
+    # q is 0 at nodes that were not drawn: `where` works out both sides, so that the division must not fail there.
     ratio = torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0)
     return torch.nn.functional.pad(ratio, (1, 0))
 
@@ -153,6 +157,8 @@ def known_chances(arrays: TraceArrays, visited: Visits) -> Tensor | None:
         return None
     accept, following = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
     pad = torch.nn.functional.pad
+    # Node j's `next_chance` is of x_j before it was drawn: the label of `next` at depth j - 1. At depth 0 nothing was drawn,
+    # at depth K nothing follows.
     return torch.stack([pad(accept, (1, 0)), pad(following, (0, 1))], -1)
 
 

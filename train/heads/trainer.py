@@ -85,7 +85,9 @@ def make_trainer(
     Raises:
         InputError: no such accelerator, device or precision.
     """
+    # Without a version counter the last checkpoint is always called `LAST`, which is what `--resume` looks for.
     best = ModelCheckpoint(folder, monitor=MONITOR, save_last=True, enable_version_counter=False)
+    # Not into `folder`: where there is no work folder it is one that goes with the run.
     logger = find_logger(options.logger, options.checkpoints)
     try:
         trainer = lightning.Trainer(
@@ -199,13 +201,15 @@ def _quiet() -> Iterator[None]:
     levels = [logger.level for logger in known]
     for logger in known:
         logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="lightning.*")
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-        yield
-    for logger, level in zip(known, levels, strict=True):
-        logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning.*")
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+            yield
+    finally:
+        for logger, level in zip(known, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

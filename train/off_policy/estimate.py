@@ -110,7 +110,7 @@ def estimate_offline(
     rho: float | None = None,
     seed: int = 0,
 ) -> Offline:
-    """Estimate what a round of `policy` is worth from a live trace of another policy; see `logged` for what is assumed.
+    """Estimate what a round of `policy` is worth from a live trace of another policy; see `rounds` for what is assumed.
 
     Args:
         traces: of `collect --collector live --explore`.
@@ -133,6 +133,7 @@ def estimate_offline(
     known = [policy] if logging is None else [policy, logging]
     profile, _ = with_prices(profile, known, header)
     shown = shown_rounds(arrays, policy.limited(depth), profile)
+    # As deep as it was recorded, or it would seem to stop elsewhere.
     base = None if logging is None else shown_rounds(arrays, logging.limited(arrays.depth), profile, recorded=True)
     if base is not None and (missed := _missed(arrays, base)) > MOST_MISSED:
         if asked:
@@ -158,6 +159,7 @@ def _named(name: str) -> StopPolicy | None:
     if builtin is None:
         return None
     try:
+        # A name ends in its value, such as `fixed:4`; what is built must have that very name, or it is another policy.
         number = float(value)
         made = builtin.build(**{builtin.value: int(number) if number.is_integer() else number})
     except (PolicyError, ValueError, TypeError):
@@ -168,6 +170,7 @@ def _named(name: str) -> StopPolicy | None:
 def _missed(arrays: TraceArrays, base: Shown) -> float:
     """Return the share of unexplored rounds in which the logging policy would have gone elsewhere than it did."""
     assert arrays.drawn is not None
+    # Explored rounds were overruled, so that only the others show where the policy stops by itself.
     alone = ~arrays.extra["explored"].numpy()
     drawn, sent = arrays.drawn.sum(1).numpy(), arrays.extra["sent"].bool().sum(1).numpy()
     same = base.seen & (base.drafted == drawn) & (base.verified == sent)
@@ -182,7 +185,7 @@ def _resampled(estimator: OffPolicyEstimator, feedback: Feedback, made: Resample
             reward, feedback.action, feedback.pscore, feedback.action_dist, None, feedback.models[name]
         )
         with np.errstate(invalid="ignore", divide="ignore"):
-            out.append(made.total(above) / made.total(below))
+            out.append(made.total(above) / made.total(below))  # NaN where a resample sees nothing
     return out
 
 
@@ -221,7 +224,7 @@ def _answer(
         arrays.header.explore,
         float(feedback.action.mean()),
         few,
-        float(weight.sum() ** 2 / (weight**2).sum()),
+        float(weight.sum() ** 2 / (weight**2).sum()),  # Kish's effective sample size
         rho,
         tuple(lines),
         (*CAVEATS, *notes, _DIRECT),

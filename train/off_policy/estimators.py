@@ -60,6 +60,7 @@ class OffPolicyEstimator(ABC):
             InputError: shapes that differ, probabilities that are none, or no regression where one is needed.
         """
         weight = importance(reward, action, pscore, action_dist, position)
+        # The regression is asked for by those that read it alone: the others may be given none.
         return self._terms(
             reward, weight, lambda: modelled(action, action_dist, position, estimated_rewards_by_reg_model)
         )
@@ -127,6 +128,7 @@ class SelfNormalizedInverseProbabilityWeighting(OffPolicyEstimator):
     estimator_name = "snipw"
 
     def _terms(self, reward: Array, weight: Array, model: Model) -> tuple[Array, Array]:
+        # Errors of numerator and denominator go together, so that much of them cancels; E[w] = 1 makes it consistent.
         return weight * reward, weight
 
 

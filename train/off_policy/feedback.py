@@ -48,7 +48,7 @@ def logged_feedback(arrays: TraceArrays, shown: Shown, base: Shown | None, profi
     """Return the trace as feedback on a policy.
 
     Args:
-        arrays: with `extra=logged.COLUMNS`.
+        arrays: with `extra=rounds.COLUMNS`.
         shown: what the trace shows of the policy.
         base: what it shows of the logging policy; None = unknown.
         profile: what rounds cost.
@@ -57,12 +57,14 @@ def logged_feedback(arrays: TraceArrays, shown: Shown, base: Shown | None, profi
     explored, share = arrays.extra["explored"].numpy().astype(bool), arrays.header.explore
     seen, is_explored_only = shown.seen, False
     if base is not None:
+        # An explored round owes it to the coin if the logging policy alone would not have gone as deep; one that did not
+        # explore and is not seen would have been, had it explored.
         by_coin = np.where(explored, ~base.reaches(shown), ~seen)
     elif share:  # whatever the other rounds happen to show: weights must not depend on how the coin fell
         by_coin, seen, is_explored_only = np.ones(len(seen), dtype=bool), seen & explored, True
     else:
         by_coin = ~seen
-    seeing = np.where(by_coin, share, 1.0)
+    seeing = np.where(by_coin, share, 1.0)  # the chance that the round shows the policy
     dist = np.zeros((len(seen), 2, 1))
     dist[:, 1] = 1.0
     rewards = {"tokens": shown.tokens * seen, "seconds": shown.seconds * seen}
@@ -88,5 +90,6 @@ def _own(arrays: TraceArrays, base: Shown | None, explored: Array, profile: Prof
     if base is not None:
         return {"tokens": base.tokens, "seconds": base.seconds}
     tokens, seconds = recorded_rounds(arrays, profile)
+    # Explored rounds are not the logging policy's own; where all explored there are no others.
     alone = np.ones(len(explored), dtype=bool) if explored.all() else ~explored
     return {"tokens": tokens * alone, "seconds": seconds * alone}

@@ -26,9 +26,10 @@ def context(arrays: TraceArrays, base: Shown | None) -> Array:
     Features of a token that the logging policy alone would not have drawn must stay out: they would tell which rounds
     explored. Without that policy only the anchor serves.
     """
-    columns = [values for values in arrays.columns.values() if values.dim() == 1]
+    columns = [values for values in arrays.columns.values() if values.dim() == 1]  # [N], of the anchor
     if base is not None:
         drafted = torch.from_numpy(base.drafted)
+        # The node of the last token that it draws; 0 for all of its features where it draws none.
         at = (drafted - 1).clamp_min(0)[:, None]
         own = drafted > 0
         nodes = [values.gather(1, at)[:, 0] * own for values in arrays.columns.values() if values.dim() == 2]
@@ -53,10 +54,12 @@ def predicted(
     x = context(arrays, base)
     _, prompt = np.unique(np.asarray(arrays.prompt_ids), return_inverse=True)
     order = np.random.default_rng(seed).permutation(int(prompt.max()) + 1)
+    # By prompt: rounds of one text resemble each other, and a regression that knows them would fit their noise.
     fold = np.repeat(order[prompt] % FOLDS, arrays.rows.numpy())
     out = np.zeros(len(x))
     for part in range(FOLDS):
         others = (fold != part) & seen
+        # Rounds that need the coin are seen at a share eps, all others always: in one regression these would outweigh them.
         for kind in (False, True):
             here, fit = (fold == part) & (needs == kind), others & (needs == kind)
             if not here.any() or not others.any():

@@ -76,12 +76,15 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
     while source.visit(np.ones(len(cut), dtype=bool)):
         active, alive, context, backlog, limit = source.begin()
         row = source.row
+        # Only the recorded policy was overruled; another one is asked as if it ran alone.
         runner.overrule(trace.explored[row] & recorded)
         found = draft(source, runner, alive, limit)
         drafted, verified, decisions = runner.own(found)
+        # It wanted a token that was not drawn while it was still drafting by itself, or one that was drawn and not sent.
         unseen = (source.unseen & runner.drafting) | (verified > trace.sent[row])
         tokens = trace.tokens(row, verified)
         seconds = profile.round_seconds(context, drafted, verified, backlog, decisions, price)
+        # HISTORY goes on with the policy's own round where that is shown, else with the recorded one.
         own = ~unseen & (not recorded)
         sent = np.where(own, verified, trace.sent[row])
         accepted = np.minimum(arrays.accepted.numpy()[row], sent)
@@ -145,6 +148,7 @@ class _Recorded:
         ends = verified == self.first_end[row]  # an accepted end of text is followed by no token of the target's
         if self._soft:
             survival = self._survival[row]
+            # E[tokens] = sum over j <= k of P(A >= j), and the target's own token unless an end of text was accepted last.
             last = np.take_along_axis(survival, np.maximum(verified - 1, 0)[:, None], 1)[:, 0]
             expected: Array = (survival * (self._node < verified[:, None])).sum(1) + 1.0 - last * ends
             return expected
@@ -159,7 +163,7 @@ def _survival(arrays: TraceArrays) -> Array:
     ratio = np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
     if not arrays.header.verification.startswith("block"):
         return np.minimum(ratio, 1.0).cumprod(1)
-    weight, out = np.ones(len(q)), np.empty_like(ratio)
+    weight, out = np.ones(len(q)), np.empty_like(ratio)  # w_i = min(1, w_{i-1} p / q), METHODS B9
     for at in range(ratio.shape[1]):
         weight = np.minimum(weight * ratio[:, at], 1.0)
         out[:, at] = weight
@@ -177,6 +181,7 @@ class _Drawn(RecordedRounds):
         super().__init__(arrays, policy)
         assert arrays.drawn is not None
         self._drawn = arrays.drawn.numpy()
+        # Tokens that were not drawn are zeros, which may be an id that ends texts.
         self._ends = self._ends & self._drawn if self._ends is not None else None
 
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
@@ -186,6 +191,7 @@ class _Drawn(RecordedRounds):
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `RoundSource`."""
+        # Of a chain, node `depth` is the token that a row of this depth draws.
         there = self._drawn[self.row, depth]
         self.unseen |= feeding[:, 0] & ~there
         return super().grow(depth, feeding & there[:, None])
@@ -203,6 +209,7 @@ class _Overruled(PolicyRunner):
         """See `PolicyRunner`."""
         kept = super().keep(step)
         overruled = step.alive & self._streams[:, None] & ~kept
+        # Its first stop counts; after it the policy is asked on, since its state went on in the recorded run.
         stops = overruled[:, 0] & self.drafting
         self._stopped[stops] = step.depth
         self.drafting &= ~stops
@@ -212,5 +219,6 @@ class _Overruled(PolicyRunner):
         """Return [R] drafted, verified and decisions as they are without being overruled."""
         stopped = ~self.drafting
         drafted = np.where(stopped, self._stopped, found.drafted)
+        # A policy that trims drops the token it stops at.
         verified = np.where(stopped, self._stopped - (self.trims & (self._stopped > 0)), found.verified)
         return drafted, verified, np.where(stopped, self._stopped - self.first + 1, found.decisions)

@@ -135,7 +135,7 @@ def find_layout(state: Mapping[str, Array], where: str) -> str:
 
 
 def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the tensors of `heads_dynasd.DynaSDHead` from a released state dict.
+    """Return the tensors of `policies.heads.dynasd.DynaSDHead` from a released state dict.
 
     Raises:
         PolicyError: unknown or missing names, which are named, or a layer that is none.
@@ -146,11 +146,12 @@ def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     tensors = {
         f"{part}.{i}": state[f"layers.{2 * i}.{part}"] for i in range(len(places)) for part in ("weight", "bias")
     }
+    # Of depth 0 the paper says nothing: a logit of 0, which is a chance of 1/2.
     return {**tensors, "first": np.zeros(1, dtype=np.float32)}
 
 
 def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the tensors of `heads_specdec.SpecDecHead` from a released state dict.
+    """Return the tensors of `policies.heads.specdec.SpecDecHead` from a released state dict.
 
     The published head has one block in D places: a state dict then has D equal ones, or, as safetensors writes it, one.
 
@@ -158,6 +159,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
         PolicyError: unknown or missing names, which are named, or blocks of different shapes.
     """
     matches = [match for key in state if (match := _BLOCK.fullmatch(key))]
+    # The one layer that is no block stands after the D blocks: its number is D.
     last = max((int(m[1]) for m in matches if m[2] is None), default=0)
     there = sorted({int(m[1]) for m in matches if m[2] is not None})
     blocks = there if len(there) == 1 and last > 1 else list(range(last))
@@ -179,6 +181,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     return {
         "block.weight": np.stack(weights) if weights else np.zeros((0, size, size), dtype=np.float32),
         "block.bias": np.stack(biases) if biases else np.zeros((0, size), dtype=np.float32),
+        # Which block stands in each of the D places.
         "order": np.array([0] * last if shared else list(range(last)), dtype=np.int64),
         "leave.weight": leave,
         "leave.bias": state[f"model.{last}.bias"],

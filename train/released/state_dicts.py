@@ -75,6 +75,7 @@ def read_state(raw: bytes, path: Path) -> dict[str, Array]:
     for key, value in found.items():
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
             raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor")
+        # Counted as float32: an expanded view in a small file may stand for any number of elements.
         if not value.dtype.is_floating_point or value.numel() * 4 > MOST_DATA:
             raise PolicyError(
                 f"{path.name}: {key[:80]!r} is {value.dtype} of {list(value.shape)}, which no such head has"

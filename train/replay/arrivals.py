@@ -19,6 +19,7 @@ def deal(texts: int, size: int, seed: int) -> Array:
     """Return which text each request is: all texts at random, again for `FULL` batches; once for one stream."""
     chance = np.random.default_rng(seed)
     repeats = 1 if size == 1 else max(1, -(-FULL * size // texts))
+    # Whole permutations, so that every text is requested equally often.
     return np.concatenate([chance.permutation(texts) for _ in range(repeats)])
 
 
@@ -35,6 +36,7 @@ def poisson(count: int, rate: float, seed: int = 0) -> Array:
     """
     if not (np.isfinite(rate) and rate > 0):
         raise InputError(f"arrivals: expected a rate above 0 requests a second, not {rate:g}")
+    # Gaps between the arrivals of a Poisson process are exponential with mean 1 / rate.
     out: Array = np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum()
     return out
 

@@ -128,12 +128,14 @@ class BatchSource(TraceSource):
     """A trace as the source of rounds of S streams, each with one text at a time, that are verified together."""
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, streams: int) -> None:
+        # The queues go unused: texts are opened one by one as requests arrive, so no stream may begin with one.
         super().__init__(arrays, policy, np.zeros((streams, 1), dtype=np.int64))
         self.active = np.zeros(streams, dtype=bool)
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
         shown = super().step(depth, alive, history)
+        # All that have a round share one verification, which is what joint policies go by.
         together = np.where(self.active, 0, -1)
         return DraftStep(shown.depth, shown.alive, shown.parent, shown.features, shown.hidden, together)
 
@@ -161,6 +163,7 @@ class _Batch:
             self._fill()
             if self._source.active.any():
                 self._play()
+            # Also texts that ended with their first token, which have no round at all.
             over = np.flatnonzero((self._request >= 0) & ~self._source.active)
             self._ended[self._request[over]] = self._clock
             self._request[over] = -1
@@ -173,9 +176,11 @@ class _Batch:
     def _fill(self) -> None:
         """Begin the texts that have arrived in the streams that are free, reading their prompts one after the other."""
         if self._waiting and not (self._request >= 0).any():
+            # Nothing is decoded: the clock skips the idle time, which counts as nobody's.
             self._clock = max(self._clock, float(self._arrived[self._waiting[0]]))
         rows = []
         for stream in np.flatnonzero(self._request < 0).tolist():
+            # The clock moves on with each prompt read, so that a request may arrive while this loop runs.
             if not self._waiting or self._arrived[self._waiting[0]] > self._clock:
                 break
             number = self._waiting.popleft()
@@ -193,6 +198,7 @@ class _Batch:
         if self._begun:
             self._runner.refill(begun, keys)
         else:
+            # Streams that are still empty start with key 0; `refill` replaces that state, unless the policy carries it.
             every = np.zeros(self._size, dtype=np.int64)
             every[begun] = keys
             self._runner.start(every)
@@ -203,6 +209,7 @@ class _Batch:
         source = self._source
         on, anchor = source.active.copy(), source.anchor.copy()
         made = play_round(source, self._runner)
+        # The same number for every stream with a round, that of the shared one; 0 for the others.
         seconds, rows = float(made.seconds.max()), np.flatnonzero(on)
         self._clock += seconds
         self._spent[self._request[rows]] += seconds / len(rows)

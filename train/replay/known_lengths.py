@@ -57,6 +57,7 @@ class Walked:
             column[of]
             for column in (self.sequence, self.context, self.drafted, self.verified, self.backlog, self.committed)
         )
+        # `committed - 1` is what was accepted, or less where the end of the text cut the round.
         anchor, none = context - self.arrays.prompt_tokens[sequence], torch.zeros_like(drafted)
         return Rounds(
             sequence, anchor, context, drafted, verified, committed - 1, backlog, none, drafted, None, cost_name=""
@@ -70,7 +71,7 @@ class Walked:
     def of_rounds(self, profile: Profile) -> tuple[Tensor, Tensor]:
         """Return [C, S] committed tokens and [C, S] float64 seconds of the rounds alone."""
         spent = round_seconds(profile, self.context, self.drafted, self.verified, self.backlog)
-        bins = self.run * self.arrays.sequences + self.sequence
+        bins = self.run * self.arrays.sequences + self.sequence  # [R] below C * S
         sums = torch.zeros(2, self.runs * self.arrays.sequences, dtype=torch.float64)
         sums.index_add_(1, bins, torch.stack([self.committed.double(), spent]))
         committed, seconds = sums.view(2, self.runs, -1).unbind(0)
@@ -81,9 +82,10 @@ def draft_bound(arrays: TraceArrays) -> Tensor:
     """Return [N], the most tokens that can be drafted at each anchor of a dense trace: up to EOS, or the length limit."""
     sequence = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
     anchor = arrays.first_anchor[sequence] + torch.arange(len(sequence)) - arrays.offset[sequence]
-    allowed = (arrays.header.max_new_tokens - anchor - 1).clamp(0, arrays.depth)
+    allowed = (arrays.header.max_new_tokens - anchor - 1).clamp(0, arrays.depth)  # one place is the target's
     if not arrays.header.eos or not arrays.ends.shape[1]:
         return allowed
+    # The end of text itself is drafted; nothing is drafted after it.
     ends = torch.where(arrays.ends.any(1), arrays.ends.int().argmax(1) + 1, arrays.depth)
     return torch.minimum(allowed, ends)
 
@@ -105,6 +107,7 @@ class KnownLengths(TraceSource):
     """
 
     def __init__(self, arrays: TraceArrays, run: Array, sequence: Array) -> None:
+        # No policy is asked: one of length 0 reads no feature, so that none is looked up.
         super().__init__(arrays, FixedLength(0), sequence[:, None])
         self.run, self._bound = run, draft_bound(arrays).numpy()
         self._log: list[Array] = []
@@ -112,7 +115,9 @@ class KnownLengths(TraceSource):
     def play(self, drafted: Array, verified: Array) -> Array:
         """Play the round that has begun and return [R] accepted tokens; what EOS and the limit forbid is cut."""
         drafted = np.minimum(drafted, self._bound[self.row])
+        # Of a chain, `verify` and `commit` read no more of `Drafted` than these two.
         found: Any = _Lengths(drafted, np.minimum(verified, drafted))
+        # Read before `commit`, which moves anchor and backlog on.
         on, before = self.active, (self.run, self.sequence, self.context(), drafted, found.verified, self.backlog)
         accepted = self.verify(found)
         committed, _ = self.commit(found)
@@ -141,9 +146,10 @@ def walk_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Walk
     source = KnownLengths(arrays, np.arange(runs).repeat(texts), np.tile(np.arange(texts), runs))
     draws, sends = drafted.numpy(), verified.numpy()
     while source.active.any():
+        # Streams whose text has ended leave: the last rounds are of few streams.
         source.take(np.flatnonzero(source.active))
         source.begin()
-        source.play(draws[source.run, source.row], sends[source.run, source.row])
+        source.play(draws[source.run, source.row], sends[source.run, source.row])  # `begin` has found the rows
         source.next_texts()
     return source.walked(runs)
 

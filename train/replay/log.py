@@ -57,9 +57,9 @@ class Rounds:
         return self.by_sequence(self.seconds(profile), len(prompt_tokens)) + read
 
     def bare_seconds(self, profile: Profile) -> Tensor:
-        """Return [R] float64, the same without decisions and with a draft that has read all but the anchor."""
+        """Return [R] float64, the same with free decisions and with a draft that has read all but the anchor."""
         one = torch.ones_like(self.drafted)
-        return round_seconds(profile, self.context, self.drafted, self.verified, one, fed=self.fed)
+        return round_seconds(profile, self.context, self.drafted, self.verified, one, self.decisions, fed=self.fed)
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
@@ -102,6 +102,7 @@ def play(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Played:
     assert result.details is not None
     sequence, anchor, drafted, verified, accepted = result.log.unbind(1)
     context, backlog, decisions = result.details[:, :3].unbind(1)
+    # Of the tree as the policy's depth limits it, as `Drafted.fed_by_step` has it: cut to depth 0 it is a chain.
     fed = None if arrays.tree.limited(policy.max_depth).is_chain else result.details[:, 3:]
     steps = drafted if fed is None else (fed > 0).sum(1)
     rounds = Rounds(
@@ -125,5 +126,6 @@ def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: 
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
         )
 
+    # `with_decisions` forgets the timings behind a price, so that prices that stay must not be passed to it.
     prices = {name: profile.decision(name).times(decision) for name in profile.decision_s if decision != 1.0}
     return dataclasses.replace(profile.with_decisions(prices), low=table(profile.low), high=table(profile.high))

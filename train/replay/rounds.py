@@ -78,7 +78,9 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
     source, runner = RecordedRounds(arrays, policy), PolicyRunner(policy, profile)
     runner.start(arrays.keys.numpy())
+    # Only where acceptance is by token and the trace holds p and q, which an engine's records lack.
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
+    # Without exploration every uncut round is asked; `verify` refuses a policy that wants what was not drawn.
     full = (arrays.extra["explored"] | (header.explore == 0.0)).numpy() & ~arrays.cut.numpy()
     lines, counts, feeds = [], [], []
     while source.visit(full):
@@ -121,6 +123,7 @@ class RecordedRounds(TraceSource):
     def visit(self, wanted: Array) -> bool:
         """Go on to the next round of each text; those that are `wanted` [N] are active. Return whether there was any."""
         turn, self._next = self._next, self._next + 1
+        # A text that has no further round stays at its last one, inactive: every row must exist.
         self.row = self._offset + np.minimum(turn, self._rounds - 1)
         self.active = (turn < self._rounds) & wanted[self.row]
         self.anchor, self.backlog = self._anchors_at[self.row], self._unread[self.row]
@@ -138,6 +141,7 @@ class RecordedRounds(TraceSource):
 def _expected(arrays: TraceArrays, row: Array, found: Drafted) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
     q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
+    # q is 0 where nothing was drawn; `where` works out both sides, so that the division must not fail there.
     survival = np.where(q > 0, np.minimum(p / np.maximum(q, 1e-300), 1.0), 0.0).cumprod(1)
     out: Array = (survival * (np.arange(arrays.depth) < found.verified[:, None])).sum(1)
     return out

@@ -105,6 +105,7 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
     while at < len(policies):
         group = list(policies[at : at + each])
         queues = _queues(arrays, group[0])
+        # A sweep has policies of one kind next to each other: halving soon leaves a run of such.
         while len(group) > 1 and stacked(group, len(queues)) is None:
             group = group[: len(group) // 2]
         one = stacked(group, len(queues)) if len(group) > 1 else None
@@ -132,7 +133,9 @@ def _by_draw(arrays: TraceArrays, orders: Array) -> Array:
     draws = arrays.header.draws
     if draws == 1:
         return orders
+    # The N draws of a text are sequences that follow one another; multiples of N are first draws.
     texts = orders[orders % draws == 0].reshape(len(orders), 1, -1)
+    # [count, N, S / N] -> [count x N, S / N]
     out: Array = (texts + np.arange(draws)[:, None]).reshape(len(orders) * draws, -1)
     return out
 
@@ -186,7 +189,7 @@ def _played(
     del owners, spent, lines, histories  # those of a large trace
     rounds = np.bincount(owner, minlength=bins)
     sums = np.stack([np.bincount(owner, column, bins) for column in table.T[2:6]]).astype(np.int64)
-    order = np.argsort(owner, kind="stable")
+    order = np.argsort(owner, kind="stable")  # within a sequence in the order they were played
     log, more, history = table[order, :5], table[order, 6:], history[order]
     first = np.concatenate([[0], np.cumsum(rounds)])
     out = []

@@ -43,6 +43,7 @@ class TraceSource:
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy, queues: Array) -> None:
         self.arrays, self.policy, self.queues = arrays, policy, queues
+        # As the live loop does under that verification; under `match` trimming may depend on anything.
         hides = arrays.header.given_text and MODES[arrays.header.verification].hides
         self.asks_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
         self.topology = arrays.tree.limited(policy.max_depth)
@@ -51,6 +52,7 @@ class TraceSource:
         columns = layout.anchor_at, layout.history_at, layout.node_at
         self._anchor_at, self._history_at, self._node_at = (np.array(at, dtype=np.int64) for at in columns)
         anchors, nodes = arrays.tensors(policy.features)
+        # The kernel takes nodes with strides: a contiguous copy would hold them in memory twice.
         self._anchors, self._nodes = anchors.float().contiguous().numpy(), nodes.float().numpy()
         self._hidden = {name: arrays.vector(name) for name in policy.hidden}
         self._accepted, self._tokens = arrays.accepted.numpy(), arrays.tokens.numpy()
@@ -72,13 +74,14 @@ class TraceSource:
     def next_texts(self) -> Array:
         """Go on to the next text of each stream whose text has ended; return the streams that have."""
         begun = np.zeros(len(self.queues), dtype=bool)
+        # Again and again, since a text that ended with its first token is over before it has had a round.
         while True:
             ended = self.over()
             if not ended.any():
                 return np.flatnonzero(begun)
             self._turn = self._turn + ended
             self.active = self._turn < self.queues.shape[1]
-            at = np.minimum(self._turn, self.queues.shape[1] - 1)
+            at = np.minimum(self._turn, self.queues.shape[1] - 1)  # who is through stays at its last text
             self.sequence = np.take_along_axis(self.queues, at[:, None], 1)[:, 0]
             begins = ended & self.active
             begun |= begins
@@ -132,7 +135,7 @@ class TraceSource:
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
-        first = self.topology.spans[depth].start - 1 if depth else -1
+        first = self.topology.spans[depth].start - 1 if depth else -1  # node = row - 1: the root is none
         features = np.zeros((*alive.shape, self._width), dtype=np.float32)
         if self._width:
             past = history.values(self._names) if self._names else _NO_HISTORY
@@ -140,6 +143,7 @@ class TraceSource:
                 self._anchors, self._anchor_at, past, self._history_at, self._nodes, self._node_at, self.row, first,
                 np.ascontiguousarray(alive), features,
             )  # fmt: skip
+        # Added to zeros, since a broadcast view would not be C-contiguous, as compiled policies want it.
         parent = np.zeros(alive.shape, dtype=np.int64)
         parent += self.topology.above_in_level[depth]
         hidden = {name: self._states(name, first, alive) for name in self._hidden}
@@ -160,6 +164,7 @@ class TraceSource:
         """See `decode.rounds.RoundSource`."""
         span = self.topology.spans[depth + 1]
         nodes = slice(span.start - 1, span.stop - 1)
+        # Below a row that is fed all of its children are drawn, as in the trace.
         drawn = feeding if self.topology.is_chain else feeding[:, self.topology.above_in_level[depth + 1]]
         if self._missing is not None:
             drawn = drawn & ~self._missing[self.row, nodes]
@@ -195,6 +200,7 @@ class TraceSource:
             )
         if arrays.path is None:  # a chain, of which a first part is sent
             self._taken = np.minimum(self._accepted[self.row], found.verified)
+            # The last token drawn is never fed, so the draft has not read it even where it was accepted.
             self._read = np.minimum(self._taken, found.drafted - 1)
         else:
             path = arrays.path.numpy()[self.row, : tree.nodes] & found.sent[:, 1:]
@@ -224,6 +230,7 @@ class TraceSource:
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """See `decode.rounds.RoundSource`."""
         left = self._text[self.sequence] - self.anchor
+        # An end of text or the limit takes the target's own token, and what was accepted beyond.
         committed = np.minimum(self._taken + 1, left) * self.active
         # The draft has read what was fed of the accepted path; what was rejected is forgotten.
         unread = committed + np.where(found.drafted > 0, -self._read, self.backlog)

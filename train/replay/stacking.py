@@ -33,6 +33,7 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
             return None
         return _at_levels(first, [p.level for p in online], streams, np.float64)
+    # Subclasses decide by more than a rule's levels.
     if type(first) is LearnedPolicy:
         learned = [p for p in policies if isinstance(p, LearnedPolicy)]
         same = all(
@@ -59,6 +60,7 @@ def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
     if any(type(r) is not type(first) or r.kind != first.kind or len(r.levels) != len(first.levels) for r in rules):
         return None
     rule = copy.copy(first)
+    # By depth: a [1] of each policy -> [policies x streams].
     rule.levels = tuple(
         np.repeat(np.concatenate(levels), streams) for levels in zip(*(r.levels for r in rules), strict=True)
     )

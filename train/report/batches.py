@@ -113,6 +113,7 @@ class _Table:
         order: Values,
         seed: int,
     ) -> None:
+        # Requests of one prompt are drawn together, however often it is dealt.
         self._boot = Resamples([arrays.prompt_ids[at] for at in order], seed)
         tokens = self._boot.total(fixed[0].tokens)
         speeds = np.stack([tokens / self._boot.total(one.seconds) for one in fixed], 1)
@@ -126,7 +127,7 @@ class _Table:
         """Return the figures of one line; a bound has no latencies."""
         speed, made = self._speeds[at], self._made[at]
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = (speed - self._best) / (self._speeds[-1] - self._best)
+            share = (speed - self._best) / (self._speeds[-1] - self._best)  # 0 / 0 where bound and best are one
         known = {
             "tokens_per_s": float(speed[0]),
             "to_best_fixed": _plain(self._boot.interval(speed / self._best)),
@@ -145,6 +146,7 @@ class _Table:
     def _tail(self, latency: Values) -> Ratio:
         """Return the 95th percentile over requests and its interval."""
         order = np.argsort(latency)
+        # [1 + R, requests]: how often each request is in each resample, added up in order of latency: a weighted quantile.
         weights = self._boot.total(np.eye(len(latency)))[:, order].cumsum(1)
         at = (weights >= TAIL * weights[:, -1:]).argmax(1)
         return self._boot.interval(latency[order][at])

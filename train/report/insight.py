@@ -143,7 +143,7 @@ def acceptance_bands(arrays: TraceArrays, boot: Resamples) -> tuple[Ratio, ...]:
 
 def lengths(name: str, played: Played, regret: Regret, depth: int) -> Lengths:
     """Count rounds by chosen and by ideal depth."""
-    cell = played.rounds.steps * (depth + 1) + regret.ideal
+    cell = played.rounds.steps * (depth + 1) + regret.ideal  # [R] below (K + 1)^2
     table = torch.bincount(cell, minlength=(depth + 1) ** 2).view(depth + 1, depth + 1)
     rows = tuple(tuple(row) for row in table.tolist())
     return Lengths(name, tuple(table.sum(1).tolist()), tuple(table.sum(0).tolist()), rows)
@@ -175,6 +175,7 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     """Take the modelled time of a policy apart."""
     rounds = played.rounds
     decided = float(rounds.decision_seconds(profile).sum())
+    # Costs add up: with calls and decisions for nothing, what is left is outside the models; verification follows likewise.
     outside = float(rounds.seconds(scaled(profile, 0.0, 0.0, 0.0)).sum())
     verify = float(rounds.seconds(scaled(profile, draft=0.0, decision=0.0)).sum()) - outside
     every = float(rounds.seconds(profile).sum())
@@ -193,6 +194,7 @@ def by_group(
     if len(names) < 2:
         return ()
     tokens, every = arrays.text_tokens.double(), Resamples(arrays.prompt_ids, seed)
+    # Rounds are counted once for all groups; each group resamples its own prompts.
     priced = Priced(every, draws, [best.rounds, *(e.played.rounds for e in entries)], arrays.prompt_tokens)
     out = []
     for group in names:
@@ -230,6 +232,7 @@ def sensitivity(
     for what, factor, change in cases:
         spent = priced.seconds(change=change)
         grid, mine = spent[:, : len(fixed)], spent[:, len(fixed) :]
+        # The best fixed length is chosen again in each resample.
         ratios = {e.name: boot.interval(grid.min(1) / mine[:, at]) for at, e in enumerate(entries)}
         out.append(Sensitivity(what, factor, fixed[int(grid[0].argmin())].result.name, ratios))
     return tuple(out)

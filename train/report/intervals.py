@@ -41,13 +41,14 @@ class Resamples:
         self.prompts = int(self._prompt.max()) + 1
         self.replicates = replicates
         chance = np.full(self.prompts, 1.0 / self.prompts)
+        # How often each prompt is in a resample of P with replacement; row 0 is the sample itself, each once.
         drawn = np.random.default_rng(seed).multinomial(self.prompts, chance, size=replicates)
         self._weights = np.concatenate([np.ones((1, self.prompts)), drawn.astype(np.float64)])
 
     def total(self, values: Any) -> Values:
         """Return [1 + R] or [1 + R, M], the sums over values [S] or [S, M] in the sample and in every resample."""
         values = np.asarray(values, dtype=np.float64)
-        by_prompt = np.zeros((self.prompts, *values.shape[1:]))
+        by_prompt = np.zeros((self.prompts, *values.shape[1:]))  # [P] or [P, M]
         np.add.at(by_prompt, self._prompt, values)
         out: Values = self._weights @ by_prompt
         return out

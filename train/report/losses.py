@@ -153,9 +153,11 @@ def _round(arrays: TraceArrays, played: Played, regret: Regret, at: int, decode:
         guesses = [float(found[node]) for node in nodes]
     pieces = []
     for depth, node in enumerate(nodes[: max(chosen, length)], 1):
+        # NaN, which equals nothing: the policy is not asked there.
         guess = guesses[depth - 1] if guesses and guesses[depth - 1] == guesses[depth - 1] else None
         state = ("accepted" if depth <= chosen else "missed") if depth <= length else "rejected"
         pieces.append(Piece(decode(int(arrays.tokens[row, node])), guess, state))
+    # A trace keeps drafts, not texts: a token of the text is known where the draft after the token before it was accepted.
     before = range(max(anchor - CONTEXT, begin), anchor)
     context = [_committed(arrays, row - anchor + position, decode) for position in before]
     return LossRound(

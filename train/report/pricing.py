@@ -47,6 +47,7 @@ class Draws:
 
     def __init__(self, profile: Profile, seed: int = 0, count: int = DRAWS) -> None:
         self.profile = profile
+        # Another sequence of random numbers than that of the prompts' resamples: the two must not go together.
         chance = np.random.default_rng([seed, 1])
         self.drawn = tuple(profile.resampled(chance) for _ in range(count)) if profile.measurements else ()
 
@@ -102,6 +103,7 @@ class Priced:
         if not self._counted:
             return
         self._groups = []
+        # Rounds of chains and of trees are priced by other formulas; all of one sort are priced in one call.
         for of_trees in (False, True):
             places = [at for at, one in enumerate(self._counted) if (one.kinds.fed is not None) is of_trees]
             if places:
@@ -132,9 +134,11 @@ class Priced:
             return spent if vary in (Vary.ALL, Vary.PROMPTS) else spent[:1]
         if vary is Vary.PROMPTS:
             return spent
+        # Counted rounds give only the ratio of two profiles: what they miss (`Kinds.seconds`) mostly cancels in it.
         calls, decided = self._calls(found, slice(None)), self._decided(found, slice(None))
         out = spent if vary is Vary.ALL else np.repeat(spent[:1], 1 + len(drawn), 0)
         for at, profile in enumerate(drawn, 1):
+            # Draw `at` prices the resamples at, at + D, ...; row 0, the sample, keeps the profile as measured.
             rows = slice(at, len(spent), len(drawn)) if vary is Vary.ALL else slice(1)
             by_calls = calls[rows] if vary is Vary.DECISIONS else self._calls(profile, rows)
             by_decisions = decided[rows] if vary is Vary.PROFILE else self._decided(profile, rows)
@@ -152,6 +156,7 @@ class Priced:
         read = constant * self._read[rows, :1] + per_token * self._read[rows, 1:]
         total = np.repeat(read, len(self._replays), 1)
         for places, kinds, begins, rounds in self._groups:
+            # Of an empty part `reduceat` gives an entry, not 0; no part is empty, since each has the two kinds of backlogs.
             total[:, places] += np.add.reduceat(kinds.seconds(profile, rounds[rows]), begins, 1)
         return total
 

@@ -128,7 +128,7 @@ class Report:
         answer: what to do; None where no policy was compared.
         findings: what a reader must look into.
         caveats: of reports on single rounds.
-        details: plain JSON values by section, see `insight.details`; empty where they were not asked for.
+        details: plain JSON values by section, see `details.details`; empty where they were not asked for.
     """
 
     lines: tuple[Line, ...]

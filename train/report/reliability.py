@@ -81,12 +81,12 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
     seen = seen_features(arrays, policy.features, row, history).numpy()
     tree, streams = arrays.tree.limited(policy.max_depth), len(row)
     out = np.full((streams, arrays.tree.nodes), np.nan)
-    state = policy.start(streams, np.zeros(streams, dtype=np.int64))
+    state = policy.start(streams, np.zeros(streams, dtype=np.int64))  # learned policies draw no random numbers
     for depth in range(policy.first, tree.deepest + 1):
-        level = np.array(tree.levels[depth]) - 1
+        level = np.array(tree.levels[depth]) - 1  # nodes; row 0 is the root, -1 at depth 0
         step = DraftStep(
             depth,
-            np.ones((streams, len(level)), dtype=bool),
+            np.ones((streams, len(level)), dtype=bool),  # after a rejection too: a live one does not know
             np.tile(tree.above_in_level[depth], (streams, 1)),
             np.ascontiguousarray(seen[:, level + 1]),
             _hidden(policy, arrays, row, level if depth else None),

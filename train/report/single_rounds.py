@@ -92,6 +92,7 @@ class _Texts:
     """
 
     def __init__(self, arrays: TraceArrays, values: Sequence[RoundValues], draws: Draws, seed: int) -> None:
+        # Every policy was asked at the same rounds in the same order, so that one of them tells the text of each.
         present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
         self.boot = Resamples([arrays.prompt_ids[s] for s in present.tolist()], seed)
         tokens = torch.zeros(len(present), len(values), dtype=torch.float64)
@@ -113,6 +114,7 @@ def _bound(fixed: Sequence[RoundValues]) -> RoundValues:
     The depths are those that are best for the whole sample, so that a resample's value is a little below its own bound.
     """
     tokens, seconds = (torch.stack([getattr(one, name) for one in fixed], 1) for name in ("committed", "seconds"))
+    # From a rate that is reached, rho never falls: each turn's depths are at least as good at it as those before.
     rho = max(one.rate for one in fixed)
     for _ in range(_TURNS):
         best = (tokens - rho * seconds).argmax(1, keepdim=True)

@@ -78,7 +78,8 @@ class Comparison:
         self._boot, self._draws = boot, draws
         tokens = tokens.reshape(len(tokens), -1)
         self._speeds = {
-            vary: Speeds((tokens if len(some) == len(tokens) else tokens[:1]) / some, kinds)
+            # Where the profile alone is drawn, rows are its draws and tokens are those of the sample.
+            vary: Speeds((tokens if vary in (Vary.ALL, Vary.PROMPTS) else tokens[:1]) / some, kinds)
             for vary, some in spent.items()
         }
         self.found = self._speeds[Vary.ALL]
@@ -96,6 +97,7 @@ class Comparison:
         best, gap = self.found.best, np.zeros_like(rate)
         if self.ceiling is not None:
             with np.errstate(invalid="ignore", divide="ignore"):
+                # 0 where the best fixed length is the bound: there is no gain to have a share of.
                 gap = np.where(self.ceiling > best, (rate - best) / (self.ceiling - best), 0.0)
         of_plain, of_best, closed = (
             self._boot.interval(values) for values in (rate / self.found.plain, rate / best, gap)

@@ -40,12 +40,15 @@ class Prefixes:
     @staticmethod
     def empty(positions: Tensor) -> Prefixes:
         """Return the empty prefix of each place; `positions` is [R, T, V + 1], the chances of the symbols."""
+        # Nothing but blanks; column 0 stands before the first position.
         silent = torch.cat([torch.ones_like(positions[:, :1, -1]), positions[..., -1].cumprod(1)], 1)
         last = torch.full((len(positions),), -1, dtype=torch.int64, device=positions.device)
         return Prefixes(silent, torch.zeros_like(silent), last)
 
     def next(self, positions: Tensor) -> Tensor:
         """Return [R, V], the chance that the positions begin with the prefix and one token more."""
+        # P(prefix, v, ...) = sum over t of (blank_t + token_t) y_(t+1)(v), y the chances of a position: v is said first at
+        # t + 1, whatever comes after it (prefix search decoding, Graves et al., 2006).
         before = (self.blank + self.token)[:, :-1]
         chances: Tensor = (before[:, None] @ positions[..., :-1])[:, 0]
         known = self.last >= 0
@@ -57,8 +60,10 @@ class Prefixes:
         """Return the prefixes `rows` [R'] with a token [R'] more each; `positions` [R', T, V + 1] are theirs."""
         blank, token, last = self.blank[rows], self.token[rows], self.last[rows]
         said = positions.gather(2, tokens[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
+        # After an equal token it enters from a blank alone, else both would collapse into one.
         enters = blank + token * (last != tokens)[:, None]
         new_blank, new_token = [torch.zeros_like(blank[:, 0])], [torch.zeros_like(blank[:, 0])]
+        # token_(t+1) = y_(t+1)(v) (token_t + enters_t); blank_(t+1) = y_(t+1)(blank) (blank_t + token_t), of the new prefix.
         for t in range(positions.shape[1]):
             new_token.append(said[:, t] * (new_token[t] + enters[:, t]))
             new_blank.append(positions[:, t, -1] * (new_blank[t] + new_token[t]))
@@ -116,11 +121,12 @@ class CTCDrafter(LayerReader):
             states[at, len(some) - len(own) : len(some)] for at, (some, own) in enumerate(zip(rows, roots, strict=True))
         ]
         most, counts = max(map(len, roots)), [len(own) for own in roots]
+        # Streams with fewer roots than others are filled up with their last one, which is cut off again at the end.
         state = torch.stack([torch.cat([some, some[-1:].expand(most - len(some), -1)]) for some in last])
         drawn = []
         for _ in range(self._ctc.shape.depth):
             logits = self._ctc.with_blank(self._output(state), state)
-            drawn.append(logits.double().softmax(-1))
+            drawn.append(logits.double().softmax(-1))  # double: a prefix multiplies up to T of them
             if len(drawn) == self._ctc.shape.depth:
                 break
             roots = [self._following(stream, own) for stream, own in zip(streams, roots, strict=True)]
@@ -133,6 +139,8 @@ class CTCDrafter(LayerReader):
         fed, out = self._slot[stream], []
         for row in rows:
             slot = self._length[stream] + len(fed)
+            # Under a number below 0, which no place has: it only counts the slots that are taken.
             fed[-1 - len(fed)] = slot
+            # Its token and state are never looked at: `_run` is told embeddings and states.
             out.append(Row(0, row.state, slot, row.position + 1, row.sees, (*row.beside, slot)))
         return out

@@ -67,7 +67,7 @@ class HeadsDrafter:
             return nothing(sum(counts), self._before[streams[0]])
         states = [state for state in (self._before[stream] for stream in streams) if state is not None]
         hidden = torch.cat(states) if len(states) > 1 else states[0]
-        owner = np.repeat(np.arange(len(states)), counts).tolist()
+        owner = np.repeat(np.arange(len(states)), counts).tolist()  # [R], by place the row of `hidden` that it reads
         if self._network.reads_path:
             paths = [here.tokens_to(p) for here, places in zip(found, feeding, strict=True) for p in places]
             if len(owner) > len(states):
@@ -93,4 +93,5 @@ def nothing(rows: int, like: Tensor | None) -> Proposal:
     device = None if like is None else like.device
     wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
     none = torch.full((rows, 1), -torch.inf, dtype=wide, device=device)
+    # With ids, since the loop looks for rows that know no token in sparse proposals alone.
     return Proposal(none, torch.zeros(rows, 1, dtype=torch.int64, device=device))

@@ -37,8 +37,8 @@ class LayerReader:
         self._network, self._device = network, pair.device
         self._embedding = pair.target.get_input_embeddings()
         self._output = pair.target.get_output_embeddings()
-        self._like = network.before
-        self._cache = LayerCache(0, 0, 1, 1, self._like)
+        self._like = network.before  # for its device and type
+        self._cache = LayerCache(0, 0, 1, 1, self._like)  # of no stream, so that `reserve` makes another
         self.reserve(1, 0)
 
     def reserve(self, streams: int, tokens: int) -> None:
@@ -63,6 +63,7 @@ class LayerReader:
         assert states is not None
         states = states.clone()  # a recorded call of the target writes over its states
         last = self._last[stream]
+        # The first token of a text has no state before it and is never read: there the states are one fewer than the tokens.
         befores = [*([] if last is None else [last]), *states[:-1]]
         self._unread[stream] += zip(tokens[len(tokens) - len(befores) :], befores, strict=True)
         self._last[stream] = states[-1]
@@ -82,8 +83,10 @@ class LayerReader:
     def _row(self, stream: int, here: Candidates, place: int) -> Row:
         """Return the row of a candidate, in the next slot: it sees the text and its path."""
         base, fed = self._length[stream], self._slot[stream]
+        # Candidates of one depth share a position, but each has a slot of its own.
         fed[place] = slot = base + len(fed)
         depth, above = here.depth[place], here.parent[place]
+        # Of what the target has not read there is only the layer's own state.
         state = self._last[stream] if above < 0 else self._states[stream, above]
         assert state is not None
         path = tuple(fed[before] for before in here.path(place))
@@ -92,6 +95,7 @@ class LayerReader:
     def _read(self, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> Tensor:
         """Return [S, n, H], the states of rows."""
         most = max(map(len, rows))
+        # What fills a short stream up writes to the slot that is nobody's (`LayerCache.place`).
         full = [[*some, *[some[-1]] * (most - len(some))] for some in rows]
         tokens = upload([[row.token for row in some] for some in full], self._device)
         states = torch.stack([row.state for some in full for row in some]).unflatten(0, tokens.shape)
@@ -129,6 +133,7 @@ class LayerDrafter(LayerReader):
             read = [] if depth else self._take_unread(stream)
             rows.append([*read, *(self._row(stream, here, place) for place in places)])
         states = self._read(rows, streams)
+        # Rows of the backlog come first: nothing is proposed after them.
         last = [states[at, len(some) - len(places) : len(some)]
                 for at, (places, some) in enumerate(zip(feeding, rows, strict=True))]  # fmt: skip
         for stream, places, some in zip(streams, feeding, last, strict=True):

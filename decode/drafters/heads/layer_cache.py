@@ -61,8 +61,9 @@ class LayerCache:
             streams: their numbers.
         """
         device, most = self._keys.device, max(map(len, rows))
-        end = 1 + max(max(row.sees - 1, *row.beside) for some in rows for row in some)
+        end = 1 + max(max(row.sees - 1, *row.beside) for some in rows for row in some)  # slots that attention reads
         self._end, self._mask = end, None
+        # All streams in their order: attention reads the buffers as they lie, without a copy.
         self._streams = None if list(streams) == list(range(self.streams)) else upload(list(streams), device)
         slots = [[*(row.slot for row in some), *[self.slots] * (most - len(some))] for some in rows]
         self._slots = upload(slots, device)
@@ -73,6 +74,7 @@ class LayerCache:
         for stream, some in enumerate(rows):
             for at, row in enumerate(some):
                 sees[stream, at, : row.sees] = True
+                # Nothing is committed yet, so slot 0 may be another candidate's; `beside` says whether it is seen.
                 if not row.sees:
                     sees[stream, at, 0] = False
                 sees[stream, at, list(row.beside)] = True
@@ -81,8 +83,8 @@ class LayerCache:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Write the rows' keys and values and return what they attend to; see `layer_network.Attend`."""
         here = torch.arange(self.streams, device=keys.device) if self._streams is None else self._streams
-        self._keys[here[:, None], self._slots] = keys
+        self._keys[here[:, None], self._slots] = keys  # [streams fed, n, heads, d]
         self._values[here[:, None], self._slots] = values
         known = (buffer if self._streams is None else buffer[here] for buffer in (self._keys, self._values))
-        k, v = (buffer[:, : self._end].transpose(1, 2) for buffer in known)
+        k, v = (buffer[:, : self._end].transpose(1, 2) for buffer in known)  # [streams fed, heads, slots, d]
         return functional.scaled_dot_product_attention(queries.transpose(1, 2), k, v, self._mask).transpose(1, 2)

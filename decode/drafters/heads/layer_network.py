@@ -17,7 +17,7 @@ from torch.nn import functional
 from ....policies.errors import InputError
 from .networks import Shape
 
-EPSILON, BASE = 1e-6, 10_000.0
+EPSILON, BASE = 1e-6, 10_000.0  # of the norms and of rotary positions: the defaults of transformers' LlamaConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes queries, keys and values [S, n, heads, d] of new places and returns what they attend to, [S, n, heads, d]."""
@@ -43,6 +43,7 @@ class LayerNetwork(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         width, inner, heads = shape.hidden, shape.intermediate, shape.attention_heads
+        # Rotary positions turn one half of a head against the other: its width must be even.
         if not inner or not heads or width % (2 * heads):
             raise InputError(f"a layer of width {width} cannot have {heads} heads and {inner} inner units")
         self.shape = shape
@@ -55,7 +56,7 @@ class LayerNetwork(nn.Module):
     def start(self) -> None:
         """Begin near the identity of the state: the last state is the best guess at the next before anything is learnt."""
         width = self.shape.hidden
-        self.enter.weight[:, width:] *= 0.1
+        self.enter.weight[:, width:] *= 0.1  # the columns that read the state
         self.enter.weight[:, width:].diagonal().add_(1.0)
         for last in (self.leave, self.down):
             last.weight.mul_(0.1)
@@ -80,9 +81,10 @@ class LayerNetwork(nn.Module):
         """
         x = self.enter(torch.cat([normed(embedded), normed(states)], -1))
         heads = self.shape.attention_heads
-        qkv = self.qkv(normed(x, self.before)).unflatten(-1, (3 * heads, -1))
+        qkv = self.qkv(normed(x, self.before)).unflatten(-1, (3 * heads, -1))  # [S, n, 3 heads, d]
         cos, sin = rotation
         qk = qkv[:, :, : 2 * heads]
+        # x cos + rotate_half(x) sin; the sign of rotate_half lies in the sine, so that a roll is left of it.
         qk = torch.addcmul(qk * cos, qk.roll(cos.shape[-1] // 2, -1), sin)
         seen = attend(qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, 2 * heads :])
         x = x + self.leave(seen.flatten(-2))
@@ -110,5 +112,6 @@ class CTCNetwork(LayerNetwork):
 
     def embed(self, tokens: Tensor, embedding: Callable[[Tensor], Tensor]) -> Tensor:
         """Return [..., H] the embeddings of tokens, of which V is the blank."""
+        # The target's embedding has no row for the blank: row 0 is looked up in its place and not used.
         is_blank = tokens == self.shape.vocabulary
         return torch.where(is_blank[..., None], self.blank_in, embedding(tokens.masked_fill(is_blank, 0)))

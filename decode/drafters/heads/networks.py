@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ....policies.errors import InputError
 
+# A folder of somebody else's may say anything: sizes are bounded before a network is built from them.
 _MOST = {"hidden": 1 << 16, "vocabulary": 1 << 20, "depth": 64, "intermediate": 1 << 18, "attention_heads": 1 << 10}
 
 
@@ -41,7 +42,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             value, least = getattr(self, name), 0 if name in ("intermediate", "attention_heads") else 1
-            if type(value) is not int or not least <= value <= most:
+            if type(value) is not int or not least <= value <= most:  # True is an int to `isinstance`
                 raise InputError(f"{name}: expected a whole number between {least} and {most}, not {value!r}")
 
     @staticmethod
@@ -72,7 +73,7 @@ class Heads(nn.Module, ABC):
 
     def _parts(self, head: int) -> int:
         """Return how many vectors of width H a head reads."""
-        return head + 2 if self.reads_path else 1
+        return head + 2 if self.reads_path else 1  # the state, the root, a token for each head before
 
     @torch.no_grad()
     def start(self, output: Tensor) -> None:
@@ -129,6 +130,6 @@ class HydraHeads(Heads):
     def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
         """See `Heads.state`."""
         assert path is not None
-        read = torch.cat([hidden, path.flatten(-2)], -1)
+        read = torch.cat([hidden, path.flatten(-2)], -1)  # [..., (head + 2) H]
         out: Tensor = self.residuals[head](read) + functional.silu(self.blocks[head](read))
         return out

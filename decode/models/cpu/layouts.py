@@ -11,7 +11,7 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ....policies.errors import InputError
 from ....policies.files.atomic import cache_folder, write_json
-from .passes import ROWS, Choice, pass_seconds, sample, shape_of
-from .products import BOUNDS, LAYOUTS, Product, can_pack
+from .passes import ROWS, SAMPLE, Choice, pass_seconds, sample, shape_of
+from .products import BOUNDS, LAYOUTS, Product, can_pack, default_layouts
+from .steps import Step, fastest_choice
 
 FORCED = "SPECSTOP_LAYOUT"
 SMALL = 64 << 10
@@ -42,8 +43,13 @@ Seconds = Mapping[str, Sequence[float]]
 """By layout, of all products of a shape, by class of rows."""
 
 
-def choose_layouts(products: Sequence[Product]) -> None:
-    """Have the products of a model multiply in the layouts that are fastest here; those of one shape alike."""
+def choose_layouts(products: Sequence[Product], steps: Callable[[], Step] | None = None) -> None:
+    """Have the products of a model multiply in the layouts that are fastest here; those of one shape alike.
+
+    Args:
+        products: of a model, in its order.
+        steps: makes what takes a step of the whole model; None = products are timed alone.
+    """
     if forced := os.environ.get(FORCED):
         if forced not in LAYOUTS:
             raise InputError(f"{FORCED}: expected one of {', '.join(LAYOUTS)}, not {forced!r}")
@@ -52,7 +58,7 @@ def choose_layouts(products: Sequence[Product]) -> None:
         return
     free = [product for product in products if is_measured(product)]
     if free:
-        for product, layouts in zip(free, _known_or_measured(free), strict=True):
+        for product, layouts in zip(free, _known_or_measured(free, steps), strict=True):
             product.use(layouts)
     for product in products:
         product.settle(product.layouts)
@@ -65,15 +71,17 @@ def is_measured(product: Product) -> bool:
     return product.weight.nbytes >= SMALL and not can_pack(product.weight.device, product.weight.dtype)
 
 
-def _known_or_measured(products: Sequence[Product]) -> list[tuple[str, ...]]:
+def _known_or_measured(products: Sequence[Product], steps: Callable[[], Step] | None) -> list[tuple[str, ...]]:
     """Return the layouts of each product: those that were kept for such a model, or those measured now."""
     shapes = [shape_of(product) for product in products]
     model = ", ".join(f"{count} of {shape}" for shape, count in sorted(Counter(shapes).items()))
     known = _read().get(model)
     if known is None:
-        known = best_choice(products)
+        # A step of a large model takes too long, and its weights outweigh what is around the products.
+        whole = steps is not None and sum(product.weights.nbytes for product in products) <= SAMPLE
+        known = best_by_steps(products, steps()) if whole and steps is not None else best_choice(products)
         if known is None:  # until the machine is quieter
-            return [product.layouts for product in products]
+            return [default_layouts(product.weights) for product in products]
         _write(model, known)
     return [tuple(known[shape]) for shape in shapes]
 
@@ -92,6 +100,7 @@ def best_choice(products: Sequence[Product]) -> Choice | None:
     alone = {shape: {layout: found[shape] for layout, found in zip(LAYOUTS, timed, strict=True)} for shape in weights}
     counts = Counter(map(shape_of, some))
     for shape, weight in weights.items():
+        # `alone` has sums over all products of a shape; one of them is judged.
         longest = max(max(values) for values in alone[shape].values())
         if not is_undisturbed(longest / counts[shape], weight):
             return None
@@ -103,6 +112,13 @@ def best_choice(products: Sequence[Product]) -> Choice | None:
     return two if (with_two / with_one).mean() < 1.0 - LEAST_GAIN else one
 
 
+@torch.inference_mode()
+def best_by_steps(products: Sequence[Product], step: Step) -> Choice | None:
+    """Return one layout for all products, that of the fastest steps of the model; None where the machine had no time."""
+    shapes = dict.fromkeys(map(shape_of, products))
+    return fastest_choice(products, [dict.fromkeys(shapes, (layout,) * len(BOUNDS)) for layout in LAYOUTS], step)
+
+
 def best_layouts(seconds: Seconds, most: int) -> tuple[str, ...]:
     """Return the layout for each class of rows, of at most `most` different ones: the least time, all classes alike.
 
@@ -110,6 +126,7 @@ def best_layouts(seconds: Seconds, most: int) -> tuple[str, ...]:
     """
     usual = LAYOUTS[0]
     best, least = (usual,) * len(BOUNDS), 1.0
+    # Single layouts first: two of them must be better than the best single one by `LEAST_GAIN`.
     for kept in sorted({*combinations_with_replacement(LAYOUTS, most)}, key=lambda kept: len(set(kept))):
         chosen = tuple(min(kept, key=lambda layout: seconds[layout][at]) for at in range(len(BOUNDS)))
         share = sum(seconds[layout][at] / seconds[usual][at] for at, layout in enumerate(chosen)) / len(BOUNDS)
@@ -136,7 +153,7 @@ def machine() -> str:
 
 
 def _file() -> Path:
-    return cache_folder() / "layouts.json"
+    return cache_folder() / "weight_layouts.json"
 
 
 def _read() -> dict[str, Choice]:
@@ -167,6 +184,7 @@ def _is_whole(model: str, choice: Any) -> bool:
 
 def _write(model: str, choice: Choice) -> None:
     """Keep what was found; a cache that cannot be written costs the next run some tenths of a second."""
+    # What another process writes in between is lost, and measured again.
     entries = _entries()
     entries[machine()] = {**entries.get(machine(), {}), model: choice}
     with contextlib.suppress(OSError):

@@ -35,6 +35,7 @@ def shape_of(product: Product) -> str:
 
 def sample(products: Sequence[Product]) -> list[Product]:
     """Return products that stand for the model, in its order: at least one of each shape, `SAMPLE` bytes where there are."""
+    # Reversed, so that of each shape the first one stays.
     firsts = {shape_of(product): at for at, product in reversed([*enumerate(products)])}
     taken, left = {*firsts.values()}, SAMPLE - sum(products[at].weights.nbytes for at in firsts.values())
     for at, product in enumerate(products):

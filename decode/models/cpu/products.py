@@ -64,12 +64,13 @@ class Product:
 
     def use(self, layouts: Sequence[str]) -> None:
         """Multiply in these layouts from now on, one for each class of rows."""
+        # A product that is settled has no weight to make another form of.
         if self.weight is None or tuple(layouts) == getattr(self, "layouts", None):
             return
         forms = {layout: prepared(layout, self.weight, self.bias) for layout in dict.fromkeys(layouts)}
         self.layouts = tuple(layouts)
         classes = [next(i for i, most in enumerate(BOUNDS) if rows <= most) for rows in range(BOUNDS[-1] + 1)]
-        self._by_rows = [forms[layouts[at]] for at in classes]
+        self._by_rows = [forms[layouts[at]] for at in classes]  # by number of rows; more count as the last
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [..., out]."""
@@ -86,7 +87,7 @@ def prepared(layout: str, weight: Tensor, bias: Tensor | None) -> Callable[[Tens
     if layout == "reordered":
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
         product = torch.ops.mkldnn._linear_pointwise.default
-        return lambda x: product(x, reordered, bias, "none", [], "")
+        return lambda x: product(x, reordered, bias, "none", [], "")  # no activation fused into it
     if layout == "linear":
         return lambda x: torch.nn.functional.linear(x, weight, bias)
     columns = weight.t().contiguous()

@@ -56,6 +56,7 @@ class FixedLayer(SlotLayer):
         if slots is None:
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None and self.values is not None
+        # By an index on the device, and views of one size: a recording repeats addresses and shapes.
         self.keys.index_copy_(2, slots, key_states)
         self.values.index_copy_(2, slots, value_states)
         return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
@@ -91,7 +92,7 @@ class _Packed:
         """Take over the numbers of a call of this shape."""
         own, seen = self.call, mask.shape[-1]
         self.mask[..., :seen] = mask if mask.dtype == torch.bool else mask == 0
-        self.mask[..., seen:] = False
+        self.mask[..., seen:] = False  # where an earlier call saw more
         pairs: list[tuple[Any, Any]] = [
             (own.tokens, call.tokens),
             (own.positions, call.positions),
@@ -161,10 +162,12 @@ class CapturedModel(CachedModel):
         recorder: Callable[[torch.device], Recorder] = Recorder,
         device: torch.device | None = None,
     ) -> None:
+        # Buffers made in inference mode cannot be written to outside of it; weights that lie elsewhere were not recorded.
         kind = (vocabulary, hidden, streams, recorder, torch.is_inference_mode_enabled(), _addresses(model))
         kept = _KEPT.pop(model, None)
         memory = kept if kept is not None and kept.kind == kind and kept.capacity >= capacity else None
         del kept  # before another is made
+        # In coarse steps, so that the next text of about this length finds the memory large enough.
         step = max(LEAST_SEEN, _seen(capacity) // 4)
         capacity = memory.capacity if memory else -(-capacity // step) * step
         super().__init__(model, capacity, vocabulary, hidden, streams, device)
@@ -172,10 +175,12 @@ class CapturedModel(CachedModel):
             at = self._position_at
             memory = _Memory(self.capacity, kind, recorder(model.device), self._slots, self._positions, at)
             memory.layers = [FixedLayer(self._slots, memory.now) for _ in self._layers]
+        # In the place of what the base class has made, where no layer has allocated anything yet.
         self._memory, self._layers, self._slots = memory, list(memory.layers), memory.slots
         self._positions, self._position_at = memory.positions, memory.position_at
         self._cache = Cache(layers=list(memory.layers))
         self._slots.lengths[:] = [0] * streams
+        # Not at the end of the process, when nobody comes for it.
         weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
 
     def read(
@@ -197,7 +202,7 @@ class CapturedModel(CachedModel):
         if call.mask is not None and call.positions is not None:
             assert mask is not None
             call.mask[..., :end] = mask if mask.dtype == torch.bool else mask == 0
-            call.mask[..., end:] = False
+            call.mask[..., end:] = False  # where an earlier call saw more
             call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
         logits, states = self._answer(call)
         self._slots.lengths[0] = end
@@ -222,6 +227,7 @@ class CapturedModel(CachedModel):
             return super()._run_packed(call, mask)
         wanted = len(call.wanted) if isinstance(call.wanted, Tensor) else 0
         seen = min(_seen(packing.seen), self.capacity)
+        # All that shapes depend on, and whether queries are spread out or fill the rectangle as they are.
         key = (call.tokens.shape[1], packing.count, wanted, seen, packing.place is None)
         if key not in self._memory.packed:
             self._memory.packed[key] = _Packed.like(call, mask, seen)
@@ -270,9 +276,10 @@ class CapturedModel(CachedModel):
 
     def _forward(self, call: _Call) -> Answer:
         now, at = self._memory.now, self._positions[0]
+        # Worked out on the device: a number from the host would be recorded as it is.
         slots = call.start + at[: call.tokens.shape[1]]
         positions = slots[None] if call.positions is None else call.positions
-        mask = (at[: call.seen] <= slots[:, None])[None, None] if call.mask is None else call.mask
+        mask = (at[: call.seen] <= slots[:, None])[None, None] if call.mask is None else call.mask  # [1, 1, n, seen]
         if self._windows:
             self._position_at.index_copy_(1, slots, positions)
         now.slots, now.seen = slots, call.seen

@@ -1,4 +1,4 @@
-"""Lengths and levels that follow how rounds went (`baselines_adaptive`)."""
+"""Lengths and levels that follow how rounds went (`policies.baselines.adaptive`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bandit learns of a round, and the arm it tries next (`baselines_bandit`)."""
+"""What a bandit learns of a round, and the arm it tries next (`policies.baselines.bandit`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..compiled import exact, kernel
 
-_TINY = 1e-30
+_TINY = 1e-30  # in the place of 0 where something is divided by it
 
 
 @kernel(
@@ -73,6 +73,7 @@ def _by_draw(pulls: Any, sums: Any, explore: Any, normals: Any) -> Any:
         rate = sums[a, 0] / seconds
         # The variance of tokens - rate x seconds, with one round's worth of a token squared before any is seen.
         spread = max(sums[a, 2] - 2.0 * rate * sums[a, 3] + rate * rate * sums[a, 4], 0.0) + 1.0
+        # The deviation of a ratio of sums by the delta method: that of tokens - rate x seconds, over the seconds.
         worth = rate + explore * (np.sqrt(spread) / seconds) * normals[a]
         if worth > most:
             best, most = a, worth

@@ -1,4 +1,4 @@
-"""The logistic model of acceptance that is learned while decoding (`baselines_online`)."""
+"""The logistic model of acceptance that is learned while decoding (`policies.baselines.online`)."""
 
 from __future__ import annotations
 

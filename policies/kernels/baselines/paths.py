@@ -1,4 +1,4 @@
-"""Which branches and nodes are the best by the probability of their paths, and how many are worth it (`baselines_trees`)."""
+"""Which branches and nodes have the most probable paths, and how many are worth it (`policies.baselines.trees`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..compiled import exact, kernel
-from ..trees import falling, sibling_ranks as sibling_ranks
+from ..trees import falling, sibling_ranks as sibling_ranks  # for `baselines.trees`, which asks this module
 
 
 @exact
@@ -119,7 +119,7 @@ def value_nodes(levels: Any, parent: Any, siblings: Any, drawn: Any, guess: floa
     """
     for s in range(out.shape[0]):
         for n in range(parent.shape[0]):
-            above = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0
+            above = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0  # the root: log 1
             if n < levels.shape[1] and levels[s, n] > -np.inf:
                 out[s, n] = min(np.float64(levels[s, n]), above)
             else:

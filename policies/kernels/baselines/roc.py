@@ -1,4 +1,4 @@
-"""The threshold that is fitted to the accept bits of the text so far (`baselines_roc`)."""
+"""The threshold that is fitted to the accept bits of the text so far (`policies.baselines.roc`)."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ def _fitted(probs: Any, labels: Any, count: Any, weight: Any, otherwise: Any) ->
     negatives = count - positives  # without one of either kind there is no curve
     if positives == 0 or negatives == 0:
         return otherwise
+    # Samples fall, so the threshold probs[i] accepts those up to i: `true` of them right, i + 1 - true wrong. The infinite
+    # threshold of scikit-learn's curve costs `weight`: at 3 it never wins, as the lowest sample costs 1.
     best, least, true = otherwise, np.inf, 0
     for i in range(count):
         true += labels[i]

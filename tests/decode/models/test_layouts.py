@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ SHAPE = (192, 128)  # 96 KiB
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path))
-    return tmp_path / "layouts.json"
+    return tmp_path / "weight_layouts.json"
 
 
 def weight(seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
@@ -169,6 +169,37 @@ def test_what_is_measured_are_the_products_themselves(cache: Path, monkeypatch: 
     with torch.inference_mode():
         timed = passes.pass_seconds(products, choices)
     assert all(0.0 < value < 10.0 for times in timed for value in times["256x256 float32"])
+
+
+def test_steps_of_the_whole_model_decide_where_it_is_small(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = clock(monkeypatch, APART)
+    costs = {"reordered": 3.0, "linear": 2.0, "transposed": 2.5}
+    products, made = [Product(weight(seed)) for seed in range(2)], []
+
+    def steps() -> Callable[[int], float]:
+        made.append(1)
+        return lambda rows: costs[products[0].layouts[0]] * rows
+
+    layouts.choose_layouts(products, steps)
+    assert {product.layouts for product in products} == {("linear",) * len(BOUNDS)} and made == [1] and seen == []
+    again = [Product(weight(seed)) for seed in range(2)]
+    layouts.choose_layouts(again, steps)
+    assert again[0].layouts == ("linear",) * len(BOUNDS) and made == [1], "known from before"
+    monkeypatch.setattr(layouts, "SAMPLE", weight().nbytes)
+    large = [Product(weight(seed)) for seed in range(3)]
+    layouts.choose_layouts(large, steps)
+    assert made == [1] and len(seen) == 2, "a step of a large one takes too long"
+
+
+def test_steps_that_waited_are_not_kept(cache: Path) -> None:
+    products, taken = [Product(weight())], []
+
+    def step(rows: int) -> float:
+        taken.append(rows)
+        return rows * (1.0 if len(taken) % 3 else 9.0) * (1.0 if len(taken) < 20 else 4.0)
+
+    layouts.choose_layouts(products, lambda: step)
+    assert products[0].layouts == ("reordered",) * len(BOUNDS) and taken and not cache.exists()
 
 
 def test_one_layout_can_be_forced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def fit_continuation(
         seen = with_memory(seen, places, stages.first)
         rows = value_rows(stages, costs, seen, played.visits)
         head = _fitted(kind, rows, inner[rows_of(costs, stages.first)], columns, seed)
-        firsts = (stages.first,) if places else range(LATEST + 1)
+        firsts = (stages.first,) if places else range(LATEST + 1)  # what is remembered depends on it
         chosen = choose(costs, values(head, seen), price, margins, firsts)
         rule = Continuation(chosen.margin, chosen.first, remembers)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
@@ -118,7 +118,8 @@ def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
     """Return [N, K + 1, F + M], `seen` and after it the columns at `places` of the depth before; 0 up to depth `first`."""
     if not places:
         return seen
-    before = torch.nn.functional.pad(seen[:, :-1, list(places)], (0, 0, 1, 0))
+    before = torch.nn.functional.pad(seen[:, :-1, list(places)], (0, 0, 1, 0))  # row j shows depth j - 1
+    # At its first decision a policy has been shown no depth before; see `ContinuationPolicy`.
     before[:, : first + 1] = 0.0
     return torch.cat([seen, before], -1)
 
@@ -145,6 +146,7 @@ def choose(costs: CostToGo, value: Tensor, price: Price, margins: Sequence[float
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
     """
     depths = sorted({*range(4, costs.depth, 2), costs.depth})
+    # The text is given, so that the least seconds are the highest rate.
     best: tuple[float, Chosen] | None = None
     for first, deepest, margin in itertools.product(firsts, depths, margins):
         if first >= deepest:
@@ -162,6 +164,7 @@ def rounds_of(costs: CostToGo, value: Tensor, first: int, deepest: int, margin: 
     bound = costs.bound.clamp(max=deepest)
     going = torch.ones_like(bound, dtype=torch.bool)
     length, asked = torch.zeros_like(bound), torch.zeros_like(bound)
+    # As `ContinuationPolicy` under `play_round`, for all anchors at once: asked from `first` on, not at `deepest` any more.
     for j in range(deepest):
         going = going & (bound > j)
         if j >= first:

@@ -74,9 +74,11 @@ def backward(
     """
     arrays, deepest = costs.arrays, costs.depth
     stop = costs.outcomes(value)
+    # Differences in seconds become tokens at the rate of the policy whose cost-to-go `value` is.
     rho = float(arrays.text_tokens.sum() / (value[arrays.offset].sum() + 1e-12))
     fold, cut = folds.of[costs.sequence], arrays.cut
     gain, predicted = (torch.zeros(len(cut), deepest) for _ in range(2))
+    # At each j: the length of a round that goes on from j, deciding from j + 1 on, and how often it is decided on after j.
     length, asked = costs.bound.clone(), torch.zeros(len(cut))
     best: tuple[float, int, Tensor, Tensor, Tensor] | None = None
     for j in range(deepest - 1, -1, -1):
@@ -85,6 +87,7 @@ def backward(
             stop.gather(1, length[:, None])[:, 0] + price.each * asked
         )  # what opens a round's decisions is spent by now
         gain[:, j] = (rho * (stop[:, j] - later)).float()
+        # Cut rounds say little about stopping: they are decided on, not fitted on.
         for one in range(folds.count):
             use, mine = open_ & ~cut & (fold != one), open_ & (fold == one)
             if bool(use.any()) and bool(mine.any()):
@@ -92,7 +95,8 @@ def backward(
                 predicted[mine, j] = scored(model, seen[mine, j])
         on = predicted[:, j] > 0
         length = torch.where(open_ & ~on, j, length)
-        asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)
+        asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)  # once here, and later only if it goes on
+        # Rounds decided from depth j on are complete here: what comes before is drafted without a decision.
         if j in firsts:
             seconds = costs.play(length, price.of(asked.numpy())).seconds
             if best is None or float(seconds.sum()) < best[0]:
@@ -107,7 +111,7 @@ def scored(model: object, x: Tensor) -> Tensor:
     import xgboost as xgb
 
     assert isinstance(model, xgb.Booster)
-    return torch.from_numpy(model.predict(xgb.DMatrix(x.numpy()))) - 0.5
+    return torch.from_numpy(model.predict(xgb.DMatrix(x.numpy()))) - 0.5  # the shift of `boost`'s labels
 
 
 def value_rows(stages: Stages, costs: CostToGo, seen: Tensor, visits: Tensor) -> ValueRows:
@@ -122,6 +126,7 @@ def value_rows(stages: Stages, costs: CostToGo, seen: Tensor, visits: Tensor) ->
     depth = torch.arange(costs.depth)[None]
     open_ = (costs.bound[:, None] > depth) & (depth >= stages.first) & ~costs.arrays.cut[:, None]
     reached = stages.lengths[:, None] >= depth
+    # Twice: anchors that the policy passes over count less, and so do depths that its rounds do not reach.
     weight = visits[:, None].float().clamp_min(UNVISITED) * torch.where(reached, 1.0, UNVISITED)
     at, j = open_.nonzero(as_tuple=True)
     return ValueRows(seen[at, j], j, stages.gain[at, j], weight[at, j].float())
@@ -177,6 +182,7 @@ def achievable_estimate(
             seen = torch.cat([seen, extra], -1)
         weight = played.visits.float().clamp_min(UNVISITED)
         stages = backward(costs, seen, folds, weight, costs.value(lengths), Price(), seed)
+        # The next turn's cost-to-go and HISTORY features are those of this policy.
         lengths, played = stages.lengths, costs.play(stages.lengths)
         if best is None or stages.rate > best.rate:
             best = stages

@@ -41,12 +41,13 @@ def fit_paths(
     most = int(ranks.max()) + 1
     above = torch.ones(len(row), 1, dtype=torch.float64)  # calibrated chances of the level above
     tables: list[list[Tensor]] = [[], []]
+    # From the root down: a level's fit rests on the calibrated chances of the level above, as the policy's do.
     for depth, level in enumerate(tree.levels):
         scores = [level_scores(head, some, level, depth) for (head, _), some in zip(parts, seen, strict=True)]
         one, two = torch.from_numpy(np.concatenate(scores)).unbind(-1)
         use, rank = there[:, level], ranks[level].expand(len(row), -1)
         if depth == 0:
-            tables[0].append(_plain(most))
+            tables[0].append(_plain(most))  # at depth 0 nothing is drawn: `accept` has no label
             chance = above
         else:
             first = tree.levels[depth - 1][0]
@@ -54,7 +55,7 @@ def fit_paths(
             tables[0].append(_row(chance[use], one[use], accepted[:, level][use], rank[use], most))
             calibrator = _calibrator(tables[0])
             chance = torch.from_numpy(calibrator.of(chance.numpy(), one.numpy(), depth, ranks[level].numpy()))
-        best = torch.tensor([(tree.children[node] or [0])[0] for node in level])
+        best = torch.tensor([(tree.children[node] or [0])[0] for node in level])  # 0, the root = no child
         use = use & (best > 0)
         tables[1].append(_row(chance[use], two[use], accepted[:, best][use], rank[use], most))
         above = chance
@@ -77,6 +78,7 @@ def _row(above: Tensor, logits: Tensor, labels: Tensor, rank: Tensor, ranks: int
     x, y = torch.logit(product), labels.double()
     fitted = _plain(ranks)
     start = fitted.clone()
+    # The shifts by rank are held twenty times more loosely than scale and tilt.
     weight = torch.tensor([1.0, 1.0, *[0.05] * ranks], dtype=torch.float64)
 
     def loss() -> Tensor:
@@ -100,12 +102,14 @@ def fit_shares(chance: Tensor, children: Tensor, width: Tensor) -> tuple[tuple[f
     out = []
     for rank in range(1, children.shape[1]):
         use = width > rank
+        # Also the answer where none of this rank was accepted, for which a fit would run on without end: 8%.
         pair = torch.tensor([-2.5, 0.0], dtype=torch.float64)
         if bool(children[use, rank].any()):
             at, y = x[use], children[use, rank].double()
 
             def loss(at: Tensor = at, y: Tensor = y, pair: Tensor = pair) -> Tensor:
                 odds = pair[0] + pair[1] * at
+                # Without a penalty the slope would run off where few rows tell the two kinds apart.
                 return torch.nn.functional.binary_cross_entropy_with_logits(odds, y, reduction="sum") + pair[1] ** 2
 
             minimise([pair], loss)

@@ -148,15 +148,18 @@ def fit_tree(
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     static, _ = best_static_tree(fit_side, profile)
     playing: Sequence[StopPolicy] = [static]
+    rate = replay(
+        fit_side, static, profile
+    ).rate  # Dinkelbach's iteration starts from the best static tree's, then the last
     for turn in range(plan.passes):
         progress("fit trees", turn, plan.passes)
         policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
         policy = policies[0]
         profile = add_decisions(profile, [policy], arrays.header.vocabulary)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
-        rate = policy.facts.rho or replay(fit_side, static, profile).rate
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
         policy, rate = solve_tree(policy, fit_side, profile)
+        # The next pass is fitted on prompts played by heads that have not seen them, under one rule.
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", plan.passes, plan.passes)
     mine, theirs = (replay(held_side, one, profile).rate for one in (policy, static))
@@ -194,6 +197,7 @@ def _fitted(
     tree = arrays.tree
     shares = fit_shares(_chances(head, rows), rows.children[rows.known], rows.width[rows.known])
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
+    # Prices of 1 stand in until `tree_seconds` gives those of the profile.
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
     policies = [TreeGain(plan.name, plan.features, one, accept, next_, rule, arrays.depth) for one, _ in parts]
     return policies, files, len(rows.rows)

@@ -68,7 +68,7 @@ def askable_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
     """Return [R, N + 1] bool, the nodes that a policy can be asked about: without a gap or an end of text on the path."""
     there = torch.ones(len(row), len(arrays.tree), dtype=torch.bool)
     there[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
-    for node, above in enumerate(arrays.tree.parent[1:], 1):
+    for node, above in enumerate(arrays.tree.parent[1:], 1):  # parents come before their children
         there[:, node] &= there[:, above]
     return there
 
@@ -85,8 +85,10 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     seen = seen_features(arrays, features, visited.row, visited.history)
     accepted = accepted_nodes(arrays, visited.row)
     above = torch.tensor([max(parent, 0) for parent in tree.parent])
+    # `accept` is conditional on the path so far: only children of accepted nodes are on its distribution.
     use = accepted[:, above] & askable_nodes(arrays, visited.row)
     most = max(len(below) for below in tree.children)
+    # Padding points at the root, which counts as accepted: `there` takes it out again.
     below = torch.zeros(len(tree), most, dtype=torch.int64)
     there = torch.zeros(len(tree), most, dtype=torch.bool)
     for row, rows in enumerate(tree.children):

@@ -25,7 +25,7 @@ def path_chances(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> Arra
     out = np.ones((len(seen), len(tree)))
     ranks = np.array(node_ranks(tree))
     for depth, level in enumerate(tree.levels[1:], 1):
-        above = out[:, [tree.parent[row] for row in level]]
+        above = out[:, [tree.parent[row] for row in level]]  # of the root 1
         out[:, level] = policy.accept.of(
             above, level_scores(policy.head, seen, level, depth)[..., 0], depth, ranks[level]
         )

@@ -36,16 +36,19 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[st
     outside = None if tree.is_chain else profile.tree_outside_s
     _, per_step, per_token = outside or (profile.round_s, profile.step_s, 0.0)
     branches = sum(bool(below) for below in tree.children)
+    # A branch that is fed draws this many tokens on average, each of which takes time outside the models.
     below = tree.nodes / max(branches, 1)
     between = partial(profile.between, typical_context(arrays))
     (opening,) = between(lambda table: table.draft_s[:1])
     if tree.is_chain:
+        # Chains are filled up to a size that is clearly cheaper, and cost what that does.
         padded = profile.padded()[: tree.nodes + 1]
         drafts = between(lambda table: [table.later_s])
         verify = between(lambda table: [table.verify_s[n] for n in padded])
     else:
         drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:])
         verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
+    # What a round costs whatever it does is left out: the rule compares going on with stopping.
     return {
         "opening_s": opening + per_step + per_token * len(tree.children[0]) + price.opening + price.each,
         "draft_s": [s + per_step + per_token * below * rows + price.each for rows, s in enumerate(drafts, 1)],
@@ -80,6 +83,7 @@ def solve_tree(
 
     def settled(**changes: Any) -> None:
         nonlocal best, best_rate
+        # A saved policy comes with a floor; the rate is solved without, and a floor is chosen last.
         rule = best.rule.changed(floor=0.0)
         rho = best_rate or rule.rate
         for _ in range(ROUNDS):
@@ -96,6 +100,7 @@ def solve_tree(
     for first in firsts:
         if first != best.rule.first and first < policy.max_depth:
             settled(first=first, ahead=best.rule.ahead)
+    # From the highest on, which reads the fewest branches: the first one that does no harm is taken.
     for floor in FLOORS:
         candidate = policy.with_rule(best.rule.changed(floor=floor))
         rate = replay(arrays, candidate.limited(arrays.depth), profile).rate

@@ -40,6 +40,7 @@ def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -
     header, send = arrays.header, policy.rule.send if isinstance(policy.rule, BatchRule) else ""
     made = for_batches(policy, send, profile)
     profile = add_decisions(profile, [made], header.vocabulary, header.vectors)
+    # Made again, since the policy keeps the price of its own decisions, which has only now been measured.
     made = for_batches(policy, rule=BatchRule(made.send), profile=profile)
     if profile.batch is None or not (header.has_every_anchor and arrays.tree.is_chain):
         return made
@@ -54,6 +55,7 @@ def _least(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> float:
     sizes = profile.batch.sizes
     fixed = policy.fixed_rate(np.array(sizes)).tolist()
     found = [batch_rate(policy, arrays, profile, size) / rate for size, rate in zip(sizes, fixed, strict=True)]
+    # Rounded, so that noise does not choose between first decisions that are equally good.
     return CLEARLY * round(float(min(found)) / CLEARLY)
 
 
@@ -79,6 +81,7 @@ def solved_rates(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> li
             best[size] = max(best[size], (rate, assumed[size]))
             found = rate / fixed[size]
             settled = abs(found - assumed[size]) < SETTLED * assumed[size]
+            # Once settled, what replayed fastest is kept, which need not be what was assumed last.
             assumed[size] = best[size][1] if settled else found
             going |= not settled
         if not going:

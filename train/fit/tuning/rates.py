@@ -85,7 +85,7 @@ def solve_rate(
     for first in (first for first in firsts if first < policy.max_depth):
         costs = profile.chain_costs(context, price, first, policy.max_depth)
         found, rate = _solved(policy, costs, first, acceptance, max(start, best_rate), rates)
-        if rate > (1.0 + CLEARLY) * best_rate:
+        if rate > (1.0 + CLEARLY) * best_rate:  # `FIRST` begins with 1, which others have to beat
             best, best_rate = found, rate
     return best, best_rate
 
@@ -101,6 +101,7 @@ def _solved(
         candidates = []
         for share, rho in assumed.items():
             taus = derived_thresholds(rho, costs, [share * a for a in acceptance])
+            # S_j counts from x_first on: it lacks the factor P(A >= first - 1), so that thresholds are divided by its mean.
             candidates.append(policy.with_rule(Derived([tau / known for tau in taus], first)))
         found = rates(candidates)
         for candidate, rate in zip(candidates, found, strict=True):

@@ -170,6 +170,7 @@ def search(
         study.run(validation.measure, space.count, functools.partial(_told, progress, len(done), total))
         done += study.trials()
         study.draw()
+    # Trials that were given up have the rate of one fold, which is not comparable: they come last.
     done.sort(key=lambda trial: (trial.folds == len(parts), trial.rate), reverse=True)
     ran = [trial for trial in done if trial.rule and not trial.error]
     if not ran:
@@ -239,7 +240,7 @@ class CrossValidation:
                 policy, costs = self._policy(job, fit)
                 played = replay(self.arrays.subset(out), policy, costs)
                 tokens, seconds = tokens + float(played.tokens.sum()), seconds + float(played.seconds.sum())
-                fixed_seconds += [float(fixed.seconds.sum()) for fixed in grid]
+                fixed_seconds += [float(fixed.seconds.sum()) for fixed in grid]  # by length; best over all folds
                 fixed_tokens += float(grid[0].tokens.sum())
                 done += 1
                 if done == 1 and behind(played.rate):
@@ -256,6 +257,7 @@ class CrossValidation:
         if not job.rule:
             policy: StopPolicy = load_policy(spec_of(job)).limited(min(arrays.depth, profile.max_depth))
             return policy, add_decisions(profile, [policy], header.vocabulary, header.vectors)
+        # A trial needs a ranking, not the last percent: one head on one pass, and no files, which trials would share.
         quick = dataclasses.replace(planned(self.plan, job, header), cross_fit=False, passes=1)
         options = dataclasses.replace(quick.fit, checkpoints=None, logger=None, resume=False)
         quick = dataclasses.replace(quick, fit=options)

@@ -61,6 +61,7 @@ class Study:
         self._study = optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
         if isinstance(space, SpecSpace):
             self._study.sampler = optuna.samplers.GridSampler(space.choices, seed)
+            # All values are tried, each on all folds.
             self._study.pruner = optuna.pruners.NopPruner()
             return
         self._study.sampler = optuna.samplers.TPESampler(seed=seed + self.ended)  # a resumed search draws others
@@ -147,12 +148,14 @@ def _storage(folder: Path | None) -> optuna.storages.JournalStorage | None:
 
 def _mend(path: Path) -> None:
     """Take away what a process leaves that is killed as it writes: a lock, and half a line that the next would go on in."""
+    # optuna's lock is a symbolic link beside the file: `lstat` asks for the link's own age.
     lock = path.with_name(f"{path.name}.lock")
     if lock.is_symlink() and time.time() - lock.lstat().st_mtime > HELD_S:
         lock.unlink()
     if not path.exists():
         return
-    *lines, half = path.read_bytes().split(b"\n")
+    *lines, half = path.read_bytes().split(b"\n")  # `half` is empty after a whole line
+    # Only a file that is a search's for sure may be cut off: any other one is the user's.
     if not all(line.startswith(LINE) and json.loads(line) for line in lines) or not half.startswith(LINE[: len(half)]):
         raise ValueError("some line of it is none of a search")
     os.truncate(path, path.stat().st_size - len(half))

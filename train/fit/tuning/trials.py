@@ -117,15 +117,17 @@ class HeadSpace:
         """Return the next trial."""
         rule, head = trial.suggest_categorical("rule", self.rules), trial.suggest_categorical("head", self.heads)
         space = SPACES.get(head, {})
+        # False leaves the head its own hyper-parameters: to the sampler that is a choice like any other.
         if not space or not trial.suggest_categorical("drawn", (False, True)):
             return Trial(head, rule, {})
+        # Named by head: optuna holds a name to one range, and the best value is another in each.
         return Trial(head, rule, {key: _suggest(trial, f"{head} {key}", values) for key, values in space.items()})
 
 
 def _suggest(trial: optuna.Trial, name: str, values: Any) -> Any:
     if isinstance(values, list):
         return trial.suggest_categorical(name, values)
-    return float(f"{trial.suggest_float(name, *values, log=True):.4g}")
+    return float(f"{trial.suggest_float(name, *values, log=True):.4g}")  # fitted with what the table shows
 
 
 @dataclass(frozen=True)

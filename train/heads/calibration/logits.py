@@ -37,6 +37,7 @@ def fit_calibrator(logits: Array, labels: Array, sequence: Array | None = None) 
     """
     if _says_nothing(labels):
         return Calibrator()
+    # Rows of one text resemble each other: spread over both halves they would flatter the freer map.
     half = (np.arange(len(labels)) if sequence is None else sequence) % 2 == 0
     losses = {"identity": log_loss(Calibrator()(logits), labels)}
     for kind in ("temperature", "isotonic"):
@@ -53,6 +54,7 @@ def fit_kind(kind: str, logits: Array, labels: Array) -> Calibrator:
     if kind == "identity" or _says_nothing(labels):
         return Calibrator()
     if kind == "temperature":
+        # For one number a grid will do: it needs no start and cannot run away.
         grid = np.logspace(-1.0, 1.0, 81)
         losses = [log_loss(expit(logits / t), labels) for t in grid]
         return Calibrator(kind, float(grid[np.argmin(losses)]))
@@ -66,10 +68,12 @@ def _says_nothing(labels: Array) -> bool:
 def _isotonic(logits: Array, labels: Array) -> Array:
     """Return at most 64 knots [2, n] float32 of the isotonic fit, at quantiles of the logits."""
     x = logits.astype(np.float64)
+    # Never 0 or 1: a factor of 0 would end every product for good, and a loss may not be infinite.
     fit = IsotonicRegression(y_min=_EDGE, y_max=1 - _EDGE, out_of_bounds="clip").fit(x, labels.astype(np.float64))
     knots = np.unique(np.quantile(x[:: max(1, len(x) // _MOST_ROWS)], np.linspace(0.0, 1.0, _MOST_KNOTS)))
     if len(knots) < 2:
-        knots = np.append(knots, knots + 1.0)
+        knots = np.append(knots, knots + 1.0)  # all logits alike: a map has two knots at least
+    # Between the fit's own steps rounding may lower a value, and a calibrator refuses knots that fall.
     return np.stack([knots, np.maximum.accumulate(fit.predict(knots))]).astype(np.float32)
 
 

@@ -47,12 +47,14 @@ def perfect_error(predicted: Array, seed: int = 0, bins: int = BINS, draws: int 
         return 0.0, 0.0
     generator = np.random.default_rng(seed)
     ordered = np.sort(np.asarray(predicted, dtype=np.float64))
+    # Labels that come true with just the chances predicted; bins are the same, as they go by prediction.
     errors = [_gap(ordered, generator.random(len(ordered)) < ordered, bins) for _ in range(draws)]
     return float(np.mean(errors)), float(np.quantile(errors, 0.95))
 
 
 def _gap(ordered: Array, labels: Array, bins: int) -> float:
     """Return the error of predictions in rising order."""
+    # |mean predicted - share of true| times the rows of a bin is the absolute sum of its differences.
     parts = np.array_split(labels - ordered, min(bins, len(ordered)))
     return float(sum(abs(part.sum()) for part in parts)) / len(ordered)
 

@@ -70,6 +70,7 @@ def fit_survival(products: Products) -> SurvivalFit:
     tables = unchanged(STARTS, depth)
     chosen: list[str] = []
     for start in range(1, min(STARTS, depth) + 1):
+        # A product that begins at `start` says nothing of the tokens before it: they are given as accepted.
         alive = products.of(products.length >= start - 1)
         fitted, kinds = fit_tables(alive, start)
         tables[start - 1] = fitted
@@ -78,7 +79,7 @@ def fit_survival(products: Products) -> SurvivalFit:
     for fold in np.unique(products.fold):
         out = products.fold == fold
         rest = products.of(~out)
-        own = fit_tables(rest, 1, chosen)[0] if len(rest.length) else tables[0]
+        own = fit_tables(rest, 1, chosen)[0] if len(rest.length) else tables[0]  # a fold that is alone sees itself
         held_out[out] = survival(products.accept[out], own)
     return SurvivalFit(SurvivalMaps(tables), tuple(chosen), held_out)
 
@@ -117,7 +118,7 @@ def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = Non
         labels = products.length >= j
         kind = kinds[j - start] if kinds is not None else _choose(product, labels, products.fold)
         tables[j - 1] = _fit(kind, product, labels)
-        product = _through(tables[j - 1], product)
+        product = _through(tables[j - 1], product)  # deeper maps are fitted on what this one gives
         chosen.append(kind)
     return tables, chosen
 
@@ -164,6 +165,7 @@ def _odds(product: Array) -> Array:
 def _table(bend: Callable[[Array], Array], product: Array) -> Array:
     """Return the knots of a smooth map: half of them where products lie, half evenly in the log-odds."""
     inner = KNOTS - 2
+    # KNOTS in all: both ends, quantiles, and a grid, so that the map also bends where products of these prompts are rare.
     quantiles = np.quantile(product[:: max(1, len(product) // _MOST_ROWS)], np.linspace(0.0, 1.0, inner // 2 + 1))
     even = expit(np.linspace(-6.0, 6.0, inner - inner // 2 - 1))
     x = np.sort(np.clip(np.concatenate([[0.0, 1.0], quantiles, even]), 0.0, 1.0))
@@ -181,6 +183,7 @@ def _isotonic(product: Array, labels: Array) -> Array:
         x, y, sample_weight=[len(part) for part in parts]
     )
     knots = np.stack([np.maximum.accumulate(x), np.maximum.accumulate(fit.predict(x))])
+    # All tables have KNOTS knots, so that they stack; MOST_BINS is fewer.
     level = np.repeat(knots[:, -1:], KNOTS - len(x), 1)
     table: Array = np.clip(np.concatenate([knots, level], 1), 0.0, 1.0).astype(np.float32)
     return table
@@ -189,6 +192,7 @@ def _isotonic(product: Array, labels: Array) -> Array:
 def _logistic(odds: Array, labels: Array, offset: bool) -> tuple[float, float]:
     """Return (slope, offset) of a logistic regression on one column by Newton's method, drawn a little to (1, 0)."""
     slope, shift = 1.0, 0.0
+    # Grows with the rows as the Hessian does: it matters only where that is nearly singular, as of products all alike.
     ridge = 1e-3 * len(odds) / 100
     for _ in range(_STEPS):
         p = expit(slope * odds + shift)
@@ -202,6 +206,7 @@ def _logistic(odds: Array, labels: Array, offset: bool) -> tuple[float, float]:
             h01, h11 = float((weight * odds).sum()), float(weight.sum()) + ridge
             determinant = h00 * h11 - h01 * h01
             move = ((h11 * g0 - h01 * g1) / determinant, (h00 * g1 - h01 * g0) / determinant)
+        # A full Newton step may overshoot where accepted and rejected rows are nearly separated.
         slope, shift = slope + max(-1.0, min(1.0, move[0])), shift + max(-1.0, min(1.0, move[1]))
         if abs(move[0]) + abs(move[1]) < 1e-6:
             break
@@ -209,6 +214,7 @@ def _logistic(odds: Array, labels: Array, offset: bool) -> tuple[float, float]:
 
 
 def _through(table: Array, product: Array) -> Array:
+    # As `SurvivalMaps` does it: interpolation in float32 would change the product a little.
     if np.array_equal(table[0], table[1]):
         return product
     return np.clip(Calibrator("isotonic", knots=table)(product), 0.0, 1.0)

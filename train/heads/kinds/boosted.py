@@ -45,6 +45,7 @@ def fit_boosted(
     options = options or FitOptions()
     boosters = [_boost(rows, held_out, label, names, seed, options) for label in ("accepted", "followed")]
     arrays = [flatten(booster) for booster in boosters]
+    # Both ensembles are stacked: one depth and one number of trees, the smaller one padded.
     deepest = max(depth_of(a) for a in arrays)
     arrays = [flatten(booster, deepest) for booster in boosters]
     count = max(a["leaf"].shape[0] for a in arrays)
@@ -81,8 +82,8 @@ def _boost(
         "seed": seed,
         "tree_method": "hist",
         "eval_metric": "logloss",
-        "nthread": torch.get_num_threads(),
-        "base_score": float(np.clip(share, 0.01, 0.99)),
+        "nthread": torch.get_num_threads(),  # what the user has told torch
+        "base_score": float(np.clip(share, 0.01, 0.99)),  # its log-odds are the head's `base`
         "device": options.device,
         **params,
     }
@@ -102,7 +103,7 @@ def _boost(
             raise
         said = str(error).strip().splitlines()[-1]
         raise InputError(f"--device {options.device}: XGBoost cannot use it here: {said[:200]}") from None
-    return booster[: booster.best_iteration + 1]
+    return booster[: booster.best_iteration + 1]  # training went on past the best round to know it
 
 
 def depth_of(arrays: Mapping[str, Array]) -> int:
@@ -116,7 +117,7 @@ def flatten(booster: xgb.Booster, depth: int | None = None) -> dict[str, Array]:
     D is `depth`, or that of the deepest tree.
     """
     model = json.loads(bytes(booster.save_raw("json")))["learner"]
-    score = model["learner_model_param"]["base_score"].strip("[]")
+    score = model["learner_model_param"]["base_score"].strip("[]")  # newer XGBoost: a list of one
     raw = model["gradient_booster"]["model"]["trees"]
     depth = max(1, *map(_deepest, raw)) if depth is None else depth
     trees = [_complete(tree, depth) for tree in raw]
@@ -138,6 +139,7 @@ def _complete(tree: dict[str, Any], depth: int) -> dict[str, Array]:
     """Return one tree as a complete one of this depth: a leaf above the bottom is repeated below itself."""
     inner = 2**depth - 1
     feature = np.zeros(inner, dtype=np.int64)
+    # Below a leaf nothing is split, and both sides hold the same leaf: which way a row goes does not matter.
     threshold = np.full(inner, np.finfo(np.float32).max, dtype=np.float32)
     missing = np.ones(inner, dtype=bool)
     leaf = np.zeros(inner + 1, dtype=np.float32)
@@ -146,7 +148,7 @@ def _complete(tree: dict[str, Any], depth: int) -> dict[str, Array]:
         node = at[place]
         left, right = tree["left_children"][node], tree["right_children"][node]
         if place >= inner:
-            leaf[place - inner] = tree["split_conditions"][node]
+            leaf[place - inner] = tree["split_conditions"][node]  # of a leaf, XGBoost keeps its value there
         elif left < 0:
             at[2 * place + 1] = at[2 * place + 2] = node
         else:

@@ -123,7 +123,7 @@ class StopClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Return [M] logits of the second class."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False)
-        found: Array = self.head_.scores(_float32(X), 1)[:, 0]
+        found: Array = self.head_.scores(_float32(X), 1)[:, 0]  # all rows are fitted at depth 1
         return found
 
     def predict_proba(self, X: Any) -> Array:
@@ -174,4 +174,5 @@ def rows_of(x: Array, label: Array) -> FitRows:
 
 
 def _float32(x: Array) -> Array:
+    # Numbers that float64 holds and float32 does not would become infinite.
     return np.ascontiguousarray(np.clip(np.asarray(x, dtype=np.float64), -1e30, 1e30), dtype=np.float32)

@@ -78,6 +78,7 @@ def fit_linear_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
     basis = fit_basis(_as_fit_rows(rows), names)
     columns, gain, weight = basis_columns(basis, rows.features, rows.depth), rows.gain.numpy(), rows.weight.numpy()
     first = rows.depth.numpy() == 0
+    # accept, which stays void; next; next at depth 0.
     slopes, bias = np.zeros((3, basis.width), dtype=np.float32), np.zeros(3, dtype=np.float32)
     for at, use in ((1, ~first), (2, first)):
         if use.any():
@@ -89,9 +90,9 @@ def fit_linear_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
 def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Array, float]:
     """Return (weight [F'], bias) of the weighted least squares under a small penalty."""
     x = np.append(x, np.ones((len(x), 1)), 1)
-    weighted = x.T * weight
+    weighted = x.T * weight  # [F' + 1, M]
     penalty = strength * np.eye(x.shape[1])
-    penalty[-1, -1] = 0.0
+    penalty[-1, -1] = 0.0  # the bias is not drawn to 0
     solved: Array = np.linalg.solve(weighted @ x + penalty, weighted @ np.clip(y, -CLIP, CLIP))
     return solved[:-1], float(solved[-1])
 
@@ -108,7 +109,7 @@ def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
     fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
     fitted |= {f"{part}.{i}": best[f"{i}.{part}"] for i in range(len(layers)) for part in ("weight", "bias")}
     last = len(layers) - 1
-    fitted[f"weight.{last}"][0], fitted[f"bias.{last}"][0] = 0.0, 0.0
+    fitted[f"weight.{last}"][0], fitted[f"bias.{last}"][0] = 0.0, 0.0  # `accept` is void, not fitted
     return MLPHead(names, exported(fitted, names, _as_fit_rows(rows)))
 
 
@@ -123,6 +124,7 @@ def _descend(
 
     fit, held = sides
     each = -(-len(fit[1]) // BATCH)
+    # Of few rows an epoch is few steps: more epochs make up for it.
     epochs = max(EPOCHS, -(-LEAST_STEPS // each))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=RATE, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, epochs * each)
@@ -147,6 +149,7 @@ def _columns(basis: Basis, rows: ValueRows) -> Tensor:
 
 
 def _as_fit_rows(rows: ValueRows) -> FitRows:
+    # Basis and ranges read features and depth only; there are no labels of acceptance.
     none = torch.zeros(len(rows.depth), dtype=torch.bool)
     return FitRows(rows.features, rows.depth, none, none, none)
 

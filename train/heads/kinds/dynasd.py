@@ -17,7 +17,7 @@ from ..fitting import FitTask
 from ..networks import Recipe, opening, seeded, states, train_network
 from ..rows import FitRows
 
-RECIPE = Recipe(epochs=10, batch=50, rate=1e-3, decay=0.0, constant=True)
+RECIPE = Recipe(epochs=10, batch=50, rate=1e-3, decay=0.0, constant=True)  # AdamW without decay is Adam
 """`training_decision_models.py`: Adam at 1e-3, batches of 50, 10 epochs, no schedule, the least held-out loss is kept."""
 
 WIDE = 2048
@@ -33,6 +33,7 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [R, 1] of inputs [R, in]."""
+        # Hidden states come as recorded, in float16.
         x = x.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
         for at, layer in enumerate(self.layers):
             x = layer(nn.functional.relu(x) if at else x)

@@ -87,6 +87,7 @@ class TraceDataModule(RowsDataModule):
 def _tensors(rows: FitRows, basis: Basis) -> tuple[Tensor, Tensor, Tensor]:
     """Return the columns with the flag for depth 0, labels and which of them are known."""
     columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
+    # Columns that are not known at depth 0 are 0 there, which elsewhere is their mean: the flag tells the two apart.
     columns = torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
     return columns, rows.labels, torch.stack([rows.drawn, rows.followed_known], 1).float()
 

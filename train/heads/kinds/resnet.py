@@ -34,6 +34,7 @@ class ResNet(nn.Module):
         self, inputs: Sequence[int], width: int = WIDTH, blocks: int = BLOCKS, dropout: float = DROPOUT
     ) -> None:
         super().__init__()
+        # Their outputs are added up, so that one bias does for all.
         self.enter = nn.ModuleList([nn.Linear(size, width, bias=at == 0) for at, size in enumerate(inputs)])
         self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
         self.leave = nn.Linear(width, 2)

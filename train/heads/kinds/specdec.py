@@ -42,6 +42,7 @@ class AcceptanceNetwork(nn.Module):
         for at in self.order:
             x = x + nn.functional.silu(self.blocks[at](x))
         logits = self.leave(x)
+        # The softmax of two logits is the sigmoid of their difference.
         difference: Tensor = logits[:, 1:] - logits[:, :1]
         return difference
 
@@ -77,6 +78,7 @@ def _fit(task: FitTask, shared: bool, weight: float) -> tuple[SpecDecHead, dict[
         "block.bias": _stack(weights, "bias", count, (size,)),
         "order": torch.tensor(network.order, dtype=torch.int64),
         "leave.weight": weights["leave.weight"],
+        # In log-odds the weight's bias is a constant, ln w: see `unbiased`.
         "leave.bias": unbiased(weights["leave.bias"].numpy(), weight),
         "first": opening(task),
     }

@@ -37,6 +37,7 @@ BUCKETS = 65_521
 RANGES = 8
 """Of a crossed scalar, each with as many rows."""
 
+# Multipliers of the hash: each member of a cross times its own, summed, modulo the buckets (`HashedFeatures`).
 _STRIDES = {"drawn_token": 1, "above_token": 40_503, "anchor_token": 24_133, "before_token": 57_037, DEPTH: 7_919}
 _RANGE_STRIDE = 5_003
 _ROUNDS, _TOLERANCE = 100, 1e-4
@@ -48,7 +49,7 @@ class Design:
     Args:
         names: features of the rows.
         rows: to fit on; they say how scalars are standardised and which tokens there are.
-        buckets: places of each cross; 0 = no hashed.
+        buckets: places of each cross; 0 = no hashed features.
     """
 
     def __init__(self, names: Sequence[str], rows: FitRows, buckets: int = BUCKETS) -> None:
@@ -70,7 +71,7 @@ class Design:
         ranged = [at for at in self.scalars if self.strides[:, at].any()]
         drawn = rows.features[rows.drawn][:, ranged].double().numpy()
         shares = np.linspace(0.0, 1.0, RANGES + 1)[1:-1]
-        edges = np.quantile(drawn, shares, axis=0).T if len(drawn) else np.zeros((len(ranged), 0))
+        edges = np.quantile(drawn, shares, axis=0).T if len(drawn) else np.zeros((len(ranged), 0))  # [J, RANGES - 1]
         self.edges = np.ascontiguousarray(edges, dtype=np.float32)
         self.places = HashedFeatures(names, self.strides, self.edges, buckets)
 
@@ -80,10 +81,11 @@ class Design:
         x = basis_columns(self.basis, rows.features[:, self.scalars], rows.depth)
         blocks = [sparse.csr_matrix(x.astype(np.float64)), _one_hot(depth, self.depths, np.ones_like(drawn))]
         for at in self.ids:
+            # As `TokenHead` reads them: tokens of the anchor at depth 0 alone, drawn ones from depth 1 on.
             known = ~drawn if _of_anchor(self.names[at]) else drawn
             blocks.append(_one_hot(features[:, at].astype(np.int64), self.vocabulary, known))
         if len(self.strides):
-            places = self.places.places(features, depth)
+            places = self.places.places(features, depth)  # [M, C]
             blocks.append(_one_hot(places, len(self.strides) * self.buckets, drawn))
         return sparse.hstack(blocks, format="csr")
 
@@ -95,7 +97,7 @@ class Design:
 def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
     """Fit the token head; see `Fitter`.
 
-    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` of each cross, 0 = no hashed.
+    `params`: `C`, one value or the least held-out loss of `PENALTIES`; `buckets` of each cross, 0 = no hashed features.
     """
     design = Design(task.names, task.rows, int(task.options.params.get("buckets", BUCKETS)))
     given = task.options.params.get("C")
@@ -106,6 +108,7 @@ def fit_tokens(task: FitTask) -> tuple[TokenHead, dict[str, bytes]]:
         found.append(_regress((x[use], label[0][use]), (held[held_use], label[1][held_use]), penalties))
     (accept, above), (next_, later), (opening, first) = found
     scalars, depths, tables, hashed = zip(*(design.parts(weight) for weight in (accept, next_, opening)), strict=True)
+    # Of tokens of the anchor the opening regression alone has weights: they fill the row of `next`.
     table = np.stack(tables[:2]).reshape(2, len(design.ids), design.vocabulary)
     for at, place in enumerate(design.ids):
         if _of_anchor(task.names[place]):
@@ -145,12 +148,13 @@ def _regress(
     weight = np.zeros(x.shape[1])
     if constant(y):
         return weight, float(logit((float(y.sum()) + 1.0) / (len(y) + 2.0)))
-    # A column that no row uses keeps a weight of 0, and most places of the hashed are such.
+    # A column that no row uses keeps a weight of 0, and most places of hashed features are such.
     used = np.flatnonzero(x.getnnz(axis=0))
     x, unseen = x[:, used], held[0][:, used]
     model = LogisticRegression(solver="newton-cg", max_iter=_ROUNDS, tol=_TOLERANCE, warm_start=True)
     doubled = two_classes(x, y)
     fits = []
+    # From the strongest penalty on: each solution is a start near the next one.
     for penalty in sorted(penalties):
         model.set_params(C=penalty).fit(*doubled)
         loss = log_loss(expit(unseen @ model.coef_[0] + model.intercept_[0]), held[1]) if len(held[1]) else 0.0
@@ -162,6 +166,7 @@ def _regress(
 def _one_hot(values: Array, width: int, counts: Array) -> sparse.csr_matrix:
     """Return [M, width], a one in the column of each value [M] or [M, n] that counts and lies inside."""
     values = values.reshape(len(values), -1)
+    # An unknown token is -1, and a held-out one may lie beyond those fitted on: no column, as 0 in the head's table.
     row, at = np.nonzero(counts[:, None] & (values >= 0) & (values < width))
     return sparse.csr_matrix((np.ones(len(row)), (row, values[row, at])), shape=(len(values), width))
 

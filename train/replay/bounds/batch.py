@@ -38,6 +38,8 @@ def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:
     if batch == 1 or profile.batch is None:
         return oracle_seconds(arrays, profile)
     last = float((arrays.prompt_tokens + arrays.text_tokens).max())
+    # Tables at both ends of all contexts met: the least of costs that are linear in the context is concave, so that the line
+    # between its ends is nowhere above it.
     contexts = min(profile.batch.low.context, 1.0), max(profile.batch.high.context, last)
     depth = min(arrays.depth, profile.max_depth)
     prices = _prices(profile.batch, batch, 0.5 * sum(contexts), depth)
@@ -68,7 +70,7 @@ def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, f
     assert costs is not None
     streams = np.arange(1, batch + 1)
     tokens = _sent(costs, batch, depth)
-    pairs = tokens[None] >= streams[:, None]
+    pairs = tokens[None] >= streams[:, None]  # each stream sends its anchor at least
 
     def table(context: float) -> CostTable:
         verify = costs.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
@@ -76,7 +78,7 @@ def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, f
         first = float((costs.first_draft_s(streams, context) / streams).min())
         later = float((costs.draft_s(streams, context) / streams).min())
         sent = tuple(share + price * (n + 1) for n in range(depth + 1))
-        return CostTable(context, (first, first), 0.0, sent, later)
+        return CostTable(context, (first, first), 0.0, sent, later)  # a backlog is read for nothing
 
     low, high = (table(context) for context in contexts)
     return Profile(low, high, 0.0, 0.0, profile.prefill_s)

@@ -69,6 +69,7 @@ class ScriptedLengths(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Go on to the anchor after what was committed."""
+        # After the last text there is no further row.
         return np.minimum(state + (outcome.accepted + 1) * outcome.active, len(self._lengths) - 1)
 
 
@@ -118,6 +119,7 @@ class CostToGo:
         wide = lengths if lengths.dim() == 2 else lengths[:, None]
         accepted = torch.minimum(self.arrays.accepted[:, None], wide)
         step = torch.minimum(accepted + 1, self.left[:, None])
+        # What full acceptance costs the next round is charged to this one: so the cost-to-go depends on the anchor alone.
         seconds = self.cost.gather(1, wide) + self.full_s * ((accepted == wide) & (wide > 0)).double()
         row = torch.where(step < self.left[:, None], torch.arange(len(step))[:, None] + step, -1)
         return seconds.view(lengths.shape), row.view(lengths.shape)
@@ -133,6 +135,7 @@ class CostToGo:
         seconds = seconds + torch.as_tensor(decided_s)
         value = torch.zeros(len(seconds) + 1, dtype=torch.float64)
         arrays = self.arrays
+        # All texts at once, from their last anchors back: a round leads to a later anchor, whose value is known by then.
         for t in range(int(arrays.rows.max()) - 1, -1, -1):
             at = (arrays.offset + t)[t < arrays.rows]
             value[at] = seconds[at] + value[row[at]]  # the entry behind the last, at -1, is 0

@@ -56,11 +56,12 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
         context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options)
         cost = round_seconds(cheap, context, k.flatten(), sent, one, fed=fed).view(streams, -1)
         if fed is None:
+            # More tokens may be cheaper to verify: who drafts k need pay no more than the cheapest larger round costs.
             cost = cost.flip(1).cummin(1).values.flip(1)
         reached = t + torch.minimum(arrays.accepted[row][:, None], k) + 1
         total = cost + value.gather(1, torch.minimum(reached, length[:, None].clamp_min(0)))
         least = total.min(1).values
-        first = (total <= least[:, None] + SAME_S).int().argmax(1)
+        first = (total <= least[:, None] + SAME_S).int().argmax(1)  # argmax: the first, the shallowest
         value[:, t] = torch.where(t < length, least, 0.0)
         chosen[:, t] = torch.where(t < length, steps[first], 0)
     return Ideal(value, chosen, value[:, 0] + prompt_seconds(profile, arrays.prompt_tokens), cheap)

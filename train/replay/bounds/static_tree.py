@@ -76,11 +76,13 @@ def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> li
     best: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
     rows = [row for row in range(len(tree)) if tree.depth[row] <= depth]
     below = {row: [child for child in tree.children[row] if tree.depth[child] <= depth] for row in rows}
+    # Children before their parents. For each row: by number of descendants, the largest sum; each child is one more item of
+    # a knapsack, merged in turn.
     for row in reversed(rows):
         total, splits = np.zeros(1), []
         for child in below[row]:
             options = np.concatenate([[0.0], best[child][0]])  # 0 nodes, or 1, 2, ... with the child itself
-            both = total[:, None] + options[None]
+            both = total[:, None] + options[None]  # [nodes so far, nodes of this child]
             size = min(both.shape[0] + both.shape[1] - 1, _LARGEST + 1)
             merged, taken = np.full(size, -np.inf), np.zeros(size, dtype=np.int64)
             for count in range(min(both.shape[1], size)):
@@ -96,6 +98,7 @@ def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> li
     def nodes(row: int, count: int) -> list[int]:
         """The chosen descendants of `row`, `count` of them."""
         out: list[int] = []
+        # The last child merged says first how many of all are its own.
         for child, taken in zip(reversed(below[row]), reversed(best[row][1]), strict=True):
             part = int(taken[count])
             if part:

@@ -88,12 +88,13 @@ class TraceArrays:
     def column(self, name: str) -> Tensor:
         """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
         if name in SIBLING_FEATURES and self.tree.is_chain:
+            # A single candidate is the best: it leads the second best by the margin, and its rank is 0.
             return self.column("noisy_margin") if name == "noisy_lead" else torch.zeros(self.ends.shape)
         if name == "drawn_token":
-            return self.tokens.clamp_min(UNKNOWN).float()
+            return self.tokens.clamp_min(UNKNOWN).float()  # a node without a token (-2) is unknown (-1)
         if name == "above_token":
             behind = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
-            return behind[:, list(self.tree.parent[1:])]
+            return behind[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
         if name in RUN_FEATURES and name not in self.columns:
             return torch.full((len(self.ends),), float(getattr(self.header, name)))
         if name not in self.columns:
@@ -126,6 +127,7 @@ class TraceArrays:
             at = anchor - self.first_anchor.numpy()[sequence]
             inside = (at >= 0) & (at < rows[sequence])
             return np.where(inside, offset[sequence] + at, -1)
+        # Rows are sorted by sequence, then anchor, so that these keys rise and can be searched.
         wanted = sequence * _FAR + anchor
         at = np.minimum(np.searchsorted(self._known, wanted), len(self._known) - 1)
         return np.where(self._known[at] == wanted, at, -1)
@@ -181,6 +183,7 @@ def side_by_side(columns: Sequence[Tensor]) -> Tensor:
         and c.stride() == first.stride()
         for at, c in enumerate(columns)
     )
+    # Columns of one block have neighbouring offsets and equal strides; a stride shorter than F would run into the next node.
     if not lies or (len(columns) > 1 and first.stride(-1) < len(columns)):
         return torch.stack(list(columns), -1)
     return first.as_strided((*first.shape, len(columns)), (*first.stride(), 1))
@@ -231,8 +234,9 @@ def trace_arrays(
     columns = {name: read(name, np.float32) for name in wanted if name in header.anchor_features}
     columns |= _node_columns(trace, [n for n in wanted if n in header.features], order.place, tokens.shape)
     live = header.collector == "live"
+    # Hidden states are kept in the order of the file; all else is put in order as it is read.
     index = None if (order.of[1:] > order.of[:-1]).all() else torch.from_numpy(order.of)
-    draws = (order.key % header.draws).tolist()
+    draws = (order.key % header.draws).tolist()  # a text's sequences follow one another
     made = TraceArrays(
         header=header,
         prompt_ids=ids,
@@ -279,5 +283,6 @@ def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, histor
     columns = [HISTORY_FEATURES.index(name) for name in layout.history]
     base = layout.base(anchor[row].numpy(), history[:, columns].numpy())
     seen = np.repeat(base[:, None], node.shape[1] + 1, 1)
+    # Before drafting, PRE and POST columns stay 0.
     seen[:, 1:, layout.node_at] = node[row].numpy()
     return torch.from_numpy(seen)

@@ -38,6 +38,7 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
             f"{policy.name} drafts up to {policy.max_depth} tokens, but the trace was recorded to depth {arrays.depth}; "
             f"limit the policy (max_depth={arrays.depth}) or collect with --depth {policy.max_depth}"
         )
+    # Trees are priced by points between and beyond which costs are linear: no depth is out of range.
     if arrays.tree.is_chain and profile.max_depth < policy.max_depth:
         raise TraceError(
             f"{policy.name} drafts up to {policy.max_depth} tokens, but the profile ends at {profile.max_depth}"

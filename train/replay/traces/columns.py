@@ -46,7 +46,7 @@ class Order:
             TraceError: see `trace_arrays`.
         """
         sequence, anchor = (read_column(trace, name, np.int64) for name in ("sequence", "anchor"))
-        order = np.lexsort((anchor, sequence))
+        order = np.lexsort((anchor, sequence))  # by the last key first
         sequence, anchor = sequence[order], anchor[order]
         key, start, count = np.unique(sequence, return_index=True, return_counts=True)
         within = np.arange(len(anchor)) - np.repeat(start, count)
@@ -54,7 +54,7 @@ class Order:
         twice = bool(((np.diff(anchor) == 0) & (np.diff(sequence) == 0)).any())
         if twice or (trace.header.has_every_anchor and not follows):
             raise TraceError(f"--traces: {trace.folder} misses anchors of a text or has one twice; collect it again")
-        return cls(order, np.argsort(order), anchor, start, count, key, follows)
+        return cls(order, np.argsort(order), anchor, start, count, key, follows)  # the second one is the inverse
 
 
 def read_column(trace: Trace, name: str, kind: Any, place: Array | None = None, out: Array | None = None) -> Array:
@@ -78,7 +78,7 @@ def read_column(trace: Trace, name: str, kind: Any, place: Array | None = None, 
     start = 0
     for part in trace.blocks(name, BLOCK_ROWS):
         flat = part.flatten() if pa.types.is_fixed_size_list(of) else part
-        values = flat.to_numpy(zero_copy_only=False)
+        values = flat.to_numpy(zero_copy_only=False)  # arrow packs booleans as bits
         here = slice(start, start + len(part))
         made[here if place is None else place[here]] = values.reshape(len(part), *shape[1:])
         start += len(part)

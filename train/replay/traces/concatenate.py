@@ -78,8 +78,10 @@ def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:
         return first
     every = [name for name in first.columns if all(name in part.columns for part in parts)]
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in every}
+    # The header is the first part's, so that what parts may differ in has to be a column.
     columns["temperature"] = torch.cat([part.column("temperature") for part in parts])
     rows = torch.cat([part.rows for part in parts])
+    # One part that misses anchors makes all of them be looked up.
     anchors = [_anchors(part) for part in parts] if any(part.anchors is not None for part in parts) else None
     joined = {name: _joined([getattr(part, name) for part in parts]) for name in (*_BY_SEQUENCE, *_BY_ROW)}
     joined |= {"rows": rows, "anchors": None if anchors is None else torch.cat(anchors)}
@@ -117,7 +119,7 @@ class JoinedVectors(StoredVectors):
         """Return [R, H] float16 of rows [R], and of nodes [R] unless it is the anchor's."""
         row = row if self._index is None else self._index[row]
         out = torch.zeros(len(row), self.width, dtype=torch.float16)
-        owner = torch.searchsorted(self._starts, row, right=True) - 1
+        owner = torch.searchsorted(self._starts, row, right=True) - 1  # right: a first row is its part's own
         for at, part in enumerate(self._parts):
             mine = owner == at
             if bool(mine.any()):

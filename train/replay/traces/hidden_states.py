@@ -71,7 +71,7 @@ class _Source:
         """
         each = self._trace.header.vector_shape(self._name)
         shape = (self._trace.row_count, *each)
-        block = max(1, _BLOCK_BYTES // (2 * math.prod(each)))
+        block = max(1, _BLOCK_BYTES // (2 * math.prod(each)))  # float16: two bytes each
         if 2 * math.prod(shape) <= MEMORY_BYTES:
             out = np.empty(shape, dtype=np.float16)
             start = 0
@@ -90,10 +90,12 @@ class _Source:
                     f"{tempfile.gettempdir()} cannot hold ({error.strerror}); set TMPDIR to a folder on a larger disk"
                 ) from None
             # Copy-on-write: torch wants memory that could be written.
+            # The mapping outlives the file, which has no name and goes with it.
             return torch.from_numpy(np.memmap(file, dtype=np.float16, mode="c", shape=shape))
 
 
 def _numbers(column: pa.FixedSizeListArray) -> np.ndarray[Any, Any]:
     """Return the numbers of a column, one row behind the other."""
+    # Unlike `values`, `flatten` heeds that a block may be a slice.
     values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False)
     return values

@@ -153,6 +153,7 @@ def _unpaired(a: Ratio, b: Ratio) -> Ratio | None:
     if len(values) < 6 or min(values) <= 0:
         return None
     a0, a1, a2, b0, b1, b2 = map(math.log, values)
+    # l = d - sqrt((b - b_low)^2 + (a_high - a)^2). A bootstrap interval need not hold its own value, hence the 0.
     low = b0 - a0 - math.hypot(max(b0 - b1, 0.0), max(a2 - a0, 0.0))
     high = b0 - a0 + math.hypot(max(b2 - b0, 0.0), max(a0 - a1, 0.0))
     return Ratio(math.exp(b0 - a0), math.exp(low), math.exp(high))

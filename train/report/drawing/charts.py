@@ -107,6 +107,7 @@ class Chart:
         return self._height - _BOTTOM - (value - low) / (high - low) * (self._height - _BOTTOM - _TOP)
 
     def _add(self, kind: str, look: str, hint: str = "", **values: float | str) -> ET.Element:
+        # Keywords cannot have the hyphens of SVG's attributes.
         given = {k.replace("_", "-"): f"{v:.2f}" if isinstance(v, float) else str(v) for k, v in values.items()}
         made = ET.SubElement(self.root, kind, {"class": look, **given})
         if hint:

@@ -15,7 +15,7 @@ from ....policies.errors import InputError, TraceError
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ...fit.tuning.rates import solve_rate
+from ...fit.tuning.rates import PRICED, solve_rate
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 from ..decision_costs import with_prices
@@ -151,12 +151,13 @@ class _Replays:
         profile = change(self._draws.profile)
         if self._tuning is not None and isinstance(policy, LearnedPolicy) and _is_derived(policy):
             policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
+        # Played under the changed profile; `_priced` has the draws as they were measured, and changes each of them likewise.
         spent: Values = self._priced([play(self._arrays, policy, profile)]).seconds(change=change)[:, 0]
         return spent
 
 
 def _is_derived(policy: StopPolicy) -> bool:
-    return isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
+    return isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
 
 
 def _note(policy: StopPolicy, tuning: TraceArrays | None) -> str:

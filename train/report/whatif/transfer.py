@@ -62,7 +62,7 @@ def transfer(
     columns: list[_Column] = []
     for at, (trace, label) in enumerate(zip(traces, _labels(traces), strict=True)):
         costs, _ = with_prices(profiles[at if len(profiles) > 1 else 0], policies, trace.header)
-        arrays, draws = trace_arrays(trace), Draws(costs, seed)
+        arrays, draws = trace_arrays(trace), Draws(costs, seed)  # groups of one trace share them
         for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
             name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))
             columns.append(_Column(name, trace, part, draws))

@@ -39,7 +39,7 @@ class Num:
     def text(self, data: Data) -> str:
         """Return the figure as it is shown."""
         shown = f"{self.scale * self.value(data):{self.form}}"
-        return shown.replace("-", "") if not shown.strip("-0.,%") else shown
+        return shown.replace("-", "") if not shown.strip("-0.,%") else shown  # -0.000 is 0.000
 
 
 @dataclass(frozen=True)
