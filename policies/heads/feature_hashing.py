@@ -22,7 +22,7 @@ MOST_STRIDE = 1 << 20
 
 
 class HashedFeatures:
-    """Places of C hashed features in tables of `size`, laid end to end: what is crossed, each times its stride, modulo the size.
+    """Places of C hashed features in tables of `size`, laid end to end: what they join, each times a stride, modulo size.
 
     Args:
         names: F features, in the order of the columns.
