@@ -45,7 +45,7 @@ class FiniteRows(contextlib.AbstractContextManager[None]):
             self._best, self._copied = best, None
             self._check()
         else:
-            self._best = best.to("cpu", non_blocking=logits.is_cuda)  # elsewhere there is no event to wait for
+            self._best = best.to("cpu", non_blocking=True)
             self._copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def __exit__(self, *error: object) -> None:
