@@ -224,14 +224,15 @@ def test_a_saved_configuration_writes_the_same_report(home: Path, done: dict[str
         assert (tmp_path / "again" / name).read_bytes() == (home / "report" / name).read_bytes()
 
 
+@pytest.mark.parametrize("file_first", [True, False])
 def test_the_command_line_wins_over_set_and_set_over_a_file(
-    home: Path, done: dict[str, Any], models: list[str], tmp_path: Path
+    home: Path, done: dict[str, Any], models: list[str], tmp_path: Path, file_first: bool
 ) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"depth": 2, "max-new-tokens": 5, "limit": 2, "seed": 9, "json": True}))
+    given = [("--config", config), ("--set", "depth=3", "--set", "limit=4")][:: 1 if file_first else -1]
     facts = parsed(
-        cli("collect", "--config", config, "--set", "depth=3", "--set", "limit=4", "--limit", 1,
-            "--prompts", home / "held.jsonl", "--out", tmp_path / "t", *models)
+        cli("collect", *given[0], *given[1], "--limit", 1, "--prompts", home / "held.jsonl", "--out", tmp_path / "t", *models)
     )  # fmt: skip
     assert (facts["depth"], facts["prompts"], facts["seed"]) == (3, 1, 9)
     assert open_trace(tmp_path / "t").header.max_new_tokens == 5

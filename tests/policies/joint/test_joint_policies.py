@@ -325,6 +325,9 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     assert costs.first_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.25])
     dips = SingleStreamCosts(made_profile((1.0, 1.5, 1.2, 1.4)))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4])
+    assert dips.verify_s(1, [1, 2], 50.0).tolist() == pytest.approx([1.0, 1.2]), "whatever else is asked for beside it"
+    level = SingleStreamCosts(made_profile((1.0, 1.24, 1.2, 1.4)))
+    assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
     grid = Grids(LinearCosts(0.5, 0.1), 0.0).of(20, 3)
     assert grid.verify.shape[0] == 33 and grid.verify[2, 5] == pytest.approx(1.4)
     assert grid.verify[4, 1] == pytest.approx(1.3)  # the anchors are always sent

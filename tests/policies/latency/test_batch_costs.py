@@ -89,6 +89,13 @@ def test_what_is_kept_in_a_file_comes_back(profile: Profile, tmp_path: Path) -> 
             lambda raw: raw["low"]["verify_s"].update({"two": [[2, 1.0]]}),
             "batch.low.verify_s: expected batch sizes between",
         ),
+        *(
+            (
+                lambda raw, key=key: raw["low"]["verify_s"].update({key: [[1, 1.0]]}),
+                "batch.low.verify_s: expected batch sizes between",
+            )
+            for key in ("02", "0000000012345", "9" * 5000)
+        ),
         (lambda raw: raw["low"].update(verify_s={}), "batch.low.verify_s: expected at least one batch size"),
         (
             lambda raw: raw["low"]["verify_s"].update({"2": [[1, 1.0]]}),

@@ -44,6 +44,9 @@ def test_a_rule_is_named_and_what_vllm_cannot_run_is_said(
     deploy("vllm", traces[0.0], profile, tmp_path / "a", load_policy("confidence:0.3"), max_batch=1)
     settings = read_settings(json.loads((tmp_path / "a" / "additional_config.json").read_text()))
     assert settings.policy == "confidence:0.3" and not (tmp_path / "a" / "policy").exists()
+    deploy("vllm", traces[0.0], profile, tmp_path / "c", load_policy("load?table=1:4,8:2"), max_batch=1)
+    settings = read_settings(json.loads((tmp_path / "c" / "additional_config.json").read_text()))
+    assert settings.policy == "load?table=1:4,8:2" and load_policy(settings.policy).max_depth == 4
     sampled = train(traces[0.7], profile, folds=2).policy
     deploy("vllm", traces[0.7], profile, tmp_path / "b", sampled, max_batch=1)
     assert not (tmp_path / "b" / "proposer.json").exists()
