@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ class Run:
             self.pair, self.test, self.room / f"{mode}-{temperature:g}" / "held", depth=DEPTH, temperature=temperature,
             verification=mode, max_new_tokens=self.tokens, draws=DRAWS if mode == "block" else 1, progress=self.progress,
         )  # fmt: skip
-        free = replace(profile, decision_s={policy.cost_name: 0.0})
+        free = profile.with_decisions({policy.cost_name: 0.0})
         report = evaluate(held, free, [policy], achievable=True, progress=self.progress)
         lines = {line.name: line.to_best_fixed.text() for line in report.lines}
         return f"replayed, decisions free: {lines[policy.shown_name]} of the best fixed length, achievable {lines[ESTIMATE]}"

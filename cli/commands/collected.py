@@ -38,7 +38,7 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
     )
     header = trace.header
     sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
-    # Processors have no option of their own: they come by Python alone.
+    # Processors have no option of their own: they are given in Python alone.
     options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
     asked = running_options()
     drafter = asked.get("drafter") or "model"

@@ -1,8 +1,8 @@
 """vLLM's per-request acceptance records (`--per-request-spec-decode-metrics`) as a trace without features.
 
 It serves policies that look at the depth alone: which fixed length, which table of lengths. The records say how many tokens
-each step drafted and accepted, not which, so single rounds
-can be evaluated (`train.report.single_rounds`), whole texts not replayed.
+each step drafted and accepted, not which: single rounds can be evaluated (`train.report.single_rounds`), whole texts not
+replayed.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def _steps_of(model: Any) -> Step:
     """Return what takes a step of a model behind a short text, and its seconds."""
     config = model.config.get_text_config()
     longest = max(ORDER)
-    before = min(BEFORE, getattr(config, "max_position_embeddings", BEFORE) - longest)
+    reads = getattr(config, "max_position_embeddings", None) or BEFORE + longest
+    before = max(1, min(BEFORE, reads - longest))
     tokens = torch.arange(before + longest)[None] % config.vocab_size
     cache = CachedModel(model, before + longest, config.vocab_size)
     cache.read(tokens[:, :before], 1)

@@ -45,8 +45,11 @@ class Match(Verification):
 
     def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
         """Look up the target's own tokens in one go; see `Verification.accept`."""
-        noise = [] if turns[0].choices.greedy else [_noise_at(turn) for turn in turns]
-        own = own_tokens(sampled, torch.cat(noise) if len(noise) > 1 else noise[0] if noise else None).tolist()
+        noise = None
+        if not turns[0].choices.greedy:
+            each = [_noise_at(turn) for turn in turns]
+            noise = each[0] if len(each) == 1 else torch.cat(each)
+        own = own_tokens(sampled, noise).tolist()
         found, first = [], 0
         for turn in turns:
             end = first + len(turn.places)

@@ -13,7 +13,7 @@ from ..baselines.scores import check_number
 from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
-from ..latency.tables import CLEARLY, least_later
+from ..latency.tables import filled_up
 
 Array = np.ndarray[Any, Any]
 
@@ -95,9 +95,7 @@ class SingleStreamCosts:
         chain = self.profile.between(context, lambda side: side.verify_s)
         most = max(int(sent.max(initial=1)), len(chain))  # a price hangs on no other that is asked for beside it
         table = np.array(between(tuple(enumerate(chain, 1)), range(most + 1)))
-        least = table[least_later(table)]
-        filled = np.where(least < (1.0 - CLEARLY) * table, least, table)  # filling up to a clearly cheaper size pays
-        out: Array = filled[sent] + self.profile.round_s
+        out: Array = table[filled_up(table)][sent] + self.profile.round_s
         return out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .batch import BatchCosts
-from .tables import CLEARLY, ChainCosts, CostTable, Price, at_context, least_later
+from .tables import ChainCosts, CostTable, Price, at_context, filled_up
 
 Array = np.ndarray[Any, Any]
 
@@ -65,15 +65,10 @@ class Costs:
         return price.times(1.0 / (1.0 - self.carry_over)) if self.carry_over else price
 
     def padded(self) -> tuple[int, ...]:
-        """Return for n = 0..K drafted tokens how many are best verified: filling up to a size that is clearly cheaper pays.
-
-        Where verification is flat, the cheapest of several sizes is the one whose measurement was luckiest; filling up to it
-        gains nothing, and its seconds are too few.
-        """
+        """Return for n = 0..K drafted tokens how many are best verified: filling up to a clearly cheaper size pays."""
         # One answer for both contexts: the live loop takes it once, before any text.
         cost = np.array(self.low.verify_s) + np.array(self.high.verify_s)
-        least = least_later(cost)
-        return tuple(np.where(cost[least] < (1.0 - CLEARLY) * cost, least, np.arange(len(cost))).tolist())
+        return tuple(filled_up(cost).tolist())
 
     def round_seconds(
         self,

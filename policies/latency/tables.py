@@ -132,6 +132,17 @@ def least_later(cost: Array) -> Array:
     return out
 
 
+def filled_up(cost: Array) -> Array:
+    """Return [N] int64, where to fill up to from each place of costs [N]: a later, clearly cheaper one, or itself.
+
+    Where costs are flat the cheapest of several is the one whose measurement was luckiest: filling up to it gains nothing,
+    and its seconds are too few.
+    """
+    least = least_later(cost)
+    out: Array = np.where(cost[least] < (1.0 - CLEARLY) * cost, least, np.arange(len(cost)))
+    return out
+
+
 def read_table(raw: Entries) -> CostTable:
     """Return the costs at one context from their JSON form."""
 

@@ -78,8 +78,8 @@ def _known_or_measured(products: Sequence[Product], steps: Callable[[], Step] | 
     known = _read().get(model)
     if known is None:
         # A step of a large model takes too long, and its weights outweigh what is around the products.
-        whole = steps is not None and sum(product.weights.nbytes for product in products) <= SAMPLE
-        known = best_by_steps(products, steps()) if whole and steps is not None else best_choice(products)
+        small = sum(product.weights.nbytes for product in products) <= SAMPLE
+        known = best_by_steps(products, steps()) if small and steps is not None else best_choice(products)
         if known is None:  # until the machine is quieter
             return [default_layouts(product.weights) for product in products]
         _write(model, known)

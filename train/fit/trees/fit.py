@@ -148,9 +148,8 @@ def fit_tree(
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     static, _ = best_static_tree(fit_side, profile)
     playing: Sequence[StopPolicy] = [static]
-    rate = replay(
-        fit_side, static, profile
-    ).rate  # Dinkelbach's iteration starts from the best static tree's, then the last
+    # Dinkelbach's iteration starts from the best static tree's rate, in later passes from that of the pass before.
+    rate = replay(fit_side, static, profile).rate
     for turn in range(plan.passes):
         progress("fit trees", turn, plan.passes)
         policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
