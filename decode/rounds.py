@@ -68,6 +68,9 @@ class Runner(Protocol):
     selects: bool
     history: History
 
+    def unasked(self, streams: int) -> int | None:
+        """Return how many tokens are drafted without asking where so many streams have a round; None = it is asked."""
+
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
 
@@ -102,11 +105,14 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
         found.capped |= ~alive.any(1)
     going = alive  # what has not drawn an end of text
     nearest = tree.deepest if limit is None else int(limit.min())  # before it no limit need be looked at
-    for depth in range(tree.deepest):
+    first, deepest, selects = runner.first, tree.deepest, runner.selects
+    if (length := runner.unasked(int(np.count_nonzero(alive.any(1))))) is not None:
+        first, deepest, selects = deepest, min(length, deepest), False
+    for depth in range(deepest):
         here, below = tree.spans[depth], tree.spans[depth + 1]
         if limit is not None and depth >= nearest:
             alive = _held(found, alive, limit <= depth)
-        if depth >= runner.first:
+        if depth >= first:
             if not np.count_nonzero(alive):
                 break
             found.asked[:, here] = alive
@@ -127,14 +133,14 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
         # Where tokens must not matter an end of text is asked about as any other, and held back when it would be fed.
         alive = drawn if source.asks_ended else _going(found, drawn, going)
         # At once: what is sent must not depend on anything that is drawn later.
-        if source.selects_levels:
+        if selects and source.selects_levels:
             _select(source, runner, found, below)
             alive = alive & ~found.dropped[:, below]
     else:
         # Nothing is fed from the deepest level, so what ended there has not been looked at yet.
         if source.asks_ended:
             _going(found, alive, going)
-    if runner.selects and not source.selects_levels:
+    if selects and not source.selects_levels:
         _select(source, runner, found, slice(tree.roots, len(tree)))
     found.count()
     return found
@@ -158,7 +164,7 @@ def _going(found: Drafted, alive: Array, going: Array) -> Array:
 
 def _select(source: CandidateSource, runner: Runner, found: Drafted, span: slice) -> None:
     """Drop those rows of a span that the policy does not select; it is not asked where nothing was drawn."""
-    if not runner.selects or not np.count_nonzero(found.drawn):
+    if not np.count_nonzero(found.drawn):
         return
     # Counted so far, for `sent`: the policy is shown what the target would read.
     found.count()

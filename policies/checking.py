@@ -23,6 +23,10 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_count(number) for entry in value.items() for number in entry)
+
+
 def _is_line(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable() and bool(value.strip())
 
@@ -36,6 +40,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "carries": ("True or False", _is_flag),
     "reads_clock": ("True or False", _is_flag),
     "joint": ("True or False", _is_flag),
+    "unasked": ("whole numbers by whole numbers", _is_table),
     **dict.fromkeys(METHODS, ("a method", callable)),
 }
 """By attribute: what is expected, and whether a value is that."""

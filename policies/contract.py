@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -116,6 +117,8 @@ class StopPolicy:
             what is decided for one may depend on what is known of the others (`DraftStep.batch`).
         first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
         max_depth: no deeper draft is made; at that depth the policy is not asked any more.
+        unasked: tokens drafted by how many streams share a round: in rounds of so many nothing is asked, and nothing read
+            for it. For sizes at which decisions cost more than they gain.
         source: the folder that the policy was loaded from; None = none.
         label: what the user called it, a path or a spec; empty where it was made otherwise.
     """
@@ -128,6 +131,7 @@ class StopPolicy:
     joint: ClassVar[bool] = False
     first: int = 1
     max_depth: int = 20
+    unasked: Mapping[int, int] = MappingProxyType({})
     name: str = "policy"
     source: Path | None = None
     label: str = ""

@@ -186,6 +186,7 @@ def _decisions(
     """Return the timings of decisions where the profile was measured: inside vLLM, or in the loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
         from ...collect.engines.vllm_profile import measure_vllm_decisions
+        from ...decode.profile import streams_of
 
         return measure_vllm_decisions(
             found.target,
@@ -194,6 +195,7 @@ def _decisions(
             rules,
             depth=costs.max_depth,
             temperature=costs.temperature,
+            most=streams_of(costs)[-1],
             readable=pair.readable,
             dtype=str(pair.target.dtype).removeprefix("torch."),
         )

@@ -145,8 +145,10 @@ class StepTimer:
         if any(sent.capped for sent in drafts):
             return
         if self.policy is not None:
-            if decisions := drafts[0].decisions:
-                self.timed[Key(DECISIONS, self.policy, (decisions,))].append(step.asked_s)
+            asked = [sent.decisions for sent in drafts]
+            if any(asked):
+                counts = (asked[0],) if count == 1 else (max(asked), sum(asked))
+                self.timed[Key(DECISIONS, self.policy, counts)].append(step.asked_s)
             return
         drafting, tokens = [sent for sent in drafts if sent.drafted], sum(sent.drafted for sent in drafts)
         rest, outside, later = (
@@ -258,11 +260,12 @@ def measure_vllm_decisions(
     depth: int,
     temperature: float = 0.0,
     new_tokens: int = NEW_TOKENS,
+    most: int = 1,
     readable: int = 2048,
     dtype: str = "float32",
 ) -> Measurements:
-    """Return the timings of decisions inside vLLM, features included; see `measure_vllm`."""
-    run = _Run((target, draft), prompts, policies, depth, temperature, new_tokens, 1, readable, dtype)
+    """Return the timings of decisions inside vLLM, about one request and about `most`; see `measure_vllm`."""
+    run = _Run((target, draft), prompts, policies, depth, temperature, new_tokens, most, readable, dtype)
     return measure(run.deciding(), EFFORT)
 
 
@@ -274,6 +277,7 @@ class _Run:
         temperature: float, new_tokens: int, rows: int, readable: int, dtype: str,
     ) -> None:  # fmt: skip
         self._policies = [check_engine_policy(policy, "vllm").limited(depth) for policy in policies]
+        self._rows = rows
         self._prompts, self._lengths = prompts, two_lengths(readable, prompts, new_tokens + depth)
         settings = {"draft": models[1], "rows": rows, "temperature": temperature}
         # The same texts are decoded again and again, and their prompts are to be read each time.
@@ -286,17 +290,24 @@ class _Run:
         self.contexts: dict[str, list[float]] = {side: [] for side in CONTEXTS}
 
     def deciding(self) -> dict[str, Case]:
-        """Return the cases of the policies' decisions."""
-        return {policy.cost_name: partial(self._decide, policy) for policy in self._policies}
+        """Return the cases of the policies' decisions: about one request, and about as many as the engine takes."""
+        return {
+            f"{policy.cost_name}, {streams} requests": partial(self._decide, policy, streams)
+            for policy in self._policies
+            for streams in sorted({1, self._rows})
+        }
 
-    def _decide(self, policy: StopPolicy, number: int) -> Seconds:
-        """Decode a text under a policy and return the seconds of its decisions, round by round."""
+    def _decide(self, policy: StopPolicy, streams: int, number: int) -> Seconds:
+        """Decode texts under a policy and return the seconds of its decisions, round by round."""
         proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
         assert proposer.drafting is not None
-        proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, 1, policy.cost_name
+        proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, streams, policy.cost_name
         proposer.drafting.take_charge(policy)
-        text = {"prompt_token_ids": stretch(self._prompts, self._lengths[0], number)}
-        self._engine.generate([text], self._params, use_tqdm=False)
+        texts = [
+            {"prompt_token_ids": stretch(self._prompts, self._lengths[0], number * streams + at)}
+            for at in range(streams)
+        ]
+        self._engine.generate(texts, self._params, use_tqdm=False)
         proposer.drafting.take_charge(proposer.script)
         proposer.timer.policy = None
         return timed if number else {}

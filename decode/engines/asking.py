@@ -107,6 +107,10 @@ class Asking:
         """End the step: keep what the policy remembers of its rows."""
         self._store(self._here, self._state)
 
+    def unasked(self, streams: int) -> int | None:
+        """Return how many tokens are drafted without asking where so many rows draft; None = it is asked."""
+        return self.policy.unasked.get(streams)
+
     def keep(self, step: DraftStep) -> Array:
         """Return [S, 1] bool, the drafts to extend."""
         try:

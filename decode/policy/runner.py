@@ -73,6 +73,12 @@ class PolicyRunner:
         """Go on with the streams `rows` [R] alone, in that order."""
         self.history, self.state = state.take(self.history, rows), state.take(self.state, rows)
 
+    def unasked(self, streams: int) -> int | None:
+        """Return how many tokens are drafted without asking where so many streams have a round; None = it is asked."""
+        if not self.policy.unasked:
+            return None
+        return self.policy.unasked.get(streams if self._together else 1)
+
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
         kept, self.state = checked_keep(self.policy, step, self.state)
@@ -98,7 +104,7 @@ class PolicyRunner:
             # Only streams that had a round are part of what the batch cost.
             columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
             *counts, asked = (column[made.active] for column in columns)
-            shared = self.profile.batch.shared_s(*counts) + price.of(asked.max(initial=0))
+            shared = self.profile.batch.shared_s(*counts) + price.together(asked)
             return np.full(len(made.active), shared)
         return self.profile.round_seconds(
             made.context, found.drafted, found.verified, made.backlog, found.decisions, price, found.fed_by_step

@@ -96,16 +96,16 @@ class BatchRun:
         contexts: list[list[float]] = []
         for side, prompts in zip(CONTEXTS, texts, strict=True):
             requests = [Request(prompt, number) for prompt in prompts]
-            rounds = _whole(self._script.run(requests))
+            rounds = whole_rounds(self._script.run(requests))
             for played in rounds:
                 _add_round(timed, side, played)
-            for played in _whole(self._plain.run(requests)):
+            for played in whole_rounds(self._plain.run(requests)):
                 timed[Key(BATCH_PLAIN, side, (self.streams,))].append(sum(r.verify_s for r in played))
             contexts.append([sum(r.context for r in played) / len(played) for played in rounds])
         return timed, contexts
 
 
-def _whole(texts: Sequence[Generation]) -> list[list[Round]]:
+def whole_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
     """Return the rounds of texts that began together, as long as none of them has ended."""
     rounds = [list(played) for played in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
     return [played for played in rounds if not any(r.cut for r in played)]

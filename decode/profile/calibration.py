@@ -30,7 +30,7 @@ from ..settings import Settings
 from ..verify.sampling import UNCHANGED, Shaping
 from .batches import BatchRun
 from .carry_over import ROUND, Before, charged
-from .decisions import decision_case
+from .decisions import decision_cases
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .script import Scripted
 from .trees import TreeRun
@@ -106,7 +106,7 @@ def measure_profile(
     run = calibration(new_tokens)
     cases = {  # by `cost_name`: of policies that share one the last is timed, for all
         **run.cases(),
-        **{policy.cost_name: decision_case(pair, policy, prompts, run.settings) for policy in policies},
+        **decision_cases(pair, policies, prompts, run.settings, sizes=batch),
     }
     return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
 

@@ -18,12 +18,13 @@ from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ..candidates import Candidates
-from ..loop import Speculator
+from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..policy.reader import Base, Level, Logits, Reader
 from ..policy.runner import PolicyRunner
 from ..settings import Settings, Stopwatch
 from ..topology import chain
+from .batches import whole_rounds
 from .measuring import Case, Effort, Seconds, measure
 
 EFFORT = Effort(repetitions=8)
@@ -37,6 +38,11 @@ HIDDEN = 1024
 
 SCRATCH = 1536
 """Rows of the matrix whose product clears the caches."""
+
+
+def streams_of(profile: Profile) -> tuple[int, ...]:
+    """Return about how many streams at once decisions are to be timed: one, and the most that the profile has costs of."""
+    return tuple(sorted({1, *(profile.batch.sizes[-1:] if profile.batch else ())}))
 
 
 def decision_case(
@@ -59,6 +65,31 @@ def decision_case(
     return case
 
 
+def batch_decision_case(
+    pair: Pair,
+    policy: StopPolicy,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    streams: int,
+    profile: Profile | None = None,
+) -> Case:
+    """Return the case of a policy's decisions about texts that are decoded side by side, as many each time."""
+    speculator = Speculator(pair, policy, settings, profile, batch=streams)
+
+    def case(number: int) -> Seconds:
+        seconds: dict[Key, list[float]] = defaultdict(list)
+        some = [prompts[(number * streams + at) % len(prompts)] for at in range(streams)]
+        texts = list(speculator.run([Request(prompt, number) for prompt in some]))
+        for played in whole_rounds(texts):
+            asked = [r.decisions for r in played]
+            if any(asked):
+                key = Key(DECISIONS, policy.cost_name, (max(asked), sum(asked)))
+                seconds[key].append(sum(r.policy_s for r in played))  # each stream's record bears its share
+        return seconds
+
+    return case
+
+
 def loop_decisions(
     pair: Pair,
     policies: Sequence[StopPolicy],
@@ -71,7 +102,26 @@ def loop_decisions(
 
     With a profile what a policy hears of each round, the seconds among it, is a part of the price.
     """
-    return measure({p.cost_name: decision_case(pair, p, prompts, settings, profile) for p in policies}, effort)
+    return measure(decision_cases(pair, policies, prompts, settings, profile, profile and streams_of(profile)), effort)
+
+
+def decision_cases(
+    pair: Pair,
+    policies: Sequence[StopPolicy],
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    profile: Profile | None = None,
+    sizes: Sequence[int] | None = None,
+) -> dict[str, Case]:
+    """Return the cases of policies' decisions by name: about one text, and about as many as the largest of `sizes`."""
+    most = max(sizes or (), default=1)
+    cases = {policy.cost_name: decision_case(pair, policy, prompts, settings, profile) for policy in policies}
+    if most > 1:
+        cases |= {
+            f"{policy.cost_name}, {most} texts": batch_decision_case(pair, policy, prompts, settings, most, profile)
+            for policy in policies
+        }
+    return cases
 
 
 @torch.inference_mode()
@@ -81,15 +131,28 @@ def measure_decision(
     temperature: float = 0.0,
     device: torch.device | str = "cpu",
     widths: Mapping[str, int] | None = None,
+    streams: Sequence[int] = (1,),
 ) -> Measurements:
-    """Return the timings of a round's first decision after a drawn token, features included, for one stream.
+    """Return the timings of a round's first decision after a drawn token, features included.
 
     It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by name, as the header of
     a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
+
+    Args:
+        policy: timed.
+        vocabulary: tokens of the pair.
+        temperature: of the sampling.
+        device: where logits lie.
+        widths: see above.
+        streams: that it is asked about at once; one of each is a case.
     """
-    decision = _decision_alone(policy, vocabulary, temperature, device, widths)
-    key = Key(DECISIONS, policy.cost_name, (1,))
-    return measure({policy.cost_name: lambda number: {key: [decision() for _ in range(EACH)]}}, EFFORT)
+
+    def case(count: int) -> Case:
+        decision = _decision_alone(policy, vocabulary, temperature, device, widths, count)
+        key = Key(DECISIONS, policy.cost_name, (1,) if count == 1 else (1, count))
+        return lambda number: {key: [decision() for _ in range(EACH)]}
+
+    return measure({f"{policy.cost_name}, {count} streams": case(count) for count in streams}, EFFORT)
 
 
 def _decision_alone(
@@ -98,40 +161,47 @@ def _decision_alone(
     temperature: float,
     device: torch.device | str,
     widths: Mapping[str, int] | None,
+    streams: int,
 ) -> Callable[[], float]:
-    """Return what takes one decision, and the time of it."""
+    """Return what takes one decision about so many streams, and the time of it."""
     generator = torch.Generator().manual_seed(0)
     scratch = torch.ones(SCRATCH, SCRATCH, device=device)
     # What the policy says itself outweighs what is told, and that the guess.
     sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
-    hidden = {name: torch.randn(1, sizes[name], generator=generator, device="cpu").to(device) for name in policy.hidden}
+    hidden = {
+        name: torch.randn(streams, sizes[name], generator=generator, device="cpu").to(device) for name in policy.hidden
+    }
     asked = max(1, policy.first)
-    reader, tree, runner = Reader(policy, widths=sizes), chain(asked + 1), PolicyRunner(policy)
-    runner.start(np.zeros(1, dtype=np.int64))
-    one = np.ones((1, 1), dtype=bool)
+    reader, tree = Reader(policy, widths=sizes, streams=streams), chain(asked + 1)
+    runner = PolicyRunner(policy)
+    runner.start(np.arange(streams))
+    every = np.ones((streams, 1), dtype=bool)
     watch = Stopwatch(scratch.device)
 
-    def ask(depth: int, base: Base, found: Candidates, drawn: Logits, above: Level | None) -> None:
-        level = reader.level([(0, found, [depth])], drawn, temperature, base, above)
-        runner.keep(reader.step(depth, base, level, tree, one))
+    def read(depth: int, found: Sequence[Candidates], drawn: Logits, base: Base, above: Level | None) -> Level:
+        return reader.level([(s, own, [depth]) for s, own in enumerate(found)], drawn, temperature, base, above)
+
+    def ask(depth: int, base: Base, found: Sequence[Candidates], drawn: Logits, above: Level | None) -> None:
+        runner.keep(reader.step(depth, base, read(depth, found, drawn, base, above), tree, every))
 
     timed = watch.timed("policy", ask)
 
     def decision() -> float:
-        logits = (3.0 * torch.randn(1, vocabulary, generator=generator, device="cpu")).to(device)
-        found = Candidates.at([0], tree)
-        for depth in range(asked):
-            found.add(depth, depth + 1, int(logits.argmax(-1)))
-        before = [(found.tokens[1], found.tokens[0])]
-        base = reader.base(History.start(1), temperature, logits, before, hidden.get(TARGET_HIDDEN))
+        logits = (3.0 * torch.randn(streams, vocabulary, generator=generator, device="cpu")).to(device)
+        found = [Candidates.at([0], tree) for _ in range(streams)]
+        for own, likeliest in zip(found, logits.argmax(-1).tolist(), strict=True):
+            for depth in range(asked):
+                own.add(depth, depth + 1, likeliest)
+        before = [(own.tokens[1], own.tokens[0]) for own in found]
+        base = reader.base(History.start(streams), temperature, logits, before, hidden.get(TARGET_HIDDEN))
         # Not timed: the state, and below the levels above, that the decision is made from.
         if policy.first == 0:
-            runner.keep(reader.step(0, base, None, tree, one))
-        token = (0, found.tokens[asked], found.tokens[asked - 1], 0, 1, asked)
-        drawn = Logits(logits, [token], None, logits, hidden.get(DRAFT_HIDDEN))
+            runner.keep(reader.step(0, base, None, tree, every))
+        tokens = [(s, own.tokens[asked], own.tokens[asked - 1], 0, 1, asked) for s, own in enumerate(found)]
+        drawn = Logits(logits, tokens, None, logits, hidden.get(DRAFT_HIDDEN))
         level = None
         for depth in range(1, asked):
-            level = reader.level([(0, found, [depth])], drawn, temperature, base, level)
+            level = read(depth, found, drawn, base, level)
         # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
         scratch @ scratch[:8].T
         watch.restart()
@@ -150,7 +220,9 @@ def add_decisions(
     # One whose first decision comes at its last depth, such as a fixed length, is never asked.
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
     for policy in missing.values():
-        timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths)
+        timed = measure_decision(
+            policy, vocabulary, profile.temperature, device_of(profile), widths, streams_of(profile)
+        )
         profile = profile.with_measured_decisions(timed)
     return profile
 

@@ -13,9 +13,12 @@ from ..baselines.scores import check_number
 from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
-from ..latency.tables import filled_up
+from ..latency.tables import Price, filled_up
 
 Array = np.ndarray[Any, Any]
+
+FREE = Price()
+"""Of decisions that cost nothing."""
 
 LEAST_STREAMS = 16
 """Tables are made for so many streams at once, and for twice as many whenever they are too few."""
@@ -123,9 +126,9 @@ def priced(who: str, profile: str | Path | Profile, draft: float, token: float) 
         raise PolicyError(f"{who}: {str(error).removeprefix('--profile: ')}") from None
 
 
-def grids_of(profile: Profile, decision_s: float = 0.0) -> Grids:
+def grids_of(profile: Profile, decision: Price = FREE) -> Grids:
     """Return the tables of a profile, at the context length between the two that were measured; see `Grids`."""
-    return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context), decision_s)
+    return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context), decision)
 
 
 @dataclass(frozen=True)
@@ -149,12 +152,13 @@ class Grids:
     Attributes:
         costs: what they are made of.
         context: length that they are of.
-        decision_s: seconds of a decision, one for each draft step.
+        decision: price of a decision, one for each draft step, about the streams that draft. Its opening is left out: a
+            round in which a policy is asked at all pays that, whatever it decides.
     """
 
     costs: Costs
     context: float
-    decision_s: float = 0.0
+    decision: Price = FREE
     _made: dict[int, Grid] = field(default_factory=dict)
 
     def of(self, streams: int, nodes: int) -> Grid:
@@ -173,6 +177,6 @@ class Grids:
         # No streams cost as one does, fewer tokens than anchors as the anchors: only calls that can be made have a price.
         rows, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], tokens)
         verify = self.costs.verify_s(rows, np.maximum(sent, rows), self.context)
-        asked = self.decision_s * (count > 0)
+        asked = self.decision.each * (count > 0) + self.decision.row * np.maximum(count - 1, 0)
         first, draft = (of(count, self.context) + asked for of in (self.costs.first_draft_s, self.costs.draft_s))
         return Grid(*(np.ascontiguousarray(table, dtype=np.float64) for table in (first, draft, verify)))

@@ -78,13 +78,22 @@ class BatchStop(LearnedPolicy):
             self.profile = Profile.from_dict(told.profile, "the profile that the policy was trained with")
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
-        # Without the opening of its price: a round in which it is asked at all pays that, whatever it decides.
-        self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name).each)
+        self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name))
+        self.unasked = self._without_decisions()
         self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
         self._means: Array = np.cumprod(self._acceptance)
         self._rates: dict[tuple[int, int], Array] = {}
         self._pays: dict[tuple[int, int], bool] = {}
         self._shares: dict[tuple[int, int], Array] = {}
+
+    def _without_decisions(self) -> dict[int, int]:
+        """Return the lengths of the rule by every number of streams: those of the next larger size that was settled."""
+        lengths, out = dict(self.rule.lengths), dict[int, int]()
+        settled = sorted({*lengths, *(size for size, _ in self.rule.rates)})
+        for below, size in zip([0, *settled], settled, strict=False):
+            if size in lengths:
+                out |= dict.fromkeys(range(below + 1, size + 1), lengths[size])
+        return out
 
     @property
     def cost_name(self) -> str:
@@ -258,7 +267,7 @@ def for_batches(
     if rule is None:
         send = send or ("best" if facts.verification in ("match", "point") else "all")
         known = policy.rule if isinstance(policy.rule, BatchRule) else BatchRule(send)
-        rule = BatchRule(send, known.rates, known.first)
+        rule = BatchRule(send, known.rates, known.first, known.lengths)
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
     return kind(policy.name, policy.features, *parts)

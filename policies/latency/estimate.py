@@ -16,10 +16,12 @@ What is timed (`Key.what`), at each of the two contexts, with what it is counted
     batch drafts (streams, steps)   the other ones, together
     batch outside (streams, drafted)  all of a round but models and policy
     decisions (times asked)         of a policy, all of one round
+    decisions (times asked, rows)   of streams that it is asked about at once: one row of each, each time
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -29,6 +31,7 @@ from ..errors import InputError
 from .batch import BatchCosts, BatchTable
 from .measurements import Measurements, Seconds, Timings
 from .robust_fits import Points, line, pooled, rising, typical
+from .tables import Price
 
 SHORT, LONG = CONTEXTS = ("short", "long")
 VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft", "later drafts", "outside", "prefill"
@@ -76,14 +79,14 @@ class Side(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """All costs, under the names that `profile.Profile` has; decisions as (each, opening)."""
+    """All costs, under the names that `profile.Profile` has."""
 
     low: Side
     high: Side
     step_s: float
     round_s: float
     prefill_s: tuple[float, float]
-    decision_s: dict[str, tuple[float, float]]
+    decision_s: dict[str, Price]
     tree_outside_s: tuple[float, float, float] | None
     plain_outside_s: float | None
 
@@ -93,6 +96,8 @@ def check(measurements: Measurements) -> Measurements:
     for (what, of, counts), series in measurements.series.items():
         least = LEAST_COUNTS.get(what, (1,) * max(len(counts), 1))
         known = what == TREE_DRAFTS or what in LEAST_COUNTS
+        if what == DECISIONS and len(counts) == 2:
+            least = (1, counts[0])  # a row at least each time
         if not known or len(counts) != len(least) or any(n < m for n, m in zip(counts, least, strict=True)):
             raise ValueError(f"measurements: {what!r} of {list(counts)} is nothing that costs are estimated from")
         if what != DECISIONS and of not in CONTEXTS:
@@ -118,19 +123,30 @@ def estimate(timings: Timings, depth: int) -> Estimate:
     return Estimate(low, high, step_s, round_s, _prefill(timings), decisions(timings), tree_outside, plain_s)
 
 
-def decisions(timings: Timings) -> dict[str, tuple[float, float]]:
-    """Return by policy the seconds of each decision, and of the first one of a round besides."""
+def decisions(timings: Timings) -> dict[str, Price]:
+    """Return the prices of policies' decisions."""
     prices = {}
     for name in timings.named(DECISIONS):
-        groups = timings.groups(DECISIONS, name)
-        if len(groups) > 1:
-            # All decisions of a round are timed together: count x each + opening.
-            each, opening = line([((count, 1), seconds) for (count,), seconds in groups.items()])
-            prices[name] = each, opening
-        else:
-            (((count,), seconds),) = groups.items()
-            prices[name] = typical(seconds) / count, 0.0
+        alone, together = {}, {}
+        for counts, seconds in timings.groups(DECISIONS, name).items():
+            (alone if len(counts) == 1 else together)[counts] = seconds
+        price = _decided_alone(alone or {(asked,): seconds for (asked, _), seconds in together.items()})
+        if further := [
+            (np.asarray(seconds) - price.of(asked)) / (rows - asked)
+            for (asked, rows), seconds in together.items()
+            if rows > asked
+        ]:
+            price = dataclasses.replace(price, row=max(0.0, typical(np.concatenate(further))))
+        prices[name] = price
     return prices
+
+
+def _decided_alone(groups: Groups) -> Price:
+    """Return the price of the decisions about one stream, by the times asked."""
+    if len(groups) > 1:
+        # All decisions of a round are timed together: count x each + opening.
+        return Price(*line([((count, 1), seconds) for (count,), seconds in groups.items()]))
+    return Price(*(typical(seconds) / count for (count,), seconds in groups.items()))
 
 
 def _chains(timings: Timings, side: str, depth: int) -> Side:

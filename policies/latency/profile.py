@@ -88,7 +88,7 @@ class Profile(Costs):
             told.step_s,
             told.round_s,
             told.prefill_s,
-            {name: Price(*price) for name, price in told.decision_s.items()},
+            told.decision_s,
             temperature,
             facts or {},
             measurements,
@@ -106,8 +106,7 @@ class Profile(Costs):
 
     def with_measured_decisions(self, more: Measurements) -> Profile:
         """Return this profile with the decisions of more policies, priced by their timings, which are kept."""
-        prices = {name: Price(*price) for name, price in decisions(more.pooled()).items()}
-        made = self.with_decisions(prices)
+        made = self.with_decisions(decisions(more.pooled()))
         return dataclasses.replace(made, measurements=made.measurements.with_series(more.only(DECISIONS)))
 
     @cached_property
@@ -153,9 +152,10 @@ class Profile(Costs):
         if not self.measurements:
             return self
         drawn = self.measurements.resampled(rng, self.noise.lasting if self.noise else 1)
-        prices = {name: Price(*price) for name, price in decisions(drawn).items()}
         made = self._with_costs(drawn) if self._is_measured else self
-        return dataclasses.replace(made, decision_s={**self.decision_s, **prices}, measurements=Measurements())
+        return dataclasses.replace(
+            made, decision_s={**self.decision_s, **decisions(drawn)}, measurements=Measurements()
+        )
 
     def same_costs(self, record: Mapping[str, Any]) -> bool:
         """Whether a profile's JSON form has the same costs of everything but decisions."""

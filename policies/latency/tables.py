@@ -29,19 +29,27 @@ class Price:
         each: of one decision.
         opening: besides, once in a round that has any: the first decision runs on caches that the models have emptied, and a
             policy that hears how rounds went does so once.
+        row: of each stream beyond the first that it is asked about at once.
     """
 
     each: float = 0.0
     opening: float = 0.0
+    row: float = 0.0
 
     def of(self, decisions: Array) -> Array:
         """Return [S] float64 seconds of rounds in which the policy was asked so often."""
         asked = np.asarray(decisions, dtype=np.float64)
         return self.each * asked + self.opening * (asked > 0)
 
+    def together(self, decisions: Array) -> float:
+        """Return the seconds of a round of a batch in which the policy was asked so often about each stream [S]."""
+        asked = int(decisions.max(initial=0))
+        # Streams that stopped drafting are not read any more, so that rows are counted, not streams times depths.
+        return float(self.of(asked)) + self.row * (int(decisions.sum()) - asked)
+
     def times(self, factor: float) -> Price:
         """Return the price of decisions that cost `factor` as much."""
-        return Price(self.each * factor, self.opening * factor)
+        return Price(self.each * factor, self.opening * factor, self.row * factor)
 
     @staticmethod
     def read(value: Any) -> Price:
@@ -166,8 +174,9 @@ def read_table(raw: Entries) -> CostTable:
 
 
 def read_price(raw: Entries, name: str) -> float | Price:
-    """Return the price of a policy's decisions from its JSON form: a number, or one of each and one of the first."""
+    """Return the price of a policy's decisions from its JSON form: a number, or those of a `Price`; `row` may be missing."""
     if not isinstance(raw.values[name], Mapping):
         return check_number(raw.values[name], raw.named(name), most=MOST_S)
     price = raw.part(name)
-    return Price(price.number("each", most=MOST_S), price.number("opening", most=MOST_S))
+    row = price.number("row", most=MOST_S) if price.has("row") else 0.0
+    return Price(price.number("each", most=MOST_S), price.number("opening", most=MOST_S), row)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PolicyError
+from ..latency.batch import MOST_STREAMS
 from ..learned.calibration import Array
 from .trees import TreeRule, build_tree_rule
 
@@ -140,11 +141,19 @@ class BatchRule(Rule):
         rates: (streams, times) rising, what the policy's own rate in a batch of so many streams is of the best fixed
             length's; as that one where there are none.
         first: depth of the first decision: so many tokens are drafted without one. 0 leaves plain decoding as a choice.
+        lengths: (streams, tokens) rising, of the sizes at which decisions cost more than they gain: so many tokens are
+            drafted there, and nothing is decided.
     """
 
     kind = "batch"
 
-    def __init__(self, send: str = "best", rates: Sequence[tuple[int, float]] = (), first: int = 0) -> None:
+    def __init__(
+        self,
+        send: str = "best",
+        rates: Sequence[tuple[int, float]] = (),
+        first: int = 0,
+        lengths: Sequence[tuple[int, int]] = (),
+    ) -> None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise PolicyError(f"rule batch: expected first to be a depth, not {first!r}")
         self.first = first
@@ -155,6 +164,13 @@ class BatchRule(Rule):
         sizes = [streams for streams, _ in self.rates]
         if sizes != sorted({n for n in sizes if n > 0}) or not all(0.0 < times < math.inf for _, times in self.rates):
             raise PolicyError(f"rule batch: expected rates as [streams, times] with streams rising, not {rates!r:.80}")
+        self.lengths = tuple((int(streams), int(tokens)) for streams, tokens in lengths)
+        short = [streams for streams, _ in self.lengths]
+        if short != sorted({n for n in short if 0 < n <= MOST_STREAMS}) or any(t < 0 for _, t in self.lengths):
+            raise PolicyError(
+                f"rule batch: expected lengths as [streams up to {MOST_STREAMS}, tokens] with streams rising, not "
+                f"{lengths!r:.80}"
+            )
 
     def times(self, streams: Array) -> Array:
         """Return [n] what the best fixed length's rate in batches of so many streams [n] is multiplied by."""
@@ -164,8 +180,12 @@ class BatchRule(Rule):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
-        rates = {"rates": [list(pair) for pair in self.rates]} if self.rates else {}
-        return {"kind": self.kind, "send": self.send, **rates, **({"first": self.first} if self.first else {})}
+        told = {
+            "rates": [list(pair) for pair in self.rates],
+            "first": self.first,
+            "lengths": [list(pair) for pair in self.lengths],
+        }
+        return {"kind": self.kind, "send": self.send, **{name: value for name, value in told.items() if value}}
 
 
 def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
@@ -204,7 +224,7 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "batch":
-            return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0))
+            return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0), raw.get("lengths", ()))
         if raw["kind"] == "gain":
             return build_tree_rule(raw)
     except (KeyError, TypeError, ValueError) as error:

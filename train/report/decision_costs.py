@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...collect.schema import Header
-from ...decode.profile import device_of, measure_decision
+from ...decode.profile import device_of, measure_decision, streams_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.atomic import cache_folder, read_json, write_json
@@ -34,7 +34,7 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import content
 from ...policies.storage.safe_loading import digest
 
-SCHEMA = 1
+SCHEMA = 2
 FILE = "decisions.json"
 """Of a report's folder: the timings that its profile lacks."""
 
@@ -128,7 +128,8 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
     earlier = [cache] if out is None else [out / FILE, cache]
     found = next((record for path in earlier for record in _records(path) if record["key"] == key), None)
     if found is None:
-        timed = measure_decision(policy, header.vocabulary, profile.temperature, device, header.vectors)
+        streams = streams_of(profile)
+        timed = measure_decision(policy, header.vocabulary, profile.temperature, device, header.vectors, streams)
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():
         _write(cache, {"schema": SCHEMA, "kind": "decisions", "decisions": [found]})

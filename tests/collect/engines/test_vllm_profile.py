@@ -83,6 +83,17 @@ def test_under_a_policy_only_its_decisions_are_timed() -> None:
     assert dict(timer.timed) == {Key("decisions", "mine", (3,)): [0.5], Key("decisions", "mine", (1,)): [0.25]}
 
 
+def test_decisions_about_several_requests_are_timed_with_their_rows() -> None:
+    clock = Clock()
+    timer = StepTimer(clock.spent)
+    timer.policy, timer.streams = "mine", 3
+    drafts = [sent(row, drafted) for row, drafted in enumerate((3, 1, 0))]
+    play(timer, clock, drafts, 1.0, 1.0, 0.5, 0.75)
+    heard(timer, drafts, 20.0)
+    play(timer, clock, drafts, 1.0, 1.0, 0.5, 0.75)
+    assert dict(timer.timed) == {Key("decisions", "mine", (3, 4)): [0.75]}
+
+
 @pytest.mark.parametrize("why", ["another began", "one ended", "cut by an end of text"])
 def test_steps_of_which_not_all_is_known_are_left_out(why: str) -> None:
     clock = Clock()

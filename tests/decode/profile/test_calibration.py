@@ -20,7 +20,8 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, measure_profile
 from specstop.decode.profile.carry_over import MEMORY
-from specstop.decode.profile.measuring import Effort
+from specstop.decode.profile.decisions import decision_cases
+from specstop.decode.profile.measuring import Effort, measure
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.records import Generation
 from specstop.decode.verify.base import Turn
@@ -233,7 +234,7 @@ def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
 
 
 def price(timed: Measurements, policy: StopPolicy) -> Price:
-    return Price(*decisions(timed.pooled())[policy.cost_name])
+    return decisions(timed.pooled())[policy.cost_name]
 
 
 def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
@@ -311,6 +312,30 @@ class OnTheClock(Scripted):
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         self.now[0] += 2e-4
         return super().observe(outcome, state)
+
+
+class _ByRow(OnTheClock):
+    """Takes its time for each stream that it is asked about."""
+
+    features = ("top1",)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        self.now[0] += 3e-5 * int(step.alive.sum())
+        return super().keep(step, state)
+
+
+def test_a_decision_about_streams_side_by_side_is_timed_without_a_model(ticking: list[float]) -> None:
+    policy = _ByRow(DEPTH, ticking)
+    found = price(measure_decision(policy, VOCABULARY, 0.7, streams=(1, 4)), policy)
+    assert (found.each, found.row) == pytest.approx((TICK + 8e-5, 3e-5))
+
+
+def test_decisions_of_a_batch_are_priced_by_their_rows(pair: Pair, clock: list[float]) -> None:
+    policy = _ByRow(DEPTH, clock)
+    settings = Settings(0.0, 40, DEPTH, ignore_eos=True)
+    cases = decision_cases(pair, [policy], PROMPTS, settings, sizes=(1, 3))
+    found = price(measure(cases, Effort(repetitions=4)), policy)
+    assert (found.each, found.opening, found.row) == pytest.approx((8e-5, 2e-4, 3e-5), abs=EXACT)
 
 
 def test_the_price_of_decisions_is_found_again(pair: Pair, clock: list[float]) -> None:

@@ -17,6 +17,7 @@ from specstop.policies.joint.groups import batches_of
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
 from specstop.policies.kernels.batches import best_budgets, draft_on
+from specstop.policies.latency.tables import Price
 from specstop.policies.rules.chains import BatchRule, build_rule
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import load_policy
@@ -281,6 +282,9 @@ def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
         made = for_batches(policy, profile=priced)
         assert begun(made) == drafts
         assert made._grids.of(2, 3).draft[:3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
+    by_row = made_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
+    draft = for_batches(policy, profile=by_row)._grids.of(3, 3).draft
+    assert draft[:4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
 
 
 def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
@@ -291,6 +295,14 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
     assert policy.fixed_rate(streams)[0] == 0.0
     assert for_batches(made).rule.to_dict() == {"kind": "batch", "send": "best", "rates": [[2, 1.5], [4, 2.0]]}
     assert build_rule(made.rule.to_dict()).to_dict() == made.rule.to_dict()
+    short = BatchRule("best", rates, 1, [(2, 0), (8, 3)])
+    assert build_rule(short.to_dict()).to_dict() == short.to_dict()
+    unasked = for_batches(policy, rule=short).unasked
+    # Sizes that were settled are 2, 4 and 8: one stream counts as two, three as four, which decide.
+    assert unasked == {1: 0, 2: 0, 5: 3, 6: 3, 7: 3, 8: 3}
+    for mangled in ([(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none"):
+        with pytest.raises(PolicyError, match="rule"):
+            build_rule({"kind": "batch", "send": "best", "lengths": mangled})
     for wrong in ([(4, 1.0), (2, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, float("nan"))], [3], "none"):
         with pytest.raises(PolicyError, match="rule"):
             build_rule({"kind": "batch", "send": "best", "rates": wrong})

@@ -20,6 +20,8 @@ from specstop.policies.latency.estimate import (
     PLAIN,
     PREFILL,
     VERIFY,
+    check,
+    decisions,
 )
 from specstop.policies.latency.measurements import Key, Measurements, collected
 from specstop.policies.latency.profile import Profile
@@ -66,6 +68,21 @@ def test_the_costs_are_those_that_were_timed() -> None:
     assert (profile.step_s, profile.round_s) == pytest.approx((1e-5, 2e-4), rel=1e-4)
     price = profile.decision("confidence")
     assert (price.each, price.opening) == pytest.approx((4e-5, 2e-5), rel=EXACT)
+
+
+def test_decisions_about_several_streams_have_a_price_by_the_row() -> None:
+    timed = {
+        Key(DECISIONS, "mine", (1,)): [6e-5],
+        Key(DECISIONS, "mine", (3,)): [1.4e-4],
+        Key(DECISIONS, "mine", (2, 2)): [9e9],  # of a row each time: no more is known of it than of one stream
+        Key(DECISIONS, "mine", (2, 10)): [1e-4 + 8 * 3e-5],
+    }
+    (priced,) = decisions(collected([timed] * 4).pooled()).values()
+    assert (priced.each, priced.opening, priced.row) == pytest.approx((4e-5, 2e-5, 3e-5), rel=EXACT)
+    assert priced.together(np.array([2, 0, 3, 1])) == pytest.approx(3 * 4e-5 + 2e-5 + 3 * 3e-5)
+    assert priced.together(np.zeros(4, dtype=np.int64)) == priced.together(np.zeros(0, dtype=np.int64)) == 0.0
+    with pytest.raises(ValueError, match="nothing that costs are estimated from"):
+        check(collected([{Key(DECISIONS, "mine", (3, 2)): [1e-4]}] * 4))
 
 
 def test_without_noise_every_draw_is_the_profile() -> None:

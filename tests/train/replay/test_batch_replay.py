@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
@@ -25,7 +26,7 @@ from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.rules.chains import BatchRule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import train
@@ -108,6 +109,8 @@ def joint(timed: Profile) -> list[StopPolicy]:
         for send, feature in (("best", "noisy_margin"), ("all", "drawn_prob"))
     ]
     learned.append(for_batches(learned[0], rule=BatchRule("best", [(1, 1.1), (4, 0.9)], first=2), profile=timed))
+    settled = BatchRule("best", [(1, 1.0), (2, 1.0), (4, 0.9)], 1, [(2, 2), (4, 3)])  # asked where one text is left
+    learned.append(for_batches(learned[0], rule=settled, profile=timed))
     fitted = AdaptiveVerification(DEPTH, profile=timed)
     fitted.EVERY = 3  # type: ignore[misc]
     return [LoadLength("1:5,2:3,3:2,4:1"), SmartSpec(profile=timed, max_depth=DEPTH), Tetris(2, 2), fitted, *learned]
@@ -166,6 +169,56 @@ def test_the_clock_is_shared_and_a_round_costs_what_the_batch_does(
     assert made.seconds == pytest.approx(shares, rel=EXACT)
     assert made.ended.max() == pytest.approx(clock + timed.prefill_seconds(held.prompt_tokens.numpy()).sum(), rel=EXACT)
     assert made.rate == pytest.approx(made.tokens.sum() / made.ended.max(), rel=EXACT), "never idle"
+
+
+def test_decisions_of_a_batch_cost_by_the_rows_that_are_read(arrays: dict[float, TraceArrays], timed: Profile) -> None:
+    held, policy = arrays[0.7], Confidence(0.4, 3)
+    free, dear = (
+        replay_batch(held, policy, timed.with_decisions({"confidence": price}), 4, at_once(held.sequences))
+        for price in (0.0, Price(2.0, 5.0, 3.0))
+    )
+    assert (free.log == dear.log).all()
+    owed = 0.0
+    for number in np.unique(free.log[:, 0]):
+        asked = free.log[free.log[:, 0] == number][:, COLUMNS.index("decisions")]
+        owed += 2.0 * asked.max() + 5.0 * (asked.max() > 0) + 3.0 * (asked.sum() - asked.max())
+    assert dear.seconds.sum() - free.seconds.sum() == pytest.approx(owed, rel=EXACT)
+
+
+class _Unasked(AboveMean):
+    """Is asked where one stream or two are left, and drafts a fixed length where there are more."""
+
+    unasked: ClassVar[dict[int, int]] = {3: 2, 4: 2}
+
+
+def test_where_a_policy_is_not_asked_a_fixed_length_is_drafted(
+    arrays: dict[float, TraceArrays], timed: Profile
+) -> None:
+    held = arrays[0.7]
+    fixed, made, asked = (
+        replay_batch(held, policy, timed.with_decisions({"above-mean": 1.0}), 4, at_once(held.sequences))
+        for policy in (FixedLength(2), _Unasked(), AboveMean())
+    )
+    until = int(np.flatnonzero(np.bincount(made.log[:, 0]) < 3)[0])  # the first round of two streams
+    assert until > 5
+    assert (made.log[made.log[:, 0] < until] == fixed.log[fixed.log[:, 0] < until]).all()
+    decisions = COLUMNS.index("decisions")
+    assert not made.log[made.log[:, 0] < until, decisions].any() and made.log[:, decisions].any()
+    assert asked.log[asked.log[:, 0] < until, decisions].any()
+
+
+def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float, TraceArrays], timed: Profile) -> None:
+    held, free = arrays[0.7], made_batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
+    name = for_batches(free, profile=timed).cost_name
+    settled = settle_batch(free, held, timed.with_decisions({name: Price(1.0, 1.0, 1.0)}))
+    assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]
+    for size, length in settled.rule.lengths:
+        played = replay_batch(held, settled, settled.profile, size, at_once(held.sequences))
+        fixed = [
+            replay_batch(held, FixedLength(k), settled.profile, size, at_once(held.sequences)) for k in range(DEPTH + 1)
+        ]
+        assert played.seconds.sum() == pytest.approx(fixed[length].seconds.sum(), rel=EXACT)
+        assert not played.log[:, COLUMNS.index("decisions")].any()
 
 
 def test_a_batch_of_one_is_replay_of_single_streams(arrays: dict[float, TraceArrays], profile: Profile) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ....decode.profile import add_decisions
+from ....policies.baselines.fixed import FixedLength
+from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
@@ -29,8 +33,9 @@ _ROUNDS = 3
 def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -> BatchStop:
     """Return a policy under the rule `batch` for a profile: its decisions measured where that lacks them, its rates solved.
 
-    The depth of its first decision is the one that loses least, or gains most, at the batch size where it does worst: a
-    decision saved is time saved where the first tokens are nearly always worth drafting.
+    The depth of its first decision is the one that gains most over the best fixed lengths, in the mean over batch sizes: a
+    decision saved is time saved where the first tokens are nearly always worth drafting. Where it gains nothing to speak of
+    at a size, nothing is decided there, and the best fixed length is drafted.
 
     Args:
         policy: whose head and calibration are used, and whose rule says what is sent, if it is `batch` already.
@@ -44,19 +49,27 @@ def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -
     made = for_batches(policy, rule=BatchRule(made.send), profile=profile)
     if profile.batch is None or not (header.has_every_anchor and arrays.tree.is_chain):
         return made
+    fixed = {size: _best_length(arrays, profile, size, made.max_depth) for size in profile.batch.sizes}
     firsts = [for_batches(made, rule=BatchRule(made.send, first=first)) for first in FIRST if first < made.max_depth]
-    best = max(firsts, key=lambda policy: _least(policy, arrays, profile))  # of equally good ones the earliest
-    return for_batches(best, rule=BatchRule(made.send, solved_rates(best, arrays, profile), best.first))
+    best = max(firsts, key=lambda policy: _gain(policy, arrays, profile, fixed))  # of equally good ones the earliest
+    solved = _solved(best, arrays, profile)
+    rates = [(size, times) for size, (_, times) in solved.items()]
+    lengths = [(size, length) for size, (length, rate) in fixed.items() if solved[size][0] < (1.0 + CLEARLY) * rate]
+    return for_batches(best, rule=BatchRule(made.send, rates, best.first, lengths))
 
 
-def _least(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> float:
-    """Return what a policy reaches of the best fixed length's rate, at the batch size where that is least."""
-    assert profile.batch is not None
-    sizes = profile.batch.sizes
-    fixed = policy.fixed_rate(np.array(sizes)).tolist()
-    found = [batch_rate(policy, arrays, profile, size) / rate for size, rate in zip(sizes, fixed, strict=True)]
+def _best_length(arrays: TraceArrays, profile: Profile, size: int, depth: int) -> tuple[int, float]:
+    """Return the fixed length that replays fastest in batches of a size, and its rate."""
+    rates = [batch_rate(FixedLength(k), arrays, profile, size) for k in range(min(depth, profile.max_depth) + 1)]
+    best = int(np.argmax(rates))
+    return best, rates[best]
+
+
+def _gain(policy: BatchStop, arrays: TraceArrays, profile: Profile, fixed: Mapping[int, tuple[int, float]]) -> float:
+    """Return what a policy gains over fixed lengths in the mean over sizes; where it loses it need not be asked."""
+    gains = [max(batch_rate(policy, arrays, profile, size) / rate, 1.0) for size, (_, rate) in fixed.items()]
     # Rounded, so that noise does not choose between first decisions that are equally good.
-    return CLEARLY * round(float(min(found)) / CLEARLY)
+    return CLEARLY * round(float(np.mean(gains)) / CLEARLY)
 
 
 def solved_rates(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> list[tuple[int, float]]:
@@ -67,8 +80,13 @@ def solved_rates(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> li
     Dinkelbach's iteration: assume the rate of the best fixed length, replay batches, assume the rate that came out. The
     fastest replay counts.
     """
+    return [(size, times) for size, (_, times) in _solved(policy, arrays, profile).items()]
+
+
+def _solved(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> dict[int, tuple[float, float]]:
+    """Return by batch size the fastest rate that was replayed, and the `times` of `solved_rates` that it was reached with."""
     if profile.batch is None:
-        return []
+        return {}
     sizes = profile.batch.sizes
     fixed = dict(zip(sizes, policy.fixed_rate(np.array(sizes)).tolist(), strict=True))
     assumed, best = dict.fromkeys(sizes, 1.0), dict.fromkeys(sizes, (0.0, 1.0))  # (rate, times)
@@ -86,10 +104,10 @@ def solved_rates(policy: BatchStop, arrays: TraceArrays, profile: Profile) -> li
             going |= not settled
         if not going:
             break
-    return [(size, times) for size, (_, times) in best.items()]
+    return best
 
 
-def batch_rate(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile, size: int) -> float:
+def batch_rate(policy: StopPolicy, arrays: TraceArrays, profile: Profile, size: int) -> float:
     """Return tokens a second of a batch that is full but for the last requests, reading prompts left out."""
     order = deal(arrays.sequences, size, 0)[: max(FEW, FULL * size)]
     played = replay_batch(arrays, policy, profile, size, at_once(len(order)), order)
