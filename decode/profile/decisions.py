@@ -102,7 +102,8 @@ def loop_decisions(
 
     With a profile what a policy hears of each round, the seconds among it, is a part of the price.
     """
-    return measure(decision_cases(pair, policies, prompts, settings, profile, profile and streams_of(profile)), effort)
+    sizes = streams_of(profile) if profile else ()
+    return measure(decision_cases(pair, policies, prompts, settings, profile, sizes), effort)
 
 
 def decision_cases(
@@ -111,10 +112,10 @@ def decision_cases(
     prompts: Sequence[Sequence[int]],
     settings: Settings,
     profile: Profile | None = None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int] = (),
 ) -> dict[str, Case]:
     """Return the cases of policies' decisions by name: about one text, and about as many as the largest of `sizes`."""
-    most = max(sizes or (), default=1)
+    most = max(sizes, default=1)
     cases = {policy.cost_name: decision_case(pair, policy, prompts, settings, profile) for policy in policies}
     if most > 1:
         cases |= {

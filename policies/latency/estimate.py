@@ -127,9 +127,9 @@ def decisions(timings: Timings) -> dict[str, Price]:
     """Return the prices of policies' decisions."""
     prices = {}
     for name in timings.named(DECISIONS):
-        alone, together = {}, {}
-        for counts, seconds in timings.groups(DECISIONS, name).items():
-            (alone if len(counts) == 1 else together)[counts] = seconds
+        groups = timings.groups(DECISIONS, name)
+        alone = {counts: seconds for counts, seconds in groups.items() if len(counts) == 1}
+        together = {counts: seconds for counts, seconds in groups.items() if len(counts) == 2}
         price = _decided_alone(alone or {(asked,): seconds for (asked, _), seconds in together.items()})
         if further := [
             (np.asarray(seconds) - price.of(asked)) / (rows - asked)

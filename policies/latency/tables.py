@@ -43,9 +43,9 @@ class Price:
 
     def together(self, decisions: Array) -> float:
         """Return the seconds of a round of a batch in which the policy was asked so often about each stream [S]."""
-        asked = int(decisions.max(initial=0))
+        asked = decisions.max(initial=0)
         # Streams that stopped drafting are not read any more, so that rows are counted, not streams times depths.
-        return float(self.of(asked)) + self.row * (int(decisions.sum()) - asked)
+        return float(self.of(asked) + self.row * (decisions.sum() - asked))
 
     def times(self, factor: float) -> Price:
         """Return the price of decisions that cost `factor` as much."""
