@@ -54,7 +54,8 @@ class RoundReader:
     @property
     def passed(self) -> bool:
         """Whether there is something that the policy was not asked about, but that paths lead through."""
-        return self._unread is not None
+        # What else was drawn without a question, as where a policy is not asked at all, is not worth a look.
+        return self._unread is not None and self._reader.follows_path
 
     def read(self) -> None:
         """Read what was `passed`."""

@@ -267,7 +267,8 @@ def for_batches(
     if rule is None:
         send = send or ("best" if facts.verification in ("match", "point") else "all")
         known = policy.rule if isinstance(policy.rule, BatchRule) else BatchRule(send)
-        rule = BatchRule(send, known.rates, known.first, known.lengths)
+        # Rates are relative to fixed lengths' and hold roughly elsewhere; whether decisions pay hangs on the costs.
+        rule = BatchRule(send, known.rates, known.first, known.lengths if profile is None else ())
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
     return kind(policy.name, policy.features, *parts)

@@ -14,6 +14,7 @@ from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
+from specstop.decode.policy.reader import Reader
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
@@ -165,6 +166,21 @@ def test_decisions_are_counted_from_the_first_depth_asked(endless_pair: Pair, pr
     ):
         rounds = [r for g in generate(endless_pair, policy, prompt_ids[:3]) for r in g.rounds if not r.cut]
         assert {r.decisions for r in rounds} == {expected}, policy.name
+
+
+def test_where_a_policy_is_not_asked_nothing_is_read(
+    pair: Pair, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Confidence(0.4, DEPTH)
+    policy.unasked = {1: 3, 2: 9}
+    monkeypatch.setattr(Reader, "level", None)
+    monkeypatch.setattr(Reader, "base", None)
+    for temperature in (0.0, 0.7):
+        made = generate(pair, policy, prompt_ids, temperature)
+        fixed = generate(pair, FixedLength(3), prompt_ids, temperature)
+        for mine, other in zip(made, fixed, strict=True):
+            assert mine.tokens == other.tokens
+            assert [r[:9] for r in mine.rounds] == [r[:9] for r in other.rounds]  # all but seconds
 
 
 def test_on_commit_streams_exactly_the_tokens(pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -297,7 +297,9 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
     assert build_rule(made.rule.to_dict()).to_dict() == made.rule.to_dict()
     short = BatchRule("best", rates, 1, [(2, 0), (8, 3)])
     assert build_rule(short.to_dict()).to_dict() == short.to_dict()
-    unasked = for_batches(policy, rule=short).unasked
+    settled = for_batches(policy, rule=short)
+    unasked = settled.unasked
+    assert for_batches(settled).unasked == unasked and not for_batches(settled, profile=settled.profile).unasked
     # Sizes that were settled are 2, 4 and 8: one stream counts as two, three as four, which decide.
     assert unasked == {1: 0, 2: 0, 5: 3, 6: 3, 7: 3, 8: 3}
     for mangled in ([(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none"):
