@@ -40,6 +40,7 @@ class Exploring(StopPolicy):
         self.inner, self.share = inner.limited(depth), share
         self.features, self.hidden = inner.features, inner.hidden
         self.trims, self.carries, self.reads_clock = inner.trims, inner.carries, inner.reads_clock  # type: ignore[misc]
+        self.reads_seconds = inner.reads_seconds  # type: ignore[misc]
         self.joint = inner.joint  # type: ignore[misc]
         # From its deepest depth on the inner policy is not asked: this one must be, to end the rounds that do not explore.
         self.max_depth, self.first = depth, min(inner.first, self.inner.max_depth)

@@ -39,6 +39,7 @@ ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "trims": ("True or False", _is_flag),
     "carries": ("True or False", _is_flag),
     "reads_clock": ("True or False", _is_flag),
+    "reads_seconds": ("True or False", _is_flag),
     "joint": ("True or False", _is_flag),
     "unasked": ("whole numbers by whole numbers", _is_table),
     **dict.fromkeys(METHODS, ("a method", callable)),

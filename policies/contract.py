@@ -90,7 +90,7 @@ class RoundOutcome:
         accepted: int64, min(A, k).
         cut: bool, the round met EOS or a length limit, so it says little about acceptance.
         seconds: float64, modelled by the latency profile, live too; measured for a policy that `reads_clock`; 0 without a
-            profile.
+            profile, or where the policy does not read them.
     """
 
     active: Array
@@ -113,6 +113,7 @@ class StopPolicy:
         trims: a branch that is not kept loses the token just drawn (else that token is still verified).
         carries: state passes from sequence to sequence.
         reads_clock: `observe` gets measured time, so runs are not reproducible.
+        reads_seconds: `observe` looks at the seconds of rounds; else they may be 0, as pricing a round takes time as well.
         joint: weighs the streams of a batch against each other: `keep` and `select` are asked for all of them together, and
             what is decided for one may depend on what is known of the others (`DraftStep.batch`).
         first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
@@ -128,6 +129,7 @@ class StopPolicy:
     trims: ClassVar[bool] = False
     carries: ClassVar[bool] = False
     reads_clock: ClassVar[bool] = False
+    reads_seconds: ClassVar[bool] = True
     joint: ClassVar[bool] = False
     first: int = 1
     max_depth: int = 20

@@ -66,10 +66,10 @@ def compiled() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def decisions_timed_twice() -> None:
     """What a decision costs is measured in many tests that want any price at all."""
-    from specstop.decode.profile import decisions
+    from specstop.decode.profile import alone, decisions
     from specstop.decode.profile.measuring import Effort
 
-    decisions.EFFORT = Effort(repetitions=2)
+    decisions.EFFORT = alone.EFFORT = Effort(repetitions=2)
 
 
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")

@@ -169,7 +169,7 @@ class Drafting:
         # Modelled seconds, the same in every run, unless the policy asks for measured ones.
         if not self.policy.reads_clock:
             seconds = np.zeros(len(heard))
-            if self._profile is not None:
+            if self._profile is not None and self.policy.reads_seconds:
                 price = self._profile.decision(self.policy.cost_name)
                 seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price, None)
         active = np.ones(len(heard), dtype=bool)

@@ -206,8 +206,11 @@ class GuardedRunner(PolicyRunner):
         if not self.observes:
             return
         try:
-            clock = self.policy.reads_clock
-            seconds = np.full(len(made.active), self.elapsed()) if clock else self.seconds(made)
+            seconds = np.zeros(len(made.active))
+            if self.policy.reads_clock:
+                seconds += self.elapsed()
+            elif self.policy.reads_seconds:
+                seconds = self.seconds(made)
             self.state = checked_observe(self.policy, outcome(made, seconds), self.state)
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class BatchScript(StopPolicy):
     The state is, by stream, the key of the text and the number of its round: the same for all streams that began together.
     """
 
+    reads_seconds: ClassVar[bool] = False
     first = 0
 
     def __init__(self, streams: int, depth: int) -> None:

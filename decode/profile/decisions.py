@@ -1,43 +1,28 @@
-"""What decisions cost, features included: in the loop, as a part of rounds, or alone where there are no models."""
+"""What decisions cost, features included: timed in the loop, as a part of rounds, or alone (`alone`) for a profile."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.history import History
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
-from ..candidates import Candidates
 from ..loop import Request, Speculator
 from ..models.pair import Pair
-from ..policy.reader import Base, Level, Logits, Reader
-from ..policy.runner import PolicyRunner
-from ..settings import Settings, Stopwatch
-from ..topology import chain
+from ..settings import Settings
+from .alone import measure_decision
 from .batches import whole_rounds
 from .measuring import Case, Effort, Seconds, measure
 
 EFFORT = Effort(repetitions=8)
-"""Texts that decisions are timed on where nobody says otherwise, and stretches of time where there is no text."""
-
-EACH = 25
-"""Decisions of a stretch of time."""
-
-HIDDEN = 1024
-"""Width of hidden states that nobody has told."""
-
-SCRATCH = 1536
-"""Rows of the matrix whose product clears the caches."""
+"""Texts that decisions are timed on where nobody says otherwise."""
 
 
 def streams_of(profile: Profile) -> tuple[int, ...]:
@@ -125,93 +110,6 @@ def decision_cases(
     return cases
 
 
-@torch.inference_mode()
-def measure_decision(
-    policy: StopPolicy,
-    vocabulary: int,
-    temperature: float = 0.0,
-    device: torch.device | str = "cpu",
-    widths: Mapping[str, int] | None = None,
-    streams: Sequence[int] = (1,),
-) -> Measurements:
-    """Return the timings of a round's first decision after a drawn token, features included.
-
-    It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by name, as the header of
-    a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
-
-    Args:
-        policy: timed.
-        vocabulary: tokens of the pair.
-        temperature: of the sampling.
-        device: where logits lie.
-        widths: see above.
-        streams: that it is asked about at once; one of each is a case.
-    """
-
-    def case(count: int) -> Case:
-        decision = _decision_alone(policy, vocabulary, temperature, device, widths, count)
-        key = Key(DECISIONS, policy.cost_name, (1,) if count == 1 else (1, count))
-        return lambda number: {key: [decision() for _ in range(EACH)]}
-
-    return measure({f"{policy.cost_name}, {count} streams": case(count) for count in streams}, EFFORT)
-
-
-def _decision_alone(
-    policy: StopPolicy,
-    vocabulary: int,
-    temperature: float,
-    device: torch.device | str,
-    widths: Mapping[str, int] | None,
-    streams: int,
-) -> Callable[[], float]:
-    """Return what takes one decision about so many streams, and the time of it."""
-    generator = torch.Generator().manual_seed(0)
-    scratch = torch.ones(SCRATCH, SCRATCH, device=device)
-    # What the policy says itself outweighs what is told, and that the guess.
-    sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
-    hidden = {
-        name: torch.randn(streams, sizes[name], generator=generator, device="cpu").to(device) for name in policy.hidden
-    }
-    asked = max(1, policy.first)
-    reader, tree = Reader(policy, widths=sizes, streams=streams), chain(asked + 1)
-    runner = PolicyRunner(policy)
-    runner.start(np.arange(streams))
-    every = np.ones((streams, 1), dtype=bool)
-    watch = Stopwatch(scratch.device)
-
-    def read(depth: int, found: Sequence[Candidates], drawn: Logits, base: Base, above: Level | None) -> Level:
-        return reader.level([(s, own, [depth]) for s, own in enumerate(found)], drawn, temperature, base, above)
-
-    def ask(depth: int, base: Base, found: Sequence[Candidates], drawn: Logits, above: Level | None) -> None:
-        runner.keep(reader.step(depth, base, read(depth, found, drawn, base, above), tree, every))
-
-    timed = watch.timed("policy", ask)
-
-    def decision() -> float:
-        logits = (3.0 * torch.randn(streams, vocabulary, generator=generator, device="cpu")).to(device)
-        found = [Candidates.at([0], tree) for _ in range(streams)]
-        for own, likeliest in zip(found, logits.argmax(-1).tolist(), strict=True):
-            for depth in range(asked):
-                own.add(depth, depth + 1, likeliest)
-        before = [(own.tokens[1], own.tokens[0]) for own in found]
-        base = reader.base(History.start(streams), temperature, logits, before, hidden.get(TARGET_HIDDEN))
-        # Not timed: the state, and below the levels above, that the decision is made from.
-        if policy.first == 0:
-            runner.keep(reader.step(0, base, None, tree, every))
-        tokens = [(s, own.tokens[asked], own.tokens[asked - 1], 0, 1, asked) for s, own in enumerate(found)]
-        drawn = Logits(logits, tokens, None, logits, hidden.get(DRAFT_HIDDEN))
-        level = None
-        for depth in range(1, asked):
-            level = read(depth, found, drawn, base, level)
-        # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
-        scratch @ scratch[:8].T
-        watch.restart()
-        timed(asked, base, found, drawn, level)
-        return sum(watch.laps["policy"])
-
-    return decision
-
-
 def add_decisions(
     profile: Profile, policies: Sequence[StopPolicy], vocabulary: int, widths: Mapping[str, int] | None = None
 ) -> Profile:
@@ -222,7 +120,7 @@ def add_decisions(
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
     for policy in missing.values():
         timed = measure_decision(
-            policy, vocabulary, profile.temperature, device_of(profile), widths, streams_of(profile)
+            policy, vocabulary, profile.temperature, device_of(profile), widths, streams_of(profile), profile
         )
         profile = profile.with_measured_decisions(timed)
     return profile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class Scripted(StopPolicy):
     number of its round and the length of this one.
     """
 
+    reads_seconds: ClassVar[bool] = False
     first = 0
 
     def __init__(self, depth: int) -> None:

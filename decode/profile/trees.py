@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class RandomTree(StopPolicy):
     verify a number of nodes whose logarithm is even. The state is, by stream, its key and the number of the round.
     """
 
+    reads_seconds: ClassVar[bool] = False
     name = "random-tree"
 
     def __init__(self, depth: int, widest: int) -> None:

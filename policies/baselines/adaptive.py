@@ -23,6 +23,7 @@ class HeuristicTransient(StopPolicy):
     rounds that an end of text or a limit cut do not count.
     """
 
+    reads_seconds: ClassVar[bool] = False
     _called = "heuristic-transient"
 
     def __init__(self, start: int = 20, up: float = 2, down: float = 1, max_depth: int = 20) -> None:
@@ -66,6 +67,7 @@ class AdaEDL(StopPolicy):
     0.9, b1 0.5, b2 0.9, eps 0.01, r = 0 at first; so is the first lambda, 0.6, for which no source of its own was found.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("entropy",)
 
     def __init__(

@@ -40,6 +40,7 @@ class Gain(StopPolicy):
             verifying 0, 1, ... nodes; beyond them prices go on as at their end.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("path_logprob",)
     _called: ClassVar[str] = "gain"
 

@@ -46,6 +46,7 @@ class Online(StopPolicy):
         level: the threshold, or [S, 1] float64 where each stream has its own.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("top1",)
     carries: ClassVar[bool] = True
     level: float | Array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class Roc(StopPolicy):
     In a tree the best branch of a depth stands for it.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("drawn_prob",)
 
     def __init__(self, threshold: float = 0.4, weight: float = 3.0, samples: int = 6, max_depth: int = 20) -> None:

@@ -94,6 +94,7 @@ class Eagle(StopPolicy):
         max_depth: levels.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("path_logprob",)
     _called: ClassVar[str] = "eagle"
 

@@ -52,6 +52,7 @@ class Tetris(StopPolicy):
         capacity: tokens sent of the whole batch, whatever its size; 0 = `each` a stream.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("path_logprob",)
     joint: ClassVar[bool] = True
     # At `max_depth` no policy is asked: where that is 1, depth 0 alone tells which streams share a verification.
@@ -135,6 +136,7 @@ class AdaptiveVerification(StopPolicy):
         profile: a latency profile with the costs, or its path.
     """
 
+    reads_seconds: ClassVar[bool] = False
     features = ("top1",)
     joint: ClassVar[bool] = True
     carries: ClassVar[bool] = True

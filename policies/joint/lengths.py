@@ -82,6 +82,7 @@ class SmartSpec(StopPolicy):
         max_depth: the longest length.
     """
 
+    reads_seconds: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     carries: ClassVar[bool] = True
     first = 0

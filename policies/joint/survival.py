@@ -60,6 +60,7 @@ class BatchStop(LearnedPolicy):
         PolicyError: the facts have no profile, or no acceptance as deep as the policy goes.
     """
 
+    reads_seconds: ClassVar[bool] = False
     rule: BatchRule
     profile: Profile
     joint: ClassVar[bool] = True

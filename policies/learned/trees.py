@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class TreeGain(LearnedPolicy):
         facts: see `Facts`.
     """
 
+    reads_seconds: ClassVar[bool] = False
     accept: PathCalibrator
     next: PathCalibrator
     rule: TreeRule  # type: ignore[assignment]  # asked of whole levels, not of single branches

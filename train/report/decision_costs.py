@@ -129,7 +129,9 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
     found = next((record for path in earlier for record in _records(path) if record["key"] == key), None)
     if found is None:
         streams = streams_of(profile)
-        timed = measure_decision(policy, header.vocabulary, profile.temperature, device, header.vectors, streams)
+        timed = measure_decision(
+            policy, header.vocabulary, profile.temperature, device, header.vectors, streams, profile
+        )
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():
         _write(cache, {"schema": SCHEMA, "kind": "decisions", "decisions": [found]})
