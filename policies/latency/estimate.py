@@ -128,9 +128,9 @@ def decisions(timings: Timings) -> dict[str, Price]:
     prices = {}
     for name in timings.named(DECISIONS):
         groups = timings.groups(DECISIONS, name)
-        alone = {counts: seconds for counts, seconds in groups.items() if len(counts) == 1}
+        alone = {counts[0]: seconds for counts, seconds in groups.items() if len(counts) == 1}
         together = {counts: seconds for counts, seconds in groups.items() if len(counts) == 2}
-        price = _decided_alone(alone or {(asked,): seconds for (asked, _), seconds in together.items()})
+        price = _decided_alone(alone or {asked: seconds for (asked, _), seconds in together.items()})
         if further := [
             (np.asarray(seconds) - price.of(asked)) / (rows - asked)
             for (asked, rows), seconds in together.items()
@@ -141,12 +141,13 @@ def decisions(timings: Timings) -> dict[str, Price]:
     return prices
 
 
-def _decided_alone(groups: Groups) -> Price:
+def _decided_alone(groups: Mapping[int, Seconds]) -> Price:
     """Return the price of the decisions about one stream, by the times asked."""
     if len(groups) > 1:
         # All decisions of a round are timed together: count x each + opening.
-        return Price(*line([((count, 1), seconds) for (count,), seconds in groups.items()]))
-    return Price(*(typical(seconds) / count for (count,), seconds in groups.items()))
+        return Price(*line([((asked, 1), seconds) for asked, seconds in groups.items()]))
+    ((asked, seconds),) = groups.items()
+    return Price(typical(seconds) / asked)
 
 
 def _chains(timings: Timings, side: str, depth: int) -> Side:

@@ -36,7 +36,7 @@ class Price:
     opening: float = 0.0
     row: float = 0.0
 
-    def of(self, decisions: Array) -> Array:
+    def of(self, decisions: ArrayLike) -> Array:
         """Return [S] float64 seconds of rounds in which the policy was asked so often."""
         asked = np.asarray(decisions, dtype=np.float64)
         return self.each * asked + self.opening * (asked > 0)
