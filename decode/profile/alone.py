@@ -105,7 +105,9 @@ class RoundAlone:
         self._hidden = {name: self._drawn(streams, sizes[name]) for name in policy.hidden}
         self._tree = chain(policy.first + self.asked[-1])
         self._reader = Reader(policy, widths=sizes, streams=streams)
-        self._runner = PolicyRunner(policy, profile, together=streams > 1)
+        # As in the live loop, a round is priced for those alone who look at its seconds.
+        looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+        self._runner = PolicyRunner(policy, profile if looks else None, together=streams > 1)
         self._runner.start(np.arange(streams))
         self._every = np.ones((streams, 1), dtype=bool)
         # What the live loop leaves out for a policy that hears of nothing.

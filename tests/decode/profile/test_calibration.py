@@ -34,6 +34,7 @@ from specstop.policies.latency.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY, 
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.storage.registry import load_policy
 
 DEPTH = 4
 THRICE = Effort(repetitions=3)
@@ -248,6 +249,19 @@ def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
         assert price(measure_decision(policy, VOCABULARY, 0.7), policy).each == pytest.approx(TICK)
     slow = OnTheClock(DEPTH, ticking)
     assert price(measure_decision(slow, VOCABULARY, 0.7), slow).each == pytest.approx(TICK + 5e-5)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_without_a_model_a_round_is_priced_where_its_seconds_are_read(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: list[int] = []
+    monkeypatch.setattr(Profile, "round_seconds", lambda self, context, *rest: priced.append(1) or np.zeros(1))
+    bandit = load_policy("bandit?arms=fixed:1,fixed:3,confidence:0.4")
+    for policy, is_priced in ((TEST_POLICIES["reads-history"], False), (Scripted(DEPTH), False), (bandit, True)):
+        priced.clear()
+        measure_decision(policy, VOCABULARY, 0.7, profile=profile)
+        assert bool(priced) == is_priced, policy.name
 
 
 class _FromDepth(StopPolicy):
