@@ -126,7 +126,7 @@ def test_decisions_are_timed_where_the_profile_was_measured(
 ) -> None:
     policy, asked = Confidence(0.3), []
 
-    def measure(policy: object, vocabulary: int, temperature: float, device: torch.device, widths: object) -> Any:
+    def measure(policy: object, vocabulary: int, temperature: float, device: torch.device, *rest: object) -> Any:
         asked.append(device)
         return Measurements()
 

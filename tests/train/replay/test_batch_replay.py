@@ -173,16 +173,16 @@ def test_the_clock_is_shared_and_a_round_costs_what_the_batch_does(
 
 def test_decisions_of_a_batch_cost_by_the_rows_that_are_read(arrays: dict[float, TraceArrays], timed: Profile) -> None:
     held, policy = arrays[0.7], Confidence(0.4, 3)
-    free, dear = (
+    free, paid = (
         replay_batch(held, policy, timed.with_decisions({"confidence": price}), 4, at_once(held.sequences))
         for price in (0.0, Price(2.0, 5.0, 3.0))
     )
-    assert (free.log == dear.log).all()
+    assert (free.log == paid.log).all()
     owed = 0.0
     for number in np.unique(free.log[:, 0]):
         asked = free.log[free.log[:, 0] == number][:, COLUMNS.index("decisions")]
         owed += 2.0 * asked.max() + 5.0 * (asked.max() > 0) + 3.0 * (asked.sum() - asked.max())
-    assert dear.seconds.sum() - free.seconds.sum() == pytest.approx(owed, rel=EXACT)
+    assert paid.seconds.sum() - free.seconds.sum() == pytest.approx(owed, rel=EXACT)
 
 
 class _Unasked(AboveMean):
