@@ -197,7 +197,7 @@ class Run:
         """Return the timings of decisions in the loop: the median of several runs."""
         settings = Settings(self.temperature, self.tokens, DEPTH, tree=tree)
         runs = [loop_decisions(self.pair, [policy], self.ids, settings) for _ in range(REPEATS)]
-        return sorted(runs, key=lambda run: decisions(run.pooled())[policy.cost_name])[REPEATS // 2]
+        return sorted(runs, key=lambda run: decisions(run.pooled())[policy.cost_name].each)[REPEATS // 2]
 
     def chain(self, profile: Profile) -> tuple[list[LearnedPolicy], Profile]:
         """Return the learned chain policies, settled for what decisions cost in the loop; the fastest held out is first."""
