@@ -68,8 +68,8 @@ class Runner(Protocol):
     selects: bool
     history: History
 
-    def unasked(self, streams: int) -> int | None:
-        """Return how many tokens are drafted without asking where so many streams have a round; None = it is asked."""
+    def unasked(self, alive: Array) -> int | None:
+        """Return how many tokens are drafted without asking, by how many streams of `alive` draft; None = it is asked."""
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
@@ -106,7 +106,7 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
     going = alive  # what has not drawn an end of text
     nearest = tree.deepest if limit is None else int(limit.min())  # before it no limit need be looked at
     first, deepest, selects = runner.first, tree.deepest, runner.selects
-    if (length := runner.unasked(int(np.count_nonzero(alive.any(1))))) is not None:
+    if (length := runner.unasked(alive)) is not None:
         first, deepest, selects = deepest, min(length, deepest), False
     for depth in range(deepest):
         here, below = tree.spans[depth], tree.spans[depth + 1]

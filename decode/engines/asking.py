@@ -107,9 +107,10 @@ class Asking:
         """End the step: keep what the policy remembers of its rows."""
         self._store(self._here, self._state)
 
-    def unasked(self, streams: int) -> int | None:
-        """Return how many tokens are drafted without asking where so many rows draft; None = it is asked."""
-        return self.policy.unasked.get(streams)
+    def unasked(self, alive: Array) -> int | None:
+        """See `rounds.Runner`."""
+        unasked = self.policy.unasked
+        return unasked.get(int(np.count_nonzero(alive.any(1)))) if unasked else None
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, 1] bool, the drafts to extend."""

@@ -73,11 +73,11 @@ class PolicyRunner:
         """Go on with the streams `rows` [R] alone, in that order."""
         self.history, self.state = state.take(self.history, rows), state.take(self.state, rows)
 
-    def unasked(self, streams: int) -> int | None:
-        """Return how many tokens are drafted without asking where so many streams have a round; None = it is asked."""
+    def unasked(self, alive: Array) -> int | None:
+        """Return how many tokens are drafted without asking, by how many streams of `alive` draft; None = it is asked."""
         if not self.policy.unasked:
             return None
-        return self.policy.unasked.get(streams if self._together else 1)
+        return self.policy.unasked.get(int(np.count_nonzero(alive.any(1))) if self._together else 1)
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
