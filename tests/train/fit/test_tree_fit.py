@@ -18,21 +18,23 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
+from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.build import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, settle, train
-from specstop.train.fit.trees.calibrate import fit_paths, fit_shares
-from specstop.train.fit.trees.rows import accepted_nodes, tree_rows
+from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
+from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
 from specstop.train.fit.trees.solve import tree_seconds
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree
 from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import trace_arrays, typical_context
+from specstop.train.replay.traces.arrays import seen_features, trace_arrays, typical_context
 from specstop.train.report.evaluate import evaluate
 
 subtrees = part("subtrees", "drafting")
@@ -128,7 +130,9 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
     arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
     rows = tree_rows(arrays, ("top1", "branch_rank", "depth"), visited)
     tree, at = arrays.tree, 0
-    for row in visited.row.tolist():
+    children, width = accepted_children(tree, accepted_nodes(arrays, visited.row))
+    assert width.tolist() == [len(below) for below in tree.children]
+    for number, row in enumerate(visited.row.tolist()):
         accepted = [True, *arrays.path[row].tolist()]  # type: ignore[index]
         ended = [False, *arrays.ends[row].tolist()]
         for node in range(len(tree)):
@@ -138,9 +142,9 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
             below = tree.children[node]
             assert rows.rows.depth[at] == tree.depth[node]
             assert bool(rows.rows.accepted[at]) == accepted[node]
-            assert bool(rows.known[at]) == (accepted[node] and bool(below))
+            assert bool(rows.rows.followed_known[at]) == (accepted[node] and bool(below))
             if below:
-                assert rows.children[at].tolist()[: len(below)] == [accepted[child] for child in below]
+                assert children[number, node].tolist()[: len(below)] == [accepted[child] for child in below]
                 assert bool(rows.rows.followed[at]) == accepted[below[0]]
             if node:
                 assert rows.rows.features[at, 1:].tolist() == [rows.rank[at], tree.depth[node]]
@@ -162,6 +166,29 @@ def test_calibration_along_paths_says_how_often_nodes_are_accepted(forest: dict[
         assert chance[rank] == pytest.approx(float(accepted[:, rank][there[:, rank]].double().mean()), abs=0.05)
     first = next_.of(np.ones(1), np.zeros(1), 0, np.zeros(1, dtype=int))[0]
     assert first == pytest.approx(float(accepted[:, 0].double().mean()), abs=0.02)
+
+
+def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[float, Trace]) -> None:
+    """What siblings' shares are fitted on is what the rule reads when it applies them."""
+    arrays, visited = trace_arrays(forest[0.7]), all_visits(forest[0.7])
+    names, tree = ("top1", "depth"), arrays.tree
+    weight = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    blank = {"mean": np.zeros(3), "scale": np.ones(3), "bias": np.zeros(3)}
+    head = LinearHead(names, {"weight": weight, **{name: v.astype(np.float32) for name, v in blank.items()}})
+    accept, next_ = fit_paths([(head, visited)], arrays, names)
+    seen = seen_features(arrays, names, visited.row, visited.history).numpy()
+    survival, following = path_chances(head, accept, next_, tree, seen)
+    below = [[len(tree.children[row]) for row in level] for level in tree.levels]
+    rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
+    policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
+    for depth, level in enumerate(tree.levels):
+        first = tree.levels[depth - 1][0] if depth else 0
+        parent = np.array([max(tree.parent[row] - first, 0) for row in level])[None].repeat(streams, 0)
+        features = np.ascontiguousarray(seen[:, level])
+        step = DraftStep(depth, np.ones(parent.shape, dtype=bool), parent, features, {}, np.arange(streams))
+        _, state = policy.keep(step, state)
+        if depth:
+            np.testing.assert_allclose(state[1], np.stack([survival[:, level], following[:, level]], 1), rtol=1e-12)
 
 
 def test_shares_follow_the_chance_of_the_best_child() -> None:

@@ -8,15 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....decode.topology import Topology
+from ....policies.heads.base import Array
 from ....policies.heads.build import Head
 from ....policies.learned.tree_calibration import PathCalibrator
 from ...heads.rows import Visits
 from ...replay.traces.arrays import TraceArrays, seen_features
-from .rows import accepted_nodes, askable_nodes, level_scores, node_ranks
+from .rows import accepted_children, accepted_nodes, askable_nodes, level_scores, node_ranks
 
 STEPS = 60
 HOLD = 20.0
 """Rows that pull each number towards what it would be without a fit: a depth with few rows keeps near it."""
+
+LEAST_SURVIVAL = 1e-9
+"""As in `kernels.trees`: below it what is left of a survival is not told apart from `next`."""
 
 _EDGE = 1e-6
 
@@ -60,6 +65,51 @@ def fit_paths(
         tables[1].append(_row(chance[use], two[use], accepted[:, best][use], rank[use], most))
         above = chance
     return _calibrator(tables[0]), _calibrator(tables[1])
+
+
+def path_chances(
+    head: Head, accept: PathCalibrator, next_: PathCalibrator, tree: Topology, seen: Array
+) -> tuple[Array, Array]:
+    """Return [R, N + 1] float64 each: the survival of every node, and `next` given it, if a policy were asked everywhere.
+
+    Args:
+        head, accept, next_: of the policy.
+        tree: of N nodes.
+        seen: [R, N + 1, F] float32, what the head reads of R rounds.
+    """
+    survival, following = np.ones(seen.shape[:2]), np.empty(seen.shape[:2])
+    ranks = np.array(node_ranks(tree))
+    for depth, level in enumerate(tree.levels):
+        scores = level_scores(head, seen, level, depth)
+        if depth:  # the root was not drawn
+            above = survival[:, [tree.parent[row] for row in level]]
+            survival[:, level] = accept.of(above, scores[..., 0], depth, ranks[level])
+        here = survival[:, level]
+        following[:, level] = next_.of(here, scores[..., 1], depth, ranks[level]) / np.maximum(here, LEAST_SURVIVAL)
+    return survival, following
+
+
+def sibling_shares(
+    parts: Sequence[tuple[Head, Visits]],
+    arrays: TraceArrays,
+    features: Sequence[str],
+    accept: PathCalibrator,
+    next_: PathCalibrator,
+) -> tuple[tuple[float, float], ...]:
+    """Return the shares of siblings (`fit_shares`), given `next` as policies have it, calibrated along the path.
+
+    Args:
+        parts, arrays, features: see `fit_paths`, whose calibrators `accept` and `next_` are.
+    """
+    found = []
+    for head, visited in parts:
+        seen = seen_features(arrays, features, visited.row, visited.history).numpy()
+        _, following = path_chances(head, accept, next_, arrays.tree, seen)
+        accepted = accepted_nodes(arrays, visited.row)
+        children, width = accepted_children(arrays.tree, accepted)
+        use = accepted & askable_nodes(arrays, visited.row) & (width > 0)
+        found.append((torch.from_numpy(following)[use], children[use], width.expand_as(use)[use]))
+    return fit_shares(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def _calibrator(rows: Sequence[Tensor]) -> PathCalibrator:

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....collect.store.folder import Trace
@@ -17,7 +16,6 @@ from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError, close_match
 from ....policies.features import TOKEN_FEATURES, feature
-from ....policies.heads.build import Head
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
@@ -33,8 +31,8 @@ from ...replay.bounds.static_tree import best_static_tree
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..trained import Trained, claimed
-from .calibrate import fit_paths, fit_shares
-from .rows import TreeRows, rank_acceptance, tree_rows
+from .calibrate import fit_paths, sibling_shares
+from .rows import rank_acceptance, tree_rows
 from .scores import tree_scores
 from .solve import solve_tree, tree_seconds
 
@@ -190,11 +188,11 @@ def _fitted(
         head, files = fitter(plan.head)(FitTask(rows.rows, held.rows, plan.features, plan.seed, options=plan.fit))
         parts.append((head, inside))
         if number == 0:
-            first = head, rows, files
-    head, rows, files = first
+            first = rows, files
+    rows, files = first
     accept, next_ = fit_paths(parts, arrays, plan.features)
     tree = arrays.tree
-    shares = fit_shares(_chances(head, rows), rows.children[rows.known], rows.width[rows.known])
+    shares = sibling_shares(parts, arrays, plan.features, accept, next_)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     # Prices of 1 stand in until `tree_seconds` gives those of the profile.
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
@@ -204,10 +202,3 @@ def _fitted(
 
 def _part(visited: Visits, use: Tensor) -> Visits:
     return Visits(visited.row[use], visited.history[use])
-
-
-def _chances(head: Head, rows: TreeRows) -> Tensor:
-    """Return [M], `next` of the accepted nodes that have children."""
-    features, depth = rows.rows.features[rows.known], rows.rows.depth[rows.known]
-    later, opening = (torch.from_numpy(head.scores(features.numpy(), at)[:, 1]) for at in (1, 0))
-    return torch.sigmoid(torch.where(depth == 0, opening, later))

@@ -25,21 +25,12 @@ class TreeRows:
     Attributes:
         rows: what heads are fitted on; `followed` is whether the best child was accepted.
         rank: [M] of the node among its siblings.
-        children: [M, R] bool, which child was accepted, by rank.
-        width: [M] number of children.
         group: [M] the number of the prompt.
     """
 
     rows: FitRows
     rank: Tensor
-    children: Tensor
-    width: Tensor
     group: Tensor
-
-    @property
-    def known(self) -> Tensor:
-        """[M] bool, accepted nodes that have children."""
-        return self.rows.followed_known
 
 
 def node_ranks(tree: Topology) -> list[int]:
@@ -87,6 +78,20 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     above = torch.tensor([max(parent, 0) for parent in tree.parent])
     # `accept` is conditional on the path so far: only children of accepted nodes are on its distribution.
     use = accepted[:, above] & askable_nodes(arrays, visited.row)
+    children, width = accepted_children(tree, accepted)
+    depth, rank = (torch.tensor(v).expand(len(seen), -1) for v in (tree.depth, node_ranks(tree)))
+    group = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[visited.row]
+    fitted = FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
+    return TreeRows(fitted, rank[use], group[:, None].expand_as(use)[use])
+
+
+def accepted_children(tree: Topology, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [R, N + 1, W] bool, which child of a node is accepted, by rank, and [N + 1], how many children a node has.
+
+    Args:
+        tree: of N nodes, none of which has more than W children.
+        accepted: [R, N + 1] bool, see `accepted_nodes`.
+    """
     most = max(len(below) for below in tree.children)
     # Padding points at the root, which counts as accepted: `there` takes it out again.
     below = torch.zeros(len(tree), most, dtype=torch.int64)
@@ -94,12 +99,7 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     for row, rows in enumerate(tree.children):
         below[row, : len(rows)] = torch.tensor(rows, dtype=torch.int64)
         there[row, : len(rows)] = True
-    children = accepted[:, below] & there  # [R, N + 1, most]
-    width = there.sum(1).expand(len(seen), -1)
-    depth, rank = (torch.tensor(v).expand(len(seen), -1) for v in (tree.depth, node_ranks(tree)))
-    group = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[visited.row]
-    fitted = FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
-    return TreeRows(fitted, rank[use], children[use], width[use], group[:, None].expand_as(use)[use])
+    return accepted[:, below] & there, there.sum(1)
 
 
 def rank_acceptance(rows: TreeRows) -> tuple[float, ...]:

@@ -6,37 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from ....policies.heads.base import Array
 from ....policies.learned.trees import TreeGain
 from ...heads.calibration.scores import calibration_error
 from ...heads.rows import Visits
 from ...replay.traces.arrays import TraceArrays, seen_features
-from .rows import accepted_nodes, askable_nodes, level_scores, node_ranks
+from .calibrate import path_chances
+from .rows import accepted_nodes, askable_nodes, node_ranks
 
 BINS = 10
 LEAST = 20
 """Nodes of a depth and rank below which nothing is said about them."""
 
 
-def path_chances(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> Array:
-    """Return [R, N + 1] float64, the survival of every node of the rounds visited, if the policy were asked everywhere."""
-    tree = arrays.tree
-    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
-    out = np.ones((len(seen), len(tree)))
-    ranks = np.array(node_ranks(tree))
-    for depth, level in enumerate(tree.levels[1:], 1):
-        above = out[:, [tree.parent[row] for row in level]]  # of the root 1
-        out[:, level] = policy.accept.of(
-            above, level_scores(policy.head, seen, level, depth)[..., 0], depth, ranks[level]
-        )
-    return out
-
-
 def tree_scores(policy: TreeGain, arrays: TraceArrays, visited: Visits) -> list[dict[str, Any]]:
     """Return by depth and rank: nodes, mean survival as said and as it was, and the calibration error in deciles."""
     if not len(visited.row):
         return []
-    said = path_chances(policy, arrays, visited)
+    seen = seen_features(arrays, policy.features, visited.row, visited.history).numpy()
+    said, _ = path_chances(policy.head, policy.accept, policy.next, arrays.tree, seen)
     accepted, there = (of(arrays, visited.row).numpy() for of in (accepted_nodes, askable_nodes))
     ranks, depth = np.array(node_ranks(arrays.tree)), np.array(arrays.tree.depth)
     rows = []
