@@ -105,14 +105,18 @@ def _hashes(target: PreTrainedModel, draft: PreTrainedModel | None) -> tuple[str
 
 
 def model_hash(model: PreTrainedModel) -> str:
-    """Return a hash of a model's parameter names and shapes and of a spread sample of their values."""
+    """Return a hash of a model's parameter names and shapes and of a spread sample of their values.
+
+    Values are rounded to bfloat16, so that one checkpoint has one hash in whatever precision it is loaded.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors(model):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
         if sample.is_floating_point() and sample.dtype.itemsize == 1:
             sample = sample.view(torch.uint8)  # not every type of eight bits can be converted
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode() + sample.to("cpu", torch.float32).numpy().tobytes())
+        rounded = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else torch.float32).float()
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode() + rounded.numpy().tobytes())
     return digest.hexdigest()
 
 
