@@ -31,9 +31,10 @@ class BatchTable:
         context: tokens in each stream's cache when measured.
         first_draft_s: points (streams, seconds) of the first draft step of a round, which reads one token of each stream.
         backlog_token_s: each further token that the first step reads.
-        draft_s: points (streams, seconds) of a draft step after the first.
+        draft_s: points (streams, seconds) of a draft step after the first, or after the second.
         verify_s: by streams, points (tokens in all, anchors included; seconds) of a verification as measured; the first is
             that of plain decoding.
+        second_draft_s: points of the second draft step, the last one on caches that are still cold; none = as later ones.
     """
 
     context: float
@@ -41,6 +42,7 @@ class BatchTable:
     backlog_token_s: float
     draft_s: Points
     verify_s: Mapping[int, Points]
+    second_draft_s: Points = ()
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,17 @@ class BatchCosts:
         return self._step(count, low, high, context)
 
     def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
-        """Return the seconds of a draft step after the first, by the streams that draft; 0 of none."""
+        """Return the seconds of a draft step after the second, by the streams that draft; 0 of none."""
+        return self._later(self.low.draft_s, self.high.draft_s, streams, context)
+
+    def second_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of the second draft step of a round, by the streams that draft; 0 of none."""
+        low, high = (table.second_draft_s or table.draft_s for table in (self.low, self.high))
+        return self._later(low, high, streams, context)
+
+    def _later(self, low: Points, high: Points, streams: ArrayLike, context: ArrayLike) -> Array:
         count = np.asarray(streams, dtype=np.float64)
-        return self._step(count, along(self.low.draft_s, count), along(self.high.draft_s, count), context)
+        return self._step(count, along(low, count), along(high, count), context)
 
     def _step(self, count: Array, low: Array, high: Array, context: ArrayLike) -> Array:
         seconds = at_context(low, high, self._contexts, context) + self.outside_s[2] * count
@@ -150,8 +160,9 @@ class BatchCosts:
             backlog, begun: [n] of the streams that draft; see `first_draft_s`.
         """
         first = self.first_draft_s(fed[:, 0], context, backlog, begun)
-        later = self.draft_s(fed[:, 1:], np.asarray(context, dtype=np.float64)[:, None]).sum(1)
-        out: Array = first + later + self.verify_s(streams, tokens, context)
+        each = np.asarray(context, dtype=np.float64)[:, None]
+        second, later = self.second_draft_s(fed[:, 1:2], each), self.draft_s(fed[:, 2:], each)
+        out: Array = first + second.sum(1) + later.sum(1) + self.verify_s(streams, tokens, context)
         return out
 
     def shared_s(self, context: Array, drafted: Array, verified: Array, backlog: Array) -> float:
@@ -234,4 +245,5 @@ def _read_table(raw: Entries) -> BatchTable:
         raw.number("backlog_token_s", most=MOST_S),
         raw.points("draft_s", (1, MOST_STREAMS), 1, 0.0, MOST_S),
         dict(sorted(sizes.items())),
+        raw.points("second_draft_s", (0, MOST_STREAMS), 1, 0.0, MOST_S) if raw.has("second_draft_s") else (),
     )

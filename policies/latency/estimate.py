@@ -22,7 +22,7 @@ What is timed (`Key.what`), at each of the two contexts, with what it is counted
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -257,12 +257,10 @@ def _batch_side(timings: Timings, side: str, every: Groups, context: float) -> B
     # `pooled` is in ascending order, so the points of each size rise, as `along` wants them.
     for (streams, tokens), seconds in every.items():
         verify.setdefault(streams, []).append((tokens, typical(here.get((streams, tokens), seconds))))
-    later = _by_streams(_of(timings, BATCH_DRAFTS, side), lambda streams, steps: steps)
-    first = _by_streams(
-        _of(timings, BATCH_FIRST, side), lambda streams, backlog: 1, lambda streams, read: read - streams
-    )
-    steps, starts = later[0] or first[0], first[0] or later[0]
-    return BatchTable(context, starts, first[1], steps, {n: tuple(points) for n, points in verify.items()})
+    second, later = _later_by_streams(_of(timings, BATCH_DRAFTS, side))
+    first, token = _first_by_streams(_of(timings, BATCH_FIRST, side))
+    sizes = {n: tuple(points) for n, points in verify.items()}
+    return BatchTable(context, first or second, token, later or first, sizes, second)
 
 
 def _batch_verify(timings: Timings, side: str) -> dict[tuple[int, ...], Seconds]:
@@ -277,25 +275,33 @@ def _of(timings: Timings, what: str, side: str) -> Groups:
     return timings.groups(what, side) or pooled([timings.groups(what, some) for some in CONTEXTS])
 
 
-def _by_streams(
-    groups: Groups, times: Callable[[int, int], int], extra: Callable[[int, int], int] | None = None
-) -> tuple[Points, float]:
-    """Return points (streams, seconds of a draft step) and the seconds of each token read beyond one a stream.
+def _first_by_streams(groups: Groups) -> tuple[Points, float]:
+    """Return points (streams, seconds of a first draft step) and the seconds of each token read beyond one a stream.
 
     Args:
-        groups: timings by (streams, count).
-        times: of (streams, count), how many steps were timed together.
-        extra: of (streams, count), how many tokens were read beyond one of each stream; None = none.
+        groups: timings by (streams, tokens read).
     """
-    known = sorted({streams for streams, _ in groups})
-    more = extra or (lambda streams, count: 0)
-    # One unknown for each number of streams and one for a token more: in one fit, since all sizes share that price.
-    columns = [
-        ([*(times(*counts) * (counts[0] == n) for n in known), max(more(*counts), 0)], seconds)
-        for counts, seconds in groups.items()
-    ]
-    if not columns:
+    if not groups:
         return (), 0.0
-    # Where no extra token is counted, the last column is nothing but zeros.
-    *steps, token = line(columns) if extra else [*line([(row[:-1], seconds) for row, seconds in columns]), 0.0]
+    known = sorted({streams for streams, _ in groups})
+    # One unknown for each number of streams and one for a token more: in one fit, since all sizes share that price.
+    *steps, token = line(
+        [([*(streams == n for n in known), read - streams], seconds) for (streams, read), seconds in groups.items()]
+    )
     return tuple(zip(known, steps, strict=True)), token
+
+
+def _later_by_streams(groups: Groups) -> tuple[Points, Points]:
+    """Return points (streams, seconds) of the second draft step of a round, and of each one after it.
+
+    Args:
+        groups: timings by (streams, steps after the first, which were timed together).
+    """
+    second, later = [], []
+    for n in sorted({streams for streams, _ in groups}):
+        own = {(steps + 1,): seconds for (streams, steps), seconds in groups.items() if streams == n}
+        if found := _later(own):
+            # One that came out as nothing was lost in noise, as no step takes no time.
+            second.append((n, found[0] or found[1]))
+            later.append((n, found[1] or found[0]))
+    return tuple(second), tuple(later)

@@ -174,9 +174,9 @@ def _measured_share(profile: Profile, costs: BatchCosts, batch: int) -> Profile:
     def share(context: float) -> CostTable:
         tokens = batch * (np.arange(profile.max_depth + 1) + 1)  # [K + 1] of all requests, anchors included
         one, two = (float(costs.first_draft_s(batch, context, batch * n)) / batch for n in (1, 2))  # backlog 1 and 2
-        later = float(costs.draft_s(batch, context)) / batch
+        second, later = (float(of(batch, context)) / batch for of in (costs.second_draft_s, costs.draft_s))
         verify = costs.verify_s(batch, tokens, context) / batch
-        return CostTable(context, (one, two), two - one, tuple(verify.tolist()), later)
+        return CostTable(context, (one, two), two - one, tuple(verify.tolist()), later, second_draft_s=second)
 
     low, high = (share(table.context) for table in (profile.low, profile.high))
     # What is outside the models is in the seconds of `BatchCosts` already.

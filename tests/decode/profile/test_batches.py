@@ -94,7 +94,8 @@ def test_known_costs_are_found_again(profile: Profile, tmp_path: Path) -> None:
             assert found == pytest.approx(TARGET + STREAM * size + TOKEN * tokens + ROUND, rel=NEAR)
             assert float(costs.plain_s(size, context)) == pytest.approx(found[0], rel=NEAR)
         drafting = np.array([1, 2, 3])
-        assert costs.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=NEAR)
+        for of in (costs.second_draft_s, costs.draft_s):
+            assert of(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=NEAR)
         first = costs.first_draft_s(drafting, context, drafting + 4)
         assert first == pytest.approx(DRAFT + DRAFT_TOKEN * (drafting + 4), rel=NEAR)
     profile.save(tmp_path / "profile.json")

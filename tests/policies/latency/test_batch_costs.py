@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
+from specstop.policies.latency.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, batch_costs
+from specstop.policies.latency.measurements import Key, Timings
 from specstop.policies.latency.profile import Profile
 
 EXACT = 1e-12
@@ -55,6 +57,38 @@ def test_a_round_is_the_sum_of_its_steps() -> None:
     seconds = COSTS.round_s([10.0, 10.0], [2, 4], [6, 4], np.array([[2, 1, 1], [0, 0, 0]]), [3, 0], [0, 0])
     first = 2.0 + 0.5 + 0.002
     assert seconds == said([first + 2 * 2.001 + 14.12, 12.14])
+
+
+def test_the_second_draft_step_has_a_price_of_its_own(profile: Profile, tmp_path: Path) -> None:
+    cold = [dataclasses.replace(side, second_draft_s=((1, 5.0), (2, 6.0))) for side in (LOW, HIGH)]
+    costs = BatchCosts(*cold, COSTS.outside_s)
+    assert costs.second_draft_s([0, 1, 2], 10.0) == said([0.0, 5.001, 6.002])
+    assert COSTS.second_draft_s([1, 2], 10.0) == said(COSTS.draft_s([1, 2], 10.0)), (
+        "as later ones where it was not timed"
+    )
+    fed = np.array([[2, 2, 1, 1], [2, 1, 0, 0], [2, 0, 0, 0]])
+    rounds = [10.0] * 3, [2] * 3, [6] * 3, fed, [2] * 3
+    assert costs.round_s(*rounds) - COSTS.round_s(*rounds) == said([4.0, 3.0, 0.0])
+    known = dataclasses.replace(profile, batch=costs)
+    known.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json").batch == costs
+
+
+def test_timings_tell_the_second_draft_step_from_later_ones() -> None:
+    """Two streams: 5 s, then 2 s a step; of three only one length was timed, so both are its mean."""
+    timed = {
+        Key(BATCH_VERIFY, "short", (2, 4)): [9.0],
+        Key(BATCH_FIRST, "short", (2, 2)): [6.0],
+        Key(BATCH_FIRST, "short", (2, 5)): [7.5],
+        **{Key(BATCH_DRAFTS, "short", (2, steps)): [5.0 + 2.0 * (steps - 1)] for steps in (1, 2, 4)},
+        Key(BATCH_DRAFTS, "short", (3, 2)): [8.0],
+    }
+    found = batch_costs(Timings({key: np.array(seconds) for key, seconds in timed.items()}), (10.0, 30.0))
+    assert found is not None
+    low = found.low
+    assert [n for n, _ in low.second_draft_s] == [n for n, _ in low.draft_s] == [2, 3]
+    assert [s for _, s in low.second_draft_s] == said([5.0, 4.0]) and [s for _, s in low.draft_s] == said([2.0, 4.0])
+    assert dict(low.first_draft_s)[2] == said(6.0) and low.backlog_token_s == said(0.5)
 
 
 def test_a_step_stays_a_step_and_a_clearly_cheaper_size_is_filled_up_to() -> None:

@@ -75,10 +75,13 @@ def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, f
     def table(context: float) -> CostTable:
         verify = costs.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
         share = float(np.where(pairs, verify / streams[:, None], np.inf).min())
-        first = float((costs.first_draft_s(streams, context) / streams).min())
-        later = float((costs.draft_s(streams, context) / streams).min())
+        first, second, later = (
+            float((of(streams, context) / streams).min())
+            for of in (costs.first_draft_s, costs.second_draft_s, costs.draft_s)
+        )
         sent = tuple(share + price * (n + 1) for n in range(depth + 1))
-        return CostTable(context, (first, first), 0.0, sent, later)  # a backlog is read for nothing
+        # A backlog is read for nothing.
+        return CostTable(context, (first, first), 0.0, sent, later, second_draft_s=second)
 
     low, high = (table(context) for context in contexts)
     return Profile(low, high, 0.0, 0.0, profile.prefill_s)
