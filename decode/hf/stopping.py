@@ -109,8 +109,10 @@ class PolicyStoppingCriteria(StoppingCriteria):
         """Return [1] bool: stop behind the token just drawn."""
         self._drafted += 1
         device = input_ids.device
-        if self._drafted >= self.policy.max_depth:
-            return torch.tensor([True], device=device)
+        unasked = self.policy.unasked.get(1)  # the stock loop decodes one text, and drafts one token at least
+        deepest = self.policy.max_depth if unasked is None else min(unasked, self.policy.max_depth)
+        if unasked is not None or self._drafted >= deepest:
+            return torch.tensor([self._drafted >= deepest], device=device)
         # Features read raw logits; scores come divided by the temperature.
         logits = scores[-1].float() * (self._temperature or 1.0)
         greedy = logits if self._temperature == 0.0 else None

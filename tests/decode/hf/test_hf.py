@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,19 @@ def test_assisted_text_is_plain_and_its_drafts_are_the_policys(
         assert drafts == [r.drafted for r in rounds if r.drafted]
         seen |= set(drafts[:-3])
     assert len(seen) > 1 or policy.name.startswith("fixed")
+
+
+class Unasked(StopPolicy):
+    """Has nothing to say about one text: the contract's `keep`, which it does not implement, would raise."""
+
+    name, max_depth, unasked = "unasked", 6, MappingProxyType({1: 2})
+
+
+def test_a_policy_that_need_not_be_asked_about_one_text_is_not(endless: Pair, prompt_ids: list[list[int]]) -> None:
+    policy = Unasked()
+    begun = stock(endless, [prompt_ids[4]], max_new_tokens=3)[0].tolist()
+    text, drafts = assisted(endless, begun, policy)
+    assert torch.equal(text, stock(endless, [begun])) and set(drafts[:-2]) == {2}
 
 
 class Watching(StopPolicy):
