@@ -17,8 +17,9 @@ from typing import Any
 
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "NUMBA_NUM_THREADS": "1",
 }  # fmt: skip
+"""One thread for numba: where cores are few, those of vLLM's n-gram drafter and torch's wait for each other."""
 CLASS = "specstop.decode.engines.vllm.Proposer"
 MOST = 16
 """Requests side by side."""
