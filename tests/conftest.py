@@ -51,9 +51,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """Every second worker compiles kernels from the last to the first, so that each finds half of them in numba's cache."""
+def pytest_sessionstart() -> None:
+    """Every second worker compiles kernels from the last to the first, so that each finds half of them in numba's cache.
+
+    Before collection: test modules import some of them, which both workers would compile at the same time.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker:
         from specstop.policies import kernels
@@ -64,12 +66,23 @@ def compiled() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def decisions_timed_twice() -> None:
-    """What a decision costs is measured in many tests that want any price at all."""
+def decisions_timed_briefly() -> None:
+    """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
     from specstop.decode.profile import alone, decisions
     from specstop.decode.profile.measuring import Effort
 
-    decisions.EFFORT = alone.EFFORT = Effort(repetitions=2)
+    alone.EFFORT, alone.EACH, alone.SCRATCH = Effort(repetitions=2), 2, 64
+    decisions.loop_decisions.__defaults__ = (None, alone.EFFORT)  # a default is read once, with the function
+
+
+@pytest.fixture(scope="module")
+def few_draws() -> Iterator[None]:
+    """Reports whose intervals are of few draws of the profile, for tests that want any interval at all."""
+    from specstop.train.report.pricing import Draws
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draws.__init__, "__defaults__", (0, 4))
+        yield
 
 
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")

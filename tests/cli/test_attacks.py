@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from attack_families import family
+from commands import cli
 
 SLOW = ("demo", "profile", "deploy", "transfer")
 
@@ -53,7 +56,14 @@ def test_an_input_that_is_lost_would_be_seen(
 def test_a_signal_at_a_random_moment_leaves_a_trace_whole(
     signals: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the process left is gone on with in this one, of the same settings, where the attack starts a third one."""
+
+    def resume_here(bench: Any, out: Path) -> None:
+        answer = cli(*bench.command("collect", random.Random(0)), "--out", out, "--resume")
+        assert answer.code == 0, answer.err
+
     monkeypatch.setattr(signals, "COMMANDS", ("collect",))
+    monkeypatch.setattr(signals.Bench, "resume", resume_here)
     seen, faults = signals.attack(1, 3, tmp_path)
     assert faults == []
     assert sum(seen.values()) == 1

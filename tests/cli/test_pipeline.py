@@ -50,7 +50,7 @@ def models(pair_folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def done(home: Path, models: list[str]) -> dict[str, Any]:
+def done(home: Path, models: list[str], few_draws: None) -> dict[str, Any]:
     """Run every command once; return their JSON answers."""
     sampled = [*models, "--temperature", "0.7", "--depth", str(DEPTH), "--verification", "match"]
     out: dict[str, Any] = {}
