@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specstop.collect.prompts.read import Prompt
     from specstop.collect.store.folder import Trace
     from specstop.decode.models.pair import Pair
+    from specstop.policies.learned.policy import LearnedPolicy
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -273,6 +274,14 @@ def full_profile(profile: Profile) -> Profile:
     return profile.with_decisions(
         {"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "resnet": 1.0e-4, "mine": 7.0e-5}
     )
+
+
+@pytest.fixture(scope="session")
+def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
+    """What `train` makes of the traces and the profile as it stands; `with_rule` is a copy that may be changed."""
+    from specstop.train.fit.run import train
+
+    return train(sides[0], full_profile).policy
 
 
 @pytest.fixture(scope="session")
