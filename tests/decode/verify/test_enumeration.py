@@ -16,7 +16,7 @@ from oracle import KINDS, Law, oracle_pair
 from small_drafters import TRAINED
 from specstop.decode.verify.noise import Purpose
 
-LEAVES = 400
+LEAVES = 600
 """So many at most in each case here; `benchmarks/exactness.py` goes through all cases with more."""
 LOSSY = 0.05
 """Mean total variation over random tables that a lossy mode exceeds."""
