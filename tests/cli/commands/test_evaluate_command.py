@@ -19,6 +19,8 @@ from specstop.policies.storage.folder import save_policy
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
 
+pytestmark = pytest.mark.usefixtures("few_draws")
+
 
 @pytest.fixture
 def bare(full_profile: Profile) -> Profile:

@@ -34,11 +34,8 @@ def pair(plain_pair: Pair) -> Pair:
 def plain(pair: Pair, prompt_ids: list[list[int]]) -> dict[float, list[list[int]]]:
     """The target's own texts of some prompts, by temperature."""
     prompts = prompt_ids[1::4]
-    return {t: plain_of(pair, prompts, t) for t in (0.0, 0.7)}
-
-
-def plain_of(pair: Pair, prompts: Sequence[list[int]], temperature: float) -> list[list[int]]:
-    return plain_texts(pair, prompts, [stream_key(0, f"p{i}") for i in range(len(prompts))], NEW, temperature).tokens
+    keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
+    return {t: plain_texts(pair, prompts, keys, NEW, t).tokens for t in (0.0, 0.7)}
 
 
 def states_of(pair: Pair, text: list[int]) -> torch.Tensor:
