@@ -67,6 +67,17 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """Thousands of small files are flushed one by one, 4 ms each; no test cuts the power, and killed processes do flush.
+
+    A descriptor that is none is an error still.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def decisions_timed_briefly() -> None:
     """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
     from specstop.decode.profile import alone, decisions
