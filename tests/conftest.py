@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specstop.collect.prompts.read import Prompt
     from specstop.collect.store.folder import Trace
     from specstop.decode.models.pair import Pair
+    from specstop.policies.learned.policy import LearnedPolicy
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -51,9 +52,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """Every second worker compiles kernels from the last to the first, so that each finds half of them in numba's cache."""
+def pytest_sessionstart() -> None:
+    """Every second worker compiles kernels from the last to the first, so that each finds half of them in numba's cache.
+
+    Before collection: test modules import some of them, which both workers would compile at the same time.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker:
         from specstop.policies import kernels
@@ -64,12 +67,34 @@ def compiled() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def decisions_timed_twice() -> None:
-    """What a decision costs is measured in many tests that want any price at all."""
+def no_wait_for_the_disk() -> Iterator[None]:
+    """Thousands of small files are flushed one by one, 4 ms each; no test cuts the power, and killed processes do flush.
+
+    A descriptor that is none is an error still.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def decisions_timed_briefly() -> None:
+    """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
     from specstop.decode.profile import alone, decisions
     from specstop.decode.profile.measuring import Effort
 
-    decisions.EFFORT = alone.EFFORT = Effort(repetitions=2)
+    alone.EFFORT, alone.EACH, alone.SCRATCH = Effort(repetitions=2), 2, 64
+    decisions.loop_decisions.__defaults__ = (None, alone.EFFORT)  # a default is read once, with the function
+
+
+@pytest.fixture(scope="module")
+def few_draws() -> Iterator[None]:
+    """Reports whose intervals are of few draws of the profile, for tests that want any interval at all."""
+    from specstop.train.report.pricing import Draws
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draws.__init__, "__defaults__", (0, 4))
+        yield
 
 
 CACHE = tempfile.mkdtemp(prefix="specstop-cache-")
@@ -260,6 +285,14 @@ def full_profile(profile: Profile) -> Profile:
     return profile.with_decisions(
         {"logistic": 7.0e-5, "mlp": 9.0e-5, "xgboost": 2.0e-4, "resnet": 1.0e-4, "mine": 7.0e-5}
     )
+
+
+@pytest.fixture(scope="session")
+def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
+    """What `train` makes of the traces and the profile as it stands; `with_rule` is a copy that may be changed."""
+    from specstop.train.fit.run import train
+
+    return train(sides[0], full_profile).policy
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from specstop.cli.app import COMMANDS
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
-from specstop.train.report.pricing import Draws
 
 ROOT = Path(__file__).parents[1]
 from commands import cli  # noqa: E402
@@ -49,24 +48,18 @@ def commands(block: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def few_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiles of a few repetitions: where the machine is noisy a command goes on until its budget is spent."""
+def one_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles of one repetition: where the machine is noisy a command goes on until its budget is spent."""
     check = Effort.__post_init__
 
     def bounded(effort: Effort) -> None:
         check(effort)
-        object.__setattr__(effort, "repetitions", effort.repetitions or 2)
+        object.__setattr__(effort, "repetitions", effort.repetitions or 1)
 
     monkeypatch.setattr(Effort, "__post_init__", bounded)
 
 
-@pytest.fixture
-def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports whose intervals are of few draws of the profile."""
-    monkeypatch.setattr(Draws.__init__, "__defaults__", (0, 10))
-
-
-@pytest.mark.usefixtures("place", "module_cache", "few_repetitions", "few_draws")
+@pytest.mark.usefixtures("place", "module_cache", "one_repetition", "few_draws")
 def test_every_block_of_the_pages_runs() -> None:
     for page in RUN:
         blocks = BLOCK.findall((ROOT / "docs" / page).read_text())

@@ -7,7 +7,7 @@ import torch
 from benchmark_scripts import script
 from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.run import train
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
@@ -24,11 +24,10 @@ def test_a_cut_takes_what_pays_and_nothing_where_nothing_does() -> None:
 
 
 def test_settled_thresholds_replay_as_planned_and_no_slower_than_derived_ones(
-    sides: tuple[Trace, Trace], full_profile: Profile
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
 ) -> None:
     arrays = trace_arrays(sides[0])
-    policy = train(sides[0], full_profile).policy
-    settled, rate = hindsight.settle_thresholds(policy, arrays, full_profile)
+    settled, rate = hindsight.settle_thresholds(learned, arrays, full_profile)
     played = replay(arrays, settled, full_profile).rate
     assert played == rate
-    assert played > 0.99 * replay(arrays, policy, full_profile).rate
+    assert played > 0.99 * replay(arrays, learned, full_profile).rate

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from benchmark_scripts import family
 from specstop.cli.app import COMMANDS
 
-__all__ = ["COMMANDS", "COMPACT", "Answer", "cli", "files", "model_options"]
+__all__ = ["COMMANDS", "COMPACT", "Answer", "ascii_locale", "cli", "files", "model_options"]
 
 Answer, cli = family("in_process").Answer, family("in_process").cli
 
@@ -23,3 +24,11 @@ def model_options(folder: Path, *more: str) -> list[str]:
 def files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def ascii_locale() -> dict[str, str]:
+    """Return the environment of a process whose locale knows ASCII only.
+
+    PYTHONUTF8 and PYTHONCOERCECLOCALE keep Python from choosing UTF-8 in its place.
+    """
+    return {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

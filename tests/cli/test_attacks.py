@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from attack_families import family
+from commands import cli
 
 SLOW = ("demo", "profile", "deploy", "transfer")
+A_PROCESS_S = 6.0
+"""About what a process takes that collects a few texts; most of it to import the libraries."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +58,20 @@ def test_an_input_that_is_lost_would_be_seen(
 def test_a_signal_at_a_random_moment_leaves_a_trace_whole(
     signals: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The process that is sent one is the only one: what it would have made, and the rest of what it left, is made here."""
+
+    def collect_here(bench: Any, out: Path, *more: str) -> None:
+        answer = cli(*bench.command("collect", random.Random(0)), "--out", out, *more)
+        assert answer.code == 0, answer.err
+
+    def undisturbed_here(bench: Any, command: tuple[str, ...]) -> tuple[Path, float]:
+        out = bench.room / "whole"
+        if not out.exists():
+            collect_here(bench, out)
+        return out, A_PROCESS_S
+
+    monkeypatch.setattr(signals.Bench, "undisturbed", undisturbed_here)
+    monkeypatch.setattr(signals.Bench, "resume", lambda bench, out: collect_here(bench, out, "--resume"))
     monkeypatch.setattr(signals, "COMMANDS", ("collect",))
     seen, faults = signals.attack(1, 3, tmp_path)
     assert faults == []

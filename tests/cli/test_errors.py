@@ -15,9 +15,9 @@ from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.policies.storage.safe_loading import digest
-from specstop.train.fit.run import train
 from transformers import PreTrainedTokenizerFast
 
 
@@ -67,12 +67,12 @@ class Place:
 @pytest.fixture(scope="module")
 def place(
     tmp_path_factory: pytest.TempPathFactory, pair_folder: Path, sides: tuple[Trace, Trace], full_profile: Profile,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast, learned: LearnedPolicy,
 ) -> Place:  # fmt: skip
     here = Place(tmp_path_factory.mktemp("place"), pair_folder, sides)
     here.write("prompts.jsonl", "\n".join(json.dumps({"prompt": p.text}) for p in make_prompts(5, "e", 30)))
     full_profile.save(here / "profile.json")
-    train(sides[0], full_profile, out=here / "policy")
+    save_policy(learned, here / "policy")
     build_model(vocab_size=40).save_pretrained(here / "narrow")
     tokenizer.save_pretrained(here / "narrow")
     build_model(vocab_size=49).save_pretrained(here / "wide")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import COMMANDS, COMPACT, Answer, cli, files, model_options
+from commands import COMMANDS, COMPACT, Answer, ascii_locale, cli, files, model_options
 from conftest import NEW, make_prompts
 from specstop.collect.store.folder import open_trace, shard_path
 from specstop.decode.models.pair import Pair
@@ -50,7 +50,7 @@ def models(pair_folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def done(home: Path, models: list[str]) -> dict[str, Any]:
+def done(home: Path, models: list[str], few_draws: None) -> dict[str, Any]:
     """Run every command once; return their JSON answers."""
     sampled = [*models, "--temperature", "0.7", "--depth", str(DEPTH), "--verification", "match"]
     out: dict[str, Any] = {}
@@ -274,17 +274,23 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_a_process_of_its_own_decodes_and_trains_an_mlp_in_silence(
+def test_a_process_of_its_own_collects_decodes_and_trains_an_mlp_in_silence(
     home: Path, done: dict[str, Any], models: list[str], tmp_path: Path
 ) -> None:
+    """In an ASCII locale, whose encoding no file has: what is read and written is UTF-8 there too."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w7 w8", "id": "é", "group": "größe"}', encoding="utf-8")
+    collect = ["collect", "--out", tmp_path / "t", "--prompts", tmp_path / "prompts.jsonl", *models,
+               "--max-new-tokens", 5, "--depth", 2, "--json"]  # fmt: skip
     same = [*models, "--max-new-tokens", 9, "--temperature", 0.7, "--verification", "match", "--json"]
     decode = ["decode", "w7 w8 w9", "--policy", home / "policy", *same]
     train = ["train", "--traces", home / "fit", "--profile", home / "costs.json", "--out", tmp_path / "p",
              "--head", "mlp", "--json"]  # fmt: skip
-    lines = json.dumps([[str(word) for word in words] for words in (decode, train)])
-    run = subprocess.run([sys.executable, "-c", EACH, lines], capture_output=True, text=True, check=False)
+    lines = json.dumps([[str(word) for word in words] for words in (collect, decode, train)])
+    command = [sys.executable, "-c", EACH, lines]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_locale())
     assert (run.returncode, run.stderr) == (0, "")
-    decoded, trained = map(json.loads, run.stdout.splitlines())
+    collected, decoded, trained = map(json.loads, run.stdout.splitlines())
+    assert collected["groups"] == "1: größe" and open_trace(tmp_path / "t").rows["group"][0] == "größe"
     assert decoded["texts"] == parsed(cli("decode", "w7 w8 w9", *same))["texts"]
     assert trained["rows"] > 100
     assert load_policy_folder(tmp_path / "p").head.kind == "mlp"

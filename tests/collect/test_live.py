@@ -24,6 +24,7 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from trace_rows import numpy_rows
 
 FLOAT32 = 2e-6
 TREE = "3,2,1,1,1"
@@ -38,7 +39,7 @@ FILTERED = [
 
 
 def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(int(row["sequence"]), int(row["anchor"])): row for row in trace.rows.with_format("numpy")}
+    return {(int(row["sequence"]), int(row["anchor"])): row for row in numpy_rows(trace)}
 
 
 def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperature: float, **more: Any) -> Trace:
@@ -124,7 +125,7 @@ def test_exploring_rounds_are_drafted_and_verified_to_full_depth(
 ) -> None:
     policy: StopPolicy = TEST_POLICIES[name]
     trace = run(pair, prompts, tmp_path, tree, 0.7, collector="live", policy=policy, explore=0.3)
-    rows = [row for row in trace.rows.with_format("numpy") if not row["cut"]]
+    rows = [row for row in numpy_rows(trace) if not row["cut"]]
     explored = [row for row in rows if row["explored"]]
     assert 0.15 < len(explored) / len(rows) < 0.45
     assert all((row["drawn"] == row["sent"]).all() for row in explored)
@@ -158,7 +159,7 @@ def test_every_verification_can_be_recorded(
     header = trace.header
     assert header.verification == verification
     assert not [name for name in header.features if name.startswith("noisy_")]
-    rows = list(trace.rows.with_format("numpy"))
+    rows = numpy_rows(trace)
     assert sum(int(row["accepted"].sum()) for row in rows) > 10
     for row in rows:
         assert not (row["accepted"] & ~row["labelled"]).any()
@@ -171,7 +172,7 @@ def test_every_verification_can_be_recorded(
 def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     trace = run(pair, prompts, tmp_path, "4", 0.7, collector="live", verification="rejection")
     seen = set()
-    for row in trace.rows.with_format("numpy"):
+    for row in numpy_rows(trace):
         if not row["drawn"].all():
             continue
         tried = int(row["labelled"].sum())

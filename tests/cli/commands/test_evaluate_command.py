@@ -14,9 +14,12 @@ from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.run import train
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.storage.folder import save_policy
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
+
+pytestmark = pytest.mark.usefixtures("few_draws")
 
 
 @pytest.fixture
@@ -94,10 +97,12 @@ def test_without_a_place_to_go_a_profile_is_refused(pair_folder: Path) -> None:
     assert answer.code == 2 and "--out: expected a JSON file for the profile to go to" in answer.err
 
 
-def test_rows_are_called_what_was_typed(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path) -> None:
+def test_rows_are_called_what_was_typed(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
+) -> None:
     """Two folders of one head, whose own names are the same, and a rule."""
     for name in ("one", "two"):
-        train(sides[0], full_profile, out=tmp_path / name)
+        save_policy(learned, tmp_path / name)
     full_profile.save(tmp_path / "profile.json")
     typed = [str(tmp_path / "one"), str(tmp_path / "two"), "confidence:0.7"]
     options = [word for spec in typed for word in ("--policy", spec)]

@@ -18,18 +18,19 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.run import train
+from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.storage.folder import save_policy
 from specstop.train.report.evaluate import evaluate
 
 
 @pytest.fixture(scope="module")
 def place(
     tmp_path_factory: pytest.TempPathFactory, sides: tuple[Trace, Trace], full_profile: Profile, pair: Pair,
-    prompts: list[Prompt],
+    prompts: list[Prompt], learned: LearnedPolicy,
 ) -> Path:  # fmt: skip
     folder = tmp_path_factory.mktemp("whatif")
     full_profile.save(folder / "profile.json")
-    train(sides[0], full_profile, out=folder / "policy")
+    save_policy(learned, folder / "policy")
     evaluate(sides[1], full_profile, [Confidence(0.6, DEPTH)], out=folder / "report")
     evaluate(sides[1], full_profile, [Confidence(0.3, DEPTH)], out=folder / "other", seed=1)
     (folder / "mangled").mkdir()

@@ -21,6 +21,7 @@ from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from trace_rows import numpy_rows
 
 FLOAT32 = 2e-6
 DEPTH, NEW = 3, 20
@@ -45,12 +46,12 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
             other[8] = 7 + (other[8] == 7)
         changed[prompt.id] = pair.tokenizer.decode(other)
     options = {"depth": DEPTH, "max_new_tokens": NEW}
-    dense = collect(pair, prompts, tmp_path / "dense", **options).rows.with_format("numpy")
-    own = {(int(r["sequence"]), int(r["anchor"])): r for r in dense}
+    dense = collect(pair, prompts, tmp_path / "dense", **options)
+    own = {(int(r["sequence"]), int(r["anchor"])): r for r in numpy_rows(dense)}
     given = collect(pair, prompts, tmp_path / "given", completions=changed, **options)
     assert given.header.texts == "completions"
     before, behind = set(), set()
-    for row in given.rows.with_format("numpy"):
+    for row in numpy_rows(given):
         s, anchor = int(row["sequence"]), int(row["anchor"])
         assert not (5 < anchor <= 8 and len(texts[s]) > 9), "the changed token is no continuation of the target's"
         if anchor > 8:
@@ -102,9 +103,9 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
 ) -> None:
     """Labels are those of the text; features those of the draft behind what `mixed` says that it read."""
     options = {"depth": 1, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
-    plain = collect(plain_pair, prompts, tmp_path / "plain", **options).rows.with_format("numpy")
+    plain = numpy_rows(collect(plain_pair, prompts, tmp_path / "plain", **options))
     trace = collect(plain_pair, prompts, tmp_path / "mixed", mix=0.3, **options)
-    rows = list(trace.rows.with_format("numpy"))
+    rows = numpy_rows(trace)
     key = lambda row: (int(row["sequence"]), int(row["anchor"]))  # noqa: E731
     assert sorted(map(key, plain)) == sorted(map(key, rows))
     own = {key(row): row for row in plain}

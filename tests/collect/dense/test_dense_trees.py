@@ -20,6 +20,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.features import TREE_FEATURES
+from trace_rows import numpy_rows
 
 FLOAT32 = 2e-6
 ODD = "parents:-1,-1,0,1,1,1,2,5,7"
@@ -71,7 +72,7 @@ def test_rows_are_those_of_a_search_without_cache(
     keys = [stream_key(0, prompt.id) for prompt in prompts]
     texts = plain_texts(plain_pair, prompt_ids, keys, NEW + topology.deepest, temperature).tokens
     second = deep = 0
-    for row in list(trace.rows.with_format("numpy"))[::6]:
+    for row in numpy_rows(trace)[::6]:
         s, anchor = int(row["sequence"]), int(row["anchor"])
         ahead = texts[s][anchor:]
         slow = search(plain_pair, topology, prompt_ids[s] + texts[s][:anchor], ahead, temperature, keys[s])

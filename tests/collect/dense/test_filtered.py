@@ -33,6 +33,7 @@ from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
 from specstop.train.report.evaluate import evaluate
+from trace_rows import numpy_rows
 from transformers.generation.logits_process import (
     LogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -102,8 +103,8 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
 def test_a_mixed_trace_is_of_the_filtered_distribution(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     """One token is left, so the draft's is sure; and labels are those of the dense trace."""
     options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": Shaping(top_k=1)}
-    mixed = collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options).rows.with_format("numpy")
-    dense = collect(pair, prompts, tmp_path / "dense", **options).rows.with_format("numpy")
+    mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
+    dense = numpy_rows(collect(pair, prompts, tmp_path / "dense", **options))
     key = lambda row: (int(row["sequence"]), int(row["anchor"]))  # noqa: E731
     labels = {key(row): bool(row["accepted"][0]) for row in dense}
     assert {key(row): bool(row["accepted"][0]) for row in mixed} == labels

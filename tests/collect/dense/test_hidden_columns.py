@@ -29,6 +29,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features.hidden_states import HIDDEN_STATES
+from trace_rows import numpy_rows
 
 TREE = "3,2,1,1,1"
 BOTH = tuple(HIDDEN_STATES)
@@ -42,7 +43,7 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, **more: Any) -> Trace:
 def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
     """Rows by sequence and anchor, the hidden states of the nodes side by side."""
     found = {}
-    for row in trace.rows.with_format("numpy"):
+    for row in numpy_rows(trace):
         for name in trace.header.vectors:
             row[name] = np.asarray(row[name], dtype=np.float16).reshape(trace.header.vector_shape(name))
         found[int(row["sequence"]), int(row["anchor"])] = row
@@ -265,7 +266,7 @@ def test_a_carrying_policy_resumed_is_one_undisturbed(
     again = plan_run(pair, prompts, **options, policy=Carrying())
     resumed = record(again, tmp_path / "broken", resume=True)
     assert resumed.table(TIMELESS).equals(whole.table(TIMELESS))
-    drawn = [int(row["drawn"].sum()) for row in whole.rows.with_format("numpy")]
+    drawn = [int(row["drawn"].sum()) for row in numpy_rows(whole)]
     assert len(set(drawn)) > 3
 
 

@@ -26,6 +26,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from torch import Tensor
+from trace_rows import numpy_rows
 
 FALSE_ALARM = 1e-5
 """Of each statistical test here, some thirty in all; seeds are fixed, so that what passes goes on passing."""
@@ -200,7 +201,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
         trace = collect(pair, asked, tmp_path / "a", completions=written["plain"], shaping=few, **options)
     assert trace.header.facts["completions"]["impossible"] == impossible
     rows = {}
-    for row in trace.rows.with_format("numpy"):
+    for row in numpy_rows(trace):
         rows.setdefault(str(row["prompt_id"]), []).append(int(row["anchor"]))
     for name, _ in named:
         text = written["plain"][name][: NEW + 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections import Counter
@@ -28,15 +29,21 @@ def pair(plain_pair: Pair) -> Pair:
     return plain_pair
 
 
-def greedy(model: torch.nn.Module, text: list[int], count: int, vocabulary: int) -> tuple[list[int], list[float]]:
-    """Return the likeliest next tokens and their probabilities, by forwards without a cache."""
-    tokens, chances = list(text), []
+@functools.cache
+def likeliest(model: torch.nn.Module, text: tuple[int, ...]) -> tuple[int, float]:
+    """Return the likeliest next token and its probability, by a forward without a cache; many tests ask for the same."""
     with torch.inference_mode():
-        for _ in range(count):
-            row = model(input_ids=torch.tensor([tokens])).logits[0, -1]
-            tokens.append(int(row.argmax()))
-            chances.append(float(row.softmax(-1).max()))
-    return tokens[len(text) :], chances
+        row = model(input_ids=torch.tensor([text])).logits[0, -1]
+    return int(row.argmax()), float(row.softmax(-1).max())
+
+
+def greedy(model: torch.nn.Module, text: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Return the likeliest next tokens and their probabilities."""
+    tokens, chances = tuple(text), []
+    for _ in range(count):
+        token, chance = likeliest(model, tokens)
+        tokens, chances = (*tokens, token), [*chances, chance]
+    return list(tokens[len(text) :]), chances
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request
         tool.engine.run(tool.propose)
         done.update(tool.engine.counts)
         for text, draft in tool.asked[:: 3 if named else 5]:
-            tokens, chances = greedy(pair.draft_model, text, K, pair.vocabulary)
+            tokens, chances = greedy(pair.draft_model, text, K)
             stop = next((j + 1 for j, chance in enumerate(chances) if chance < 0.3), K)
             assert draft == tokens[:stop]
         assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
@@ -214,7 +221,7 @@ def _all(self, step, state):
 
 def test_an_end_of_text_or_of_the_draft_s_room_ends_a_draft(pair: Pair) -> None:
     text = [20, 21, 22]
-    tokens, _ = greedy(pair.draft_model, text, K, pair.vocabulary)
+    tokens, _ = greedy(pair.draft_model, text, K)
     for options, expected in (
         (Options(1, K, 128, eos=(tokens[1],)), tokens[: tokens.index(tokens[1]) + 1]),
         (Options(1, K, len(text) + K), tokens),
@@ -240,4 +247,4 @@ def test_a_cache_that_grows_reads_its_texts_again(
     tool.engine.run(tool.propose)
     assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3
     for text, draft in tool.asked[::3]:
-        assert draft == greedy(pair.draft_model, text, 3, pair.vocabulary)[0]
+        assert draft == greedy(pair.draft_model, text, 3)[0]

@@ -258,16 +258,22 @@ def test_rounds_that_were_cut_or_never_asked_about_do_not_count() -> None:
     assert band is not None and (band.live, band.rounds) == (1.0, 1), "only the token that it was asked about"
 
 
+@pytest.fixture(scope="module")
+def plain(endless_pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
+    """Texts of 100 tokens by plain decoding."""
+    return plain_texts(endless_pair, prompt_ids[:3], [0, 1, 2], 100, 0.7).tokens
+
+
 @pytest.mark.parametrize("mode", ["off", "warn", "fallback"])
 def test_a_broken_promise_is_told_once_and_left_only_on_request(
-    endless_pair: Pair, prompt_ids: list[list[int]], mode: str
+    endless_pair: Pair, prompt_ids: list[list[int]], plain: list[list[int]], mode: str
 ) -> None:
     settings = Settings(0.7, 100, 4, fallback=1, guard=mode)
     speculator = Speculator(endless_pair, promising(0.99), settings)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = [list(speculator.generate(p, i).tokens) for i, p in enumerate(prompt_ids[:3])]
-    assert found == plain_texts(endless_pair, prompt_ids[:3], [0, 1, 2], 100, 0.7).tokens
+    assert found == plain
     assert len(seen) == (mode != "off")
     assert speculator.policy.name == ("fixed:1" if mode == "fallback" else "promising")
     if seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -22,11 +23,13 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.demo import DEMO_HEADS, Demo, Sizes, demo
 
-SIZES = Sizes(train=14, test=4, live=3, tokens=16, depth=3, effort=Effort(repetitions=2))
+SIZES = Sizes(train=14, test=4, live=3, tokens=16, depth=3, effort=Effort(repetitions=1))
+FEWER = dataclasses.replace(SIZES, train=8, test=2, live=2)
+"""For what holds of any trace."""
 
 
 @pytest.fixture(scope="module")
-def done(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Demo:
+def done(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory, few_draws: None) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
     shutil.copytree(pair_folder, folder / "pair")
     for side, seed in (("train", 21), ("test", 22)):
@@ -60,7 +63,7 @@ def test_when_sampling_everything_is_for_the_fastest_lossless_verification(
     done: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demonstration, "DEMO_HEADS", ("logistic",))
-    made = demo(tmp_path / "out", pair=done.folder.parent / "pair", temperature=0.7, sizes=SIZES)
+    made = demo(tmp_path / "out", pair=done.folder.parent / "pair", temperature=0.7, sizes=FEWER)
     headers = [open_trace(made.folder / f"traces-{side}").header for side in ("train", "test")]
     policy = load_policy_folder(made.folder / "policies" / "logistic")
     profile = Profile.load(made.folder / "profile.json")

@@ -23,12 +23,12 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.folder import find_sizes
 from specstop.train.export.llama_cpp import Share, shares, walk_shares
 from specstop.train.export.sglang import rules_around
 from specstop.train.export.vllm import length_at
-from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from timed import timed_profile
@@ -212,9 +212,9 @@ def test_without_a_policy_the_page_says_so(sides: tuple[Trace, Trace], profile: 
 
 
 def test_a_policy_with_a_mangled_price_is_refused(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
-    policy = train(sides[0], full_profile).policy
+    policy = learned.with_rule(learned.rule)
     record = {**full_profile.to_dict(), "decision_s": {policy.cost_name: {"each": 1e-5}}}
     policy.facts = dataclasses.replace(policy.facts, profile=record)
     bare = dataclasses.replace(full_profile, decision_s={})

@@ -50,11 +50,6 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
     return trace_arrays(sides[0])
 
 
-@pytest.fixture(scope="module")
-def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
-    return train(sides[0], full_profile).policy
-
-
 def with_draft_times(profile: Profile, factor: float) -> Profile:
     """Return the profile with draft steps `factor` times as expensive."""
     low, high = (
@@ -166,10 +161,9 @@ def test_another_first_decision_has_to_be_clearly_better(
 
 
 def test_settling_for_measured_decisions_leaves_the_first_one(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
-    made = train(sides[0], full_profile, out=tmp_path / "policy")
-    late = made.policy.with_rule(Derived([0.4] * DEPTH, 2))
+    late = learned.with_rule(Derived([0.4] * DEPTH, 2))
     save_policy(late, tmp_path / "late", {})
     settled = settle(tmp_path / "late", sides[0], full_profile)
     assert settled.rule.first == 2

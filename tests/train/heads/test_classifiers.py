@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 SMALL: dict[str, dict[str, Any]] = {
     "logistic": {},
     "xgboost": {"params": {"min_child_weight": 1, "trees": 30}},
-    "mlp": {"params": {"learning_rate": 0.02, "width": 16}, "epochs": 30},
+    "mlp": {"params": {"learning_rate": 0.04, "width": 16}, "epochs": 15},
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -55,8 +53,11 @@ def costs(profile: Profile) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def trained(hidden: tuple[Trace, Trace, Trace], costs: Profile) -> dict[str, Trained]:
-    return {kind: train(hidden[0], costs, head=kind, fit=QUICK, cross_fit=False) for kind in (*KINDS, "resnet")}
+def trained(
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Trained]:
+    options, folder = {"fit": QUICK, "cross_fit": False}, tmp_path_factory.mktemp("trained")
+    return {kind: train(hidden[0], costs, head=kind, out=folder / kind, **options) for kind in (*KINDS, "resnet")}
 
 
 READS = {
@@ -111,12 +112,13 @@ def test_a_policy_on_hidden_states_decodes_as_it_replays(
     assert log == live and len(log) > 15
 
 
-@pytest.mark.parametrize("kind", ["dynasd-soft", "specdec", "resnet"])
+@pytest.mark.parametrize("kind", READS)
 def test_its_folder_replays_the_same(
-    hidden: tuple[Trace, Trace, Trace], costs: Profile, tmp_path: Path, kind: str
+    hidden: tuple[Trace, Trace, Trace], costs: Profile, trained: dict[str, Trained], kind: str
 ) -> None:
-    done = train(hidden[0], costs, head=kind, fit=QUICK, cross_fit=False, out=tmp_path / "p")
-    again = load_policy_folder(tmp_path / "p")
+    done = trained[kind]
+    assert done.path is not None
+    again = load_policy_folder(done.path)
     arrays = trace_arrays(hidden[1])
     assert torch.equal(replay(arrays, done.policy, costs).log, replay(arrays, again, costs).log)
     assert again.sizes == done.policy.sizes and again.facts == done.policy.facts

@@ -43,8 +43,8 @@ def test_each_token_gets_the_weight_that_it_has() -> None:
 
 def test_rare_tokens_are_fitted_as_far_as_frequent_ones() -> None:
     generator = torch.Generator().manual_seed(0)
-    chances = 1.0 / torch.arange(1, 400).double()
-    ids = torch.multinomial(chances, 2 * 20_000, replacement=True, generator=generator).view(-1, 2)
+    chances = 1.0 / torch.arange(1, 200).double()
+    ids = torch.multinomial(chances, 2 * 10_000, replacement=True, generator=generator).view(-1, 2)
     odds = 2.0 * torch.randn(len(chances), generator=generator)
     hit = torch.rand(len(ids), generator=generator) < torch.sigmoid(odds[ids].sum(1))
     rows = FitRows(ids.float(), torch.ones(len(ids), dtype=torch.int64), hit, hit, hit)
@@ -53,7 +53,7 @@ def test_rare_tokens_are_fitted_as_far_as_frequent_ones() -> None:
     x = torch.nn.functional.one_hot(ids, len(chances)).flatten(1).double().numpy()
     best = LogisticRegression(C=0.5, solver="newton-cholesky", tol=1e-10, max_iter=1000).fit(x, hit.numpy())
     found = logit(best.predict_proba(x)[:, 1])
-    assert np.abs(head.scores(rows.features.numpy(), 1)[:, 0] - found).max() < 0.15  # 0.9 where the fit ends early
+    assert np.abs(head.scores(rows.features.numpy(), 1)[:, 0] - found).max() < 0.15  # 3.0 where the fit ends early
 
 
 def test_pairs_tell_what_neither_token_tells() -> None:

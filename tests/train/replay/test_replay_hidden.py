@@ -115,8 +115,8 @@ def test_a_part_of_a_trace_has_its_own_states(collected: Collected, profile: Pro
 def test_nothing_is_read_before_it_is_asked_for(collected: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = collected(None, 0.0)
     read: list[str] = []
-    blocks = Trace.blocks
-    monkeypatch.setattr(Trace, "blocks", lambda self, name, rows: read.append(name) or blocks(self, name, rows))
+    batches = Trace.batches
+    monkeypatch.setattr(Trace, "batches", lambda self, names, rows: read.extend(names) or batches(self, names, rows))
     arrays = trace_arrays(trace)
     part = arrays.subset([1, 2])
     assert read and not set(read) & set(HIDDEN_STATES)

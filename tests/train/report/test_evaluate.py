@@ -21,9 +21,8 @@ from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
-from specstop.train.fit.run import train
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -32,11 +31,6 @@ from specstop.train.report.records import Line, Ratio, Report
 from specstop.train.report.writing.files import FILES, to_markdown, write_report
 
 EXACT = 1e-12  # the same sums, in another order
-
-
-@pytest.fixture(scope="module")
-def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
-    return train(sides[0], full_profile).policy
 
 
 @pytest.fixture(scope="module")
@@ -214,19 +208,18 @@ def test_a_folder_in_use_is_refused_or_replaced(
 
 
 def test_a_report_never_replaces_what_it_is_made_from(
-    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
     fit, held = (copy.copy(trace) for trace in sides)
     for trace, name in ((fit, "fit"), (held, "held")):
         trace.folder = shutil.copytree(trace.folder, tmp_path / name)
-    train(sides[0], full_profile, out=tmp_path / "deep" / "policy")
-    learned = load_policy_folder(tmp_path / "deep" / "policy")
+    policy = load_policy_folder(save_policy(learned, tmp_path / "deep" / "policy"))
     full_profile.save(tmp_path / "costs" / "p.json")
     costs = Profile.load(tmp_path / "costs" / "p.json")
     before = sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file())
     for out in ("", "fit", "held", "held/new", "deep", "deep/policy", "costs"):
         with pytest.raises(InputError, match="which the command reads"):
-            evaluate(held, costs, [learned], train_traces=fit, out=tmp_path / out, overwrite=True)
+            evaluate(held, costs, [policy], train_traces=fit, out=tmp_path / out, overwrite=True)
     assert sorted((p, p.read_bytes()) for p in tmp_path.rglob("*") if p.is_file()) == before
 
 

@@ -107,7 +107,12 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
 
 
 def test_evaluating_twice_gives_the_same_bytes(
-    cache: Path, bare: Profile, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    few_draws: None,
+    cache: Path,
+    bare: Profile,
+    sides: tuple[Trace, Trace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known, _ = with_prices(bare, [Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]], sides[1].header)
     for name, profile in (("known", known), ("unknown", bare)):

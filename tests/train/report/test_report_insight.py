@@ -20,7 +20,6 @@ from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.train.fit.run import train
 from specstop.train.replay import run
 from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
 from specstop.train.replay.bounds.regret import judge
@@ -67,11 +66,6 @@ def trees(tree_trace: Trace) -> TraceArrays:
 def arrays(request: pytest.FixtureRequest) -> TraceArrays:
     found: TraceArrays = request.getfixturevalue(request.param)
     return found
-
-
-@pytest.fixture(scope="module")
-def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
-    return train(sides[0], full_profile).policy
 
 
 # Rounds

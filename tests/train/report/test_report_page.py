@@ -21,8 +21,8 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.continuation.values import Achievable, achievable_estimate
-from specstop.train.fit.run import train
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -88,9 +88,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(sides: tuple[Trace, Trace], full_profile: Profile, written: Path) -> Report:
+def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
     """A learned policy, a rule, a sweep, groups."""
-    learned = train(sides[0], full_profile).policy
     return evaluate(sides[1], full_profile, [learned, Confidence(0.7, DEPTH)], out=written, sweep=True)
 
 

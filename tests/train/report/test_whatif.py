@@ -14,7 +14,6 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
@@ -25,11 +24,6 @@ from specstop.train.report.whatif.transfer import transfer
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)
-
-
-@pytest.fixture(scope="module")
-def learned(sides: tuple[Trace, Trace], full_profile: Profile) -> LearnedPolicy:
-    return train(sides[0], full_profile).policy
 
 
 def test_the_points_are_those_promised() -> None:

@@ -20,7 +20,7 @@ from ....decode.verify.noise import stream_key
 from ....policies.errors import TraceError
 from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ....policies.features.history import HISTORY_FEATURES
-from .columns import Order, read_column, read_texts
+from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredVectors
 
 Array = np.ndarray[Any, Any]
@@ -198,14 +198,6 @@ def _wanted(header: Header, features: Sequence[str] | None) -> list[str]:
     return [name for name in dict.fromkeys(names) if name in asked]
 
 
-def _node_columns(trace: Trace, names: Sequence[str], place: Array, shape: Sequence[int]) -> dict[str, Tensor]:
-    """Return columns [N, K], which lie side by side in memory: replay looks up all of a row's at once."""
-    block = np.empty((*shape, len(names)), dtype=np.float32)
-    for at, name in enumerate(names):
-        read_column(trace, name, np.float32, place, block[..., at])
-    return dict(zip(names, torch.from_numpy(block).unbind(-1), strict=True))
-
-
 def trace_arrays(
     trace: Trace,
     features: Sequence[str] | None = None,
@@ -224,16 +216,22 @@ def trace_arrays(
         TraceError: a dense sequence misses an anchor, or one is there twice; a vector is not recorded.
     """
     header, order = trace.header, Order.read(trace)
-
-    def read(name: str, kind: Any, of: Any = slice(None)) -> Tensor:
-        return torch.from_numpy(read_column(trace, name, kind, order.place)[of])
-
     wanted = _wanted(header, features)
-    ids, groups = (read_texts(trace, name, order.of[order.start]) for name in ("prompt_id", "group"))
-    tokens = read("tokens", np.int32)
-    columns = {name: read(name, np.float32) for name in wanted if name in header.anchor_features}
-    columns |= _node_columns(trace, [n for n in wanted if n in header.features], order.place, tokens.shape)
-    live = header.collector == "live"
+    anchor_names, node_names = ([n for n in wanted if n in of] for of in (header.anchor_features, header.features))
+    kinds: dict[str, Any] = dict.fromkeys((*anchor_names, *node_names), np.float32)
+    kinds |= dict.fromkeys(("prompt_tokens", "text_tokens", "accepted_length"), np.int64)
+    kinds |= {"tokens": np.int32, "cut": bool}
+    if header.collector == "live":
+        kinds |= {"accepted": bool, "drawn": bool}
+    elif not header.tree.is_chain:
+        kinds["accepted"] = bool
+    # Side by side in memory: replay looks up all columns of a node at once.
+    block = np.empty((len(order.of), len(header.topology), len(node_names)), dtype=np.float32)
+    into = {name: block[..., at] for at, name in enumerate(node_names)}
+    read = {name: torch.from_numpy(made) for name, made in read_columns(trace, kinds, order.place, into).items()}
+    read |= zip(node_names, torch.from_numpy(block).unbind(-1), strict=True)
+    more = read_columns(trace, dict.fromkeys(extra), order.place) if extra else {}
+    ids, groups = read_texts(trace, ("prompt_id", "group"), order.of[order.start])
     # Hidden states are kept in the order of the file; all else is put in order as it is read.
     index = None if (order.of[1:] > order.of[:-1]).all() else torch.from_numpy(order.of)
     draws = (order.key % header.draws).tolist()  # a text's sequences follow one another
@@ -245,17 +243,17 @@ def trace_arrays(
         offset=torch.from_numpy(order.start.astype(np.int64)),
         rows=torch.from_numpy(order.count.astype(np.int64)),
         first_anchor=torch.from_numpy(order.anchor[order.start]),
-        prompt_tokens=read("prompt_tokens", np.int64, order.start),
-        text_tokens=read("text_tokens", np.int64, order.start),
-        accepted=read("accepted_length", np.int64),
-        tokens=tokens,
-        ends=torch.isin(tokens, torch.tensor(header.eos, dtype=torch.int32)),
-        cut=read("cut", bool),
-        columns=columns,
-        path=None if header.tree.is_chain and not live else read("accepted", bool),
-        drawn=read("drawn", bool) if live else None,
+        prompt_tokens=read["prompt_tokens"][order.start],
+        text_tokens=read["text_tokens"][order.start],
+        accepted=read["accepted_length"],
+        tokens=read["tokens"],
+        ends=torch.isin(read["tokens"], torch.tensor(header.eos, dtype=torch.int32)),
+        cut=read["cut"],
+        columns={name: read[name] for name in (*anchor_names, *node_names)},
+        path=read.get("accepted"),
+        drawn=read.get("drawn"),
         anchors=None if order.follows else torch.from_numpy(order.anchor),
-        extra={name: read(name, None) for name in extra},
+        extra={name: torch.from_numpy(made) for name, made in more.items()},
         vectors={n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors},
     )
     for name in vectors or ():

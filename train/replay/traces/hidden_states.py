@@ -75,14 +75,14 @@ class _Source:
         if 2 * math.prod(shape) <= MEMORY_BYTES:
             out = np.empty(shape, dtype=np.float16)
             start = 0
-            for column in self._trace.blocks(self._name, block):
-                out[start : start + len(column)] = _numbers(column).reshape(-1, *each)
-                start += len(column)
+            for batch in self._trace.batches([self._name], block):
+                out[start : start + len(batch)] = _numbers(batch.column(0)).reshape(-1, *each)
+                start += len(batch)
             return torch.from_numpy(out)
         with tempfile.TemporaryFile(prefix="specstop-") as file:
             try:
-                for column in self._trace.blocks(self._name, block):
-                    file.write(_numbers(column).tobytes())
+                for batch in self._trace.batches([self._name], block):
+                    file.write(_numbers(batch.column(0)).tobytes())
                 file.flush()
             except OSError as error:
                 raise TraceError(
