@@ -7,13 +7,16 @@ policy does not know that a branch has failed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import DraftStep
+from ...policies.contract import DraftStep, StopPolicy
+from ...policies.learned.continuation import ContinuationPolicy
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned.trees import TreeGain
 from ..heads.calibration.scores import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds
 from ..replay.run import Replayed
@@ -67,6 +70,11 @@ class Reliability:
     ece: float
     ece_perfect: float
     depths: tuple[Depth, ...]
+
+
+def has_survival(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
+    """Whether a policy keeps the survival of a depth in mind: policies of values know no chances, those of trees weigh nodes."""
+    return isinstance(policy, LearnedPolicy) and not isinstance(policy, (ContinuationPolicy, TreeGain))
 
 
 def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.reliability import _at_depth, reliability, survival
+from trees import make_tree_policy
 
 EXACT = 1e-12  # the same sums, in another order
 SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
@@ -348,7 +349,23 @@ def test_tokens_are_decoded_by_the_recorded_tokenizer_only(pair: Pair, pair_fold
     assert decoder(dataclasses.replace(header, target=str(pair_folder)))(7) == "7"
 
 
+def test_a_policy_of_values_has_a_report_without_reliability(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    policy = train(sides[0], full_profile, rule="continuation", head="xgboost", passes=1).policy
+    report = evaluate(sides[1], full_profile, [policy], detailed=True, sweep=False)
+    assert report.details["reliability"] == ()
+    assert report.details["subject"] == policy.name and report.details["losses"]
+
+
 # Trees
+
+
+def test_a_policy_of_trees_has_a_report_without_reliability(tree_trace: Trace, profile: Profile) -> None:
+    policy = make_tree_policy()
+    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], detailed=True)
+    assert report.details["reliability"] == ()
+    assert report.details["subject"] == policy.name and report.details["losses"]
 
 
 def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile) -> None:
