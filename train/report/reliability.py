@@ -73,7 +73,7 @@ class Reliability:
 
 
 def has_survival(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
-    """Whether a policy keeps the survival of a depth in mind: policies of values know no chances, those of trees weigh nodes."""
+    """Whether a policy keeps the survival of a depth in mind: those of values know no chances, those of trees weigh nodes."""
     return isinstance(policy, LearnedPolicy) and not isinstance(policy, (ContinuationPolicy, TreeGain))
 
 

@@ -178,17 +178,14 @@ def rows_chart(
     return chart
 
 
-def stacked_rows(
-    title: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str], x_label: str, unit: str
-) -> Picture:
-    """Return bars of parts, one row a name; negative parts are drawn as nothing.
+def stacked_rows(title: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str]) -> Picture:
+    """Return bars of parts in ms per token, one row a name; negative parts are drawn as nothing.
 
     Args:
-        title, x_label: as of `Chart`.
+        title: as of `Chart`.
         names: by row.
         parts: [row][label] values.
         labels: of the parts.
-        unit: behind a value in the hint.
     """
     most = max((sum(max(v, 0.0) for v in row) for row in parts), default=1.0) or 1.0
 
@@ -196,10 +193,10 @@ def stacked_rows(
         begin = 0.0
         for index, value in enumerate(parts[at]):
             width = max(value, 0.0)
-            hint = f"{names[at]}: {labels[index]} {value:.3g} {unit}"
+            hint = f"{names[at]}: {labels[index]} {value:.3g} ms per token"
             chart.bar((begin, begin + width), (y - 0.16, y + 0.14), series(index), hint)
             begin += width
         chart.words(chart.x(begin) + 4, chart.y(y) + 5, f"{sum(parts[at]):.3g}", "value")
 
-    chart = rows_chart(title, names, (0.0, 1.15 * most), x_label, draw)
+    chart = rows_chart(title, names, (0.0, 1.15 * most), "ms per token", draw)
     return Picture(chart.svg(), title, tuple((series(i), label) for i, label in enumerate(labels)))
