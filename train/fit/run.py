@@ -15,7 +15,6 @@ from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.errors import InputError, TraceError
-from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
 from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
@@ -300,8 +299,7 @@ def _both(first: Visits, second: Visits) -> Visits:
 def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
     """Return the rounds of fixed lengths from just below the best one upwards; of a mixed text, every anchor once."""
     if not grid:
-        row = (~arrays.cut).nonzero()[:, 0]
-        return Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
+        return Visits.once((~arrays.cut).nonzero()[:, 0])
     best = grid.index(best_of(grid))
     # Length 0 is left out: it visits every anchor, as no policy that drafts does.
     return visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])

@@ -116,8 +116,10 @@ def fit_folds(
     """
     owner = folds.of_rows(arrays, visited)
     # Looked up once: each fold's rows serve all the other folds' heads.
-    parts = [fit_rows(arrays, names, Visits(visited.row[mine], visited.history[mine]), tuple(arrays.vectors), form(kind).lag)
-             for mine in (owner == fold for fold in range(folds.count))]  # fmt: skip
+    parts = [
+        fit_rows(arrays, names, visited.part(owner == fold), tuple(arrays.vectors), form(kind).lag)
+        for fold in range(folds.count)
+    ]
     options = options or FitOptions()
     heads: list[Head] = []
     files: dict[str, bytes] = {}
@@ -131,16 +133,13 @@ def fit_folds(
             rows = mixed_rows(mixed, mine, names, form(kind).lag)
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
-        own = dataclasses.replace(options, checkpoints=_fold_folder(options, fold))
+        work = options.checkpoints
+        own = dataclasses.replace(options, checkpoints=None if work is None else work / f"fold-{fold}")
         head, extra = fitter(kind)(FitTask(rows, held, names, seed, progress if total == 1 else silent, own))
         heads.append(head)
         files = files or extra
     progress(f"train {kind}", total, total)
     return FoldHeads(tuple(heads), folds, files, sum(map(len, parts)) - len(parts[0]))
-
-
-def _fold_folder(options: FitOptions, fold: int) -> Any:
-    return None if options.checkpoints is None else options.checkpoints / f"fold-{fold}"
 
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:

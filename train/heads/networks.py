@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import lightning
 import torch
@@ -16,6 +17,8 @@ from .batches import Batches
 from .fitting import FitTask
 from .rows import FitRows
 from .trainer import MONITOR, Report, best_epoch, work_folder
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -151,17 +154,33 @@ def train_network(
     decay = float(options.params.get("weight_decay", recipe.decay))
     module = RowsModule(network, rate, decay, recipe.rejection_weight, recipe.constant)
     data = RowsDataModule(rows, held_out, options.batch_size or recipe.batch, task.seed)
-    with torch.random.fork_rng(), work_folder(options) as folder:
-        torch.manual_seed(task.seed)
-        state = best_epoch(module, data, options, folder, epochs, Report(f"train {name}", task.progress, epochs))
+    state = train_module(module, data, task, epochs, name)
     return {key.removeprefix("network."): value.detach().float().cpu() for key, value in state.items()}
 
 
-def seeded(make: type[nn.Module], seed: int, *arguments: object) -> nn.Module:
+def train_module(
+    module: lightning.LightningModule, data: lightning.LightningDataModule, task: FitTask, epochs: int, name: str
+) -> dict[str, Tensor]:
+    """Train a module and return its weights at the epoch with the least held-out loss; see `train_network`."""
+    with torch.random.fork_rng(), work_folder(task.options) as folder:
+        torch.manual_seed(task.seed)
+        return best_epoch(module, data, task.options, folder, epochs, Report(f"train {name}", task.progress, epochs))
+
+
+def seeded(make: type[Network], seed: int, *arguments: object) -> Network:
     """Return a network with fresh weights of this seed, the caller's random state left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return make(*arguments)
+
+
+def stacked_blocks(weights: Mapping[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
+    """Return the layers `blocks.0`, `blocks.1`, ... as one `block.weight` [B, W, W] and one `block.bias` [B, W]."""
+    found = {}
+    for part, shape in (("weight", (width, width)), ("bias", (width,))):
+        parts = [weights[f"blocks.{at}.{part}"] for at in range(count)]
+        found[f"block.{part}"] = torch.stack(parts) if parts else torch.zeros(0, *shape)
+    return found
 
 
 def states(rows: FitRows, name: str, who: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...collect.schema import Header
 from ...policies.errors import TraceError
+from ...policies.features.history import HISTORY_FEATURES
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import StoredVectors
@@ -60,10 +61,19 @@ class FitRows:
             return bits
         return self.chances[:, 0 if name == "accepted" else 1]
 
+    def has(self, name: str) -> Tensor:
+        """Return [M] bool, the rows that have this label."""
+        return self.drawn if name == "accepted" else self.followed_known
+
     @property
     def labels(self) -> Tensor:
         """[M, 2] float32, both."""
         return torch.stack([self.label("accepted"), self.label("followed")], 1).float()
+
+    @property
+    def known(self) -> Tensor:
+        """[M, 2] float32, which of both there are."""
+        return torch.stack([self.drawn, self.followed_known], 1).float()
 
     @property
     def drawn(self) -> Tensor:
@@ -85,14 +95,22 @@ class Visits:
     row: Tensor
     history: Tensor
 
+    @classmethod
+    def once(cls, row: Tensor) -> Visits:
+        """Return one round at each of these anchors [R], with nothing before it."""
+        return cls(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
+
+    def part(self, use: Tensor) -> Visits:
+        """Return the rounds where `use` [R] holds."""
+        return Visits(self.row[use], self.history[use])
+
 
 def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
     """Return the rounds of all `replays` of this trace."""
     log = torch.cat([r.log for r in replays])
     # Every anchor has its row: what replays any policy is a dense trace.
     row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
-    use = ~arrays.cut[row]
-    return Visits(row[use], torch.cat([r.history for r in replays])[use])
+    return Visits(row, torch.cat([r.history for r in replays])).part(~arrays.cut[row])
 
 
 def fit_rows(

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
@@ -94,7 +95,7 @@ def make_trainer(
             max_epochs=epochs,
             accelerator=options.accelerator,
             devices=_devices(options.devices),
-            precision=_precision(options.precision),
+            precision=cast(Any, options.precision),  # it refuses what is none
             logger=logger,
             callbacks=[best, EarlyStopping(MONITOR, patience=PATIENCE), *callbacks],
             enable_progress_bar=False,
@@ -103,13 +104,9 @@ def make_trainer(
             num_sanity_val_steps=0,
             log_every_n_steps=10,
         )
-    except (ValueError, RuntimeError, TypeError, ModuleNotFoundError, ImportError) as error:
-        # Lightning's MisconfigurationException is none of these in every version, but derives from Exception.
-        raise InputError(_said(error)) from None
-    except Exception as error:
-        if type(error).__name__ != "MisconfigurationException":
-            raise
-        raise InputError(_said(error)) from None
+    except (ValueError, RuntimeError, TypeError, ImportError, MisconfigurationException) as error:
+        said = " ".join(str(error).split())[:300]
+        raise InputError(f"--accelerator, --devices, --precision: {said}") from None
     return trainer, best
 
 
@@ -171,14 +168,6 @@ def _fit_best(
             "--learning-rate: training diverged: no epoch left a held-out loss that is a number; give less"
         )
     return state
-
-
-def _said(error: Exception) -> str:
-    return f"--accelerator, --devices, --precision: {' '.join(str(error).split())[:300]}"
-
-
-def _precision(text: str) -> Any:
-    return int(text) if text.isdigit() else text
 
 
 def _devices(text: str) -> Any:

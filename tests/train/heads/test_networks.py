@@ -16,7 +16,7 @@ from specstop.policies.heads.specdec import biased
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.kinds.dynasd import Perceptron, balanced, fit_hard, fit_soft
-from specstop.train.heads.kinds.linear import fit_linear
+from specstop.train.heads.kinds.linear import fit_logistic
 from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from specstop.train.heads.networks import Recipe, RowsDataModule, RowsModule, train_network
@@ -75,7 +75,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states(parts: tuple[FitR
     head, files = fit_resnet(FitTask(fit, held, NAMES, options=FitOptions(epochs=8)))
     assert (files, dict(head.sizes)) == ({}, {"draft_hidden": DRAFT, "target_hidden": TARGET})
     first = (held.depth == 0)[:, None]
-    blind = fit_linear(fit, NAMES)
+    blind, _ = fit_logistic(FitTask(fit, held, NAMES))
     logits, scalars = (torch.where(first, *(scored(one, held, depth) for depth in (0, 1))) for one in (head, blind))
     for column, label, use in ((0, held.accepted, held.drawn), (1, held.followed, held.followed_known)):
         loss, best, without = (

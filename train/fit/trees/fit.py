@@ -182,7 +182,7 @@ def _fitted(
     fold = folds.of_rows(arrays, visited)
     parts = []
     for number in range(folds.count):
-        inside, outside = (_part(visited, (fold == number) == side) for side in (True, False))
+        inside, outside = (visited.part((fold == number) == side) for side in (True, False))
         # A fold whose rounds were all cut has nothing to stop a fit early with.
         rows, held = (
             tree_rows(arrays, plan.features, some) for some in (outside, inside if len(inside.row) else outside)
@@ -200,10 +200,6 @@ def _fitted(
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
     policies = [TreeGain(plan.name, plan.features, one, accept, next_, rule, arrays.depth) for one, _ in parts]
     return policies, files, len(rows.rows)
-
-
-def _part(visited: Visits, use: Tensor) -> Visits:
-    return Visits(visited.row[use], visited.history[use])
 
 
 def _chances(head: Head, rows: TreeRows) -> Tensor:

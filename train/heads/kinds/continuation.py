@@ -17,8 +17,8 @@ import xgboost as xgb
 from torch import Tensor, nn
 
 from ....policies.heads.base import Array
-from ....policies.heads.build import Basis, Head, LinearHead, MLPHead, TreesHead
-from ..basis import basis_columns, fit_basis
+from ....policies.heads.build import Head, LinearHead, MLPHead, TreesHead
+from ..basis import basis_columns, fit_basis, flagged_columns
 from ..exported import exported
 from ..rows import FitRows
 from .boosted import flatten
@@ -87,11 +87,11 @@ def fit_linear_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
     return LinearHead(names, exported(fitted, names, _as_fit_rows(rows)))
 
 
-def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Array, float]:
+def _ridge(x: Array, y: Array, weight: Array) -> tuple[Array, float]:
     """Return (weight [F'], bias) of the weighted least squares under a small penalty."""
     x = np.append(x, np.ones((len(x), 1)), 1)
     weighted = x.T * weight  # [F' + 1, M]
-    penalty = strength * np.eye(x.shape[1])
+    penalty = np.eye(x.shape[1])
     penalty[-1, -1] = 0.0  # the bias is not drawn to 0
     solved: Array = np.linalg.solve(weighted @ x + penalty, weighted @ np.clip(y, -CLIP, CLIP))
     return solved[:-1], float(solved[-1])
@@ -100,7 +100,10 @@ def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Ar
 def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> MLPHead:
     """Fit a network by least squares and keep the epoch with the least held-out error; torch's random state is kept."""
     basis = fit_basis(_as_fit_rows(rows), names)
-    sides = [(_columns(basis, r), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float()) for r in (rows, held)]
+    sides = [
+        (flagged_columns(basis, r.features, r.depth), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float())
+        for r in (rows, held)
+    ]
     sizes = [basis.width + 1, *HIDDEN, 2]
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
@@ -141,11 +144,6 @@ def _descend(
         if now < least or not best:
             best, least = {name: t.detach().clone() for name, t in layers.state_dict().items()}, now
     return best
-
-
-def _columns(basis: Basis, rows: ValueRows) -> Tensor:
-    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
-    return torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
 
 
 def _as_fit_rows(rows: ValueRows) -> FitRows:
