@@ -43,7 +43,7 @@ def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], 
         lag: of the head.
     """
     use = torch.tensor([name not in without for name in arrays.prompt_ids])
-    owner = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
+    owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
     vectors = tuple(arrays.vectors)
     if lag == 0:

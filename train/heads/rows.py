@@ -100,6 +100,10 @@ class Visits:
         """Return one round at each of these anchors [R], with nothing before it."""
         return cls(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
 
+    def with_more(self, other: Visits) -> Visits:
+        """Return these rounds, and after them the other ones."""
+        return Visits(torch.cat([self.row, other.row]), torch.cat([self.history, other.history]))
+
     def part(self, use: Tensor) -> Visits:
         """Return the rounds where `use` [R] holds."""
         return Visits(self.row[use], self.history[use])

@@ -24,7 +24,7 @@ from ...decode.rounds import draft
 from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_observe
 from ...policies.errors import TraceError
 from ...policies.latency.profile import Profile
-from ..replay.rounds import RecordedRounds, recorded_anchors
+from ..replay.rounds import RecordedRounds
 from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays
 
@@ -103,7 +103,7 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
 def recorded_rounds(arrays: TraceArrays, profile: Profile) -> tuple[Array, Array]:
     """Return [N] tokens and [N] modelled seconds of the rounds as they were recorded; arguments as of `shown_rounds`."""
     trace, row = _Recorded(arrays), np.arange(len(arrays.accepted))
-    context = np.repeat(arrays.prompt_tokens.numpy(), arrays.rows.numpy()) + recorded_anchors(arrays)
+    context = (arrays.prompt_tokens[arrays.owner] + arrays.every_anchor).numpy()
     price = profile.decision(arrays.header.policy.partition(":")[0])
     decisions = arrays.extra["decisions"].numpy()
     seconds = profile.round_seconds(context, trace.drawn, trace.sent, trace.backlog, decisions, price)

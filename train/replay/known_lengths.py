@@ -63,11 +63,6 @@ class Walked:
             sequence, anchor, context, drafted, verified, committed - 1, backlog, none, drafted, None, cost_name=""
         )
 
-    def rates(self, profile: Profile) -> Tensor:
-        """Return [C] committed tokens per second of the rounds alone: of a batch that is always full."""
-        committed, spent = self.of_rounds(profile)
-        return committed.sum(1) / spent.sum(1)
-
     def of_rounds(self, profile: Profile) -> tuple[Tensor, Tensor]:
         """Return [C, S] committed tokens and [C, S] float64 seconds of the rounds alone."""
         spent = round_seconds(profile, self.context, self.drafted, self.verified, self.backlog)
@@ -80,9 +75,7 @@ class Walked:
 
 def draft_bound(arrays: TraceArrays) -> Tensor:
     """Return [N], the most tokens that can be drafted at each anchor of a dense trace: up to EOS, or the length limit."""
-    sequence = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
-    anchor = arrays.first_anchor[sequence] + torch.arange(len(sequence)) - arrays.offset[sequence]
-    allowed = (arrays.header.max_new_tokens - anchor - 1).clamp(0, arrays.depth)  # one place is the target's
+    allowed = (arrays.header.max_new_tokens - arrays.every_anchor - 1).clamp(0, arrays.depth)  # one is the target's
     if not arrays.header.eos or not arrays.ends.shape[1]:
         return allowed
     # The end of text itself is drafted; nothing is drafted after it.

@@ -91,10 +91,6 @@ class Played:
     result: Replayed
     rounds: Rounds
 
-    def seconds(self, arrays: TraceArrays, profile: Profile) -> Tensor:
-        """Return [S], what the texts take under another profile if the policy stops where it did."""
-        return self.rounds.of_texts(profile, arrays.prompt_tokens)
-
 
 def play(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Played:
     """Replay a policy and keep what its rounds consisted of; arguments and errors as of `replay`."""

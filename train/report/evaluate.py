@@ -23,7 +23,7 @@ from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
 from ..fit.tuning.batches import settle_batch
-from ..fit.tuning.rates import PRICED, solve_rate, tune_confidence
+from ..fit.tuning.rates import is_priced, solve_rate, tune_confidence
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree
@@ -187,7 +187,7 @@ def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) 
 
 def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:
     """Whether a sweep takes so little time that it is made without being asked for; the same on every machine."""
-    derived = [p for p in policies if isinstance(p, LearnedPolicy) and p.rule.kind in PRICED]
+    derived = [policy for policy in policies if is_priced(policy)]
     work = [(arrays.depth + 1 + len(policies), arrays)]
     work += [(_SOLVE_REPLAYS * len(derived), tuning)] if tuning is not None else []
     seconds = sum(times * (_REPLAY_S + _ANCHOR_S * len(of.accepted)) for times, of in work)
@@ -220,8 +220,7 @@ def _policies(
         jobs.append((TUNED, "rule", tuned, note))
     for policy in policies:
         note, called = "", policy.shown_name
-        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
-        if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
+        if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             note = "rho as saved, of another profile; give dense training traces to solve it for this one"
             if tuning is not None and replayable:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)

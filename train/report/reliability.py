@@ -134,7 +134,7 @@ def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, resu
         [survival(policy, arrays, *part) for part in zip(row.split(_CHUNK), history.split(_CHUNK), strict=True)]
     )
     tree, start = arrays.tree, max(policy.first, 1)
-    path = arrays.path[row] if arrays.path is not None else torch.arange(arrays.depth) < arrays.accepted[row][:, None]
+    path = arrays.accepted_nodes(row)
     depths = []
     for depth in range(start, min(arrays.depth, policy.max_depth) + 1):
         level = torch.tensor(tree.levels[depth]) - 1

@@ -70,5 +70,5 @@ def test_from_no_draft_the_next_candidate_is_always_tried() -> None:
 
 def test_the_order_is_seeded(arrays: TraceArrays, profile: Profile) -> None:
     rules = [Steps((1, 2, 3))]
-    rates = [lockstep(arrays, rules, 4, 2, seed).rates(profile).item() for seed in (0, 0, 1)]
-    assert rates[0] == rates[1] != rates[2]
+    seconds = [lockstep(arrays, rules, 4, 2, seed).seconds(profile).sum().item() for seed in (0, 0, 1)]
+    assert seconds[0] == seconds[1] != seconds[2]

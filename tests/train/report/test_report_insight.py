@@ -83,7 +83,9 @@ def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: P
     played = play(arrays, TEST_POLICIES[name], profile)
     plain = replay(arrays, TEST_POLICIES[name], profile)
     assert torch.equal(played.result.log, plain.log)
-    assert played.seconds(arrays, profile).numpy() == pytest.approx(plain.seconds.numpy(), rel=EXACT)
+    assert played.rounds.of_texts(profile, arrays.prompt_tokens).numpy() == pytest.approx(
+        plain.seconds.numpy(), rel=EXACT
+    )
     assert torch.equal(played.rounds.accepted, plain.log[:, 4])
     assert torch.equal(played.rounds.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
 
@@ -95,7 +97,9 @@ def test_a_policy_that_carries_its_state_is_logged_in_its_order(chains: TraceArr
     one, other = play(chains, Carrying(0.4, DEPTH), profile), play(chains, Confidence(0.4, DEPTH), profile)
     assert torch.equal(one.rounds.backlog, other.rounds.backlog)
     assert torch.equal(one.rounds.decisions, other.rounds.decisions)
-    assert one.seconds(chains, profile).numpy() == pytest.approx(other.seconds(chains, profile).numpy(), rel=EXACT)
+    assert one.rounds.of_texts(profile, chains.prompt_tokens).numpy() == pytest.approx(
+        other.rounds.of_texts(profile, chains.prompt_tokens).numpy(), rel=EXACT
+    )
 
 
 @pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.0)])
@@ -103,7 +107,7 @@ def test_rounds_under_another_latency_cost_what_a_replay_says(
     arrays: TraceArrays, profile: Profile, factors: tuple[float, float, float]
 ) -> None:
     policy, other = Confidence(0.4, DEPTH), scaled(profile, *factors)
-    again = play(arrays, policy, profile).seconds(arrays, other)
+    again = play(arrays, policy, profile).rounds.of_texts(other, arrays.prompt_tokens)
     assert again.numpy() == pytest.approx(replay(arrays, policy, other).seconds.numpy(), rel=EXACT)
     assert not torch.equal(again, replay(arrays, policy, profile).seconds)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ...heads.rows import Visits, visits
 from ...replay.bounds.static_tree import best_static_tree
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, trace_arrays
-from ..trained import Trained, claimed
+from ..trained import Trained, claimed, facts_of
 from .calibrate import fit_paths, fit_shares
 from .rows import TreeRows, rank_acceptance, tree_rows
 from .scores import tree_scores
@@ -106,22 +105,11 @@ def train_tree(
     arrays = trace_arrays(traces, [n for n in needed if n in (*names, *traces.header.features)])
     plan = TreePlan(head, names, name or "tree", seed, passes, fit or FitOptions())
     policy, files, metrics = fit_tree(plan, arrays, prompt_folds(arrays, folds, seed), profile, progress)
-    header = traces.header
+    known, header = policy.facts, traces.header
     policy.facts = dataclasses.replace(
-        policy.facts,
-        temperature=header.temperature,
-        verification=header.verification,
-        label=header.label,
-        shaping=dict(header.shaping),
-        pair=dict(header.pair),
-        provenance={
-            "traces": str(traces.folder),
-            "tree": header.tree.name,
-            "seed": seed,
-            "specstop": version("specstop"),
-        },
-        metrics=metrics,
-    )
+        facts_of(header, [header.temperature], [str(traces.folder)], seed, tree=header.tree.name),
+        rho=known.rho, acceptance=known.acceptance, profile=known.profile, metrics=metrics,
+    )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
 
 
