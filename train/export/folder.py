@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -165,13 +166,7 @@ class Export:
 
 def plain_values(value: Any) -> Any:
     """Return records and tuples as JSON values."""
-    if isinstance(value, Ratio):
-        return dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {str(k): plain_values(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_values(v) for v in value]
-    return value
+    return json.loads(json.dumps(value, default=dataclasses.asdict))
 
 
 def caveats(export: Export) -> list[str]:

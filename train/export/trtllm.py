@@ -29,7 +29,7 @@ def make_files(export: Export) -> Written:
     ranges = choose_ranges(export, sizes)
     alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
     batches = by_batch(export, ranges, sizes)
-    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
+    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile)}
     draft = export.header.draft
     files: dict[str, str | bytes] = {
         CONFIG: yaml.safe_dump({"speculative_config": config(draft, ranges, schedule(ranges))}, sort_keys=False),

@@ -93,7 +93,12 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
     fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
-    taken = Rounds(*torch.from_numpy(np.concatenate(counts, 1)), fed_by_step, policy.cost_name)
+    at, start, context, drafted, verified, accepted, backlog, asked, passes = torch.from_numpy(
+        np.concatenate(counts, 1)
+    )
+    taken = Rounds(
+        at, start, context, drafted, verified, accepted, backlog, asked, passes, fed_by_step, policy.cost_name
+    )
     return RoundValues(policy.name, committed, seconds, caveats, taken)
 
 

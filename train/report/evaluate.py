@@ -30,7 +30,7 @@ from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import tell_other_verification
+from ..replay.traces.checking import check_apart, tell_other_verification
 from .answer import answer, findings, noise_findings
 from .batches import Arrivals, by_batch
 from .decision_costs import copies, lacking_line, with_prices
@@ -128,8 +128,8 @@ def evaluate(
         )
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
-    if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
-        raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
+    if tuning is not None:
+        check_apart("--train-traces", tuning, "the evaluated traces", arrays)
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
     profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)

@@ -124,7 +124,7 @@ def _bound(fixed: Sequence[RoundValues]) -> RoundValues:
         if rho - before <= _SETTLED * rho:
             break
 
-    at_best = {
+    at_best: dict[str, Any] = {
         name: torch.stack([getattr(one.taken, name) for one in fixed], 1).gather(1, best)[:, 0]
         for name in ("drafted", "verified", "accepted", "steps")
     }

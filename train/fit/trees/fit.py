@@ -105,10 +105,10 @@ def train_tree(
     arrays = trace_arrays(traces, [n for n in needed if n in (*names, *traces.header.features)])
     plan = TreePlan(head, names, name or "tree", seed, passes, fit or FitOptions())
     policy, files, metrics = fit_tree(plan, arrays, prompt_folds(arrays, folds, seed), profile, progress)
-    known, header = policy.facts, traces.header
+    solved, header = policy.facts, traces.header
     policy.facts = dataclasses.replace(
         facts_of(header, [header.temperature], [str(traces.folder)], seed, tree=header.tree.name),
-        rho=known.rho, acceptance=known.acceptance, profile=known.profile, metrics=metrics,
+        rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics,
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
 

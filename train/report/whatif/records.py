@@ -12,9 +12,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.learned.policy import LearnedPolicy
-from ..records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Ratio
-
-ADVICE = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)
+from ..records import DEPLOY, NO_GAIN, REFUSE, Ratio
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Cell:
 
     Attributes:
         to_best_fixed: against the best fixed length of this trace.
-        verdict: one of `ADVICE`.
+        verdict: see `records.verdict`.
         own: trained for this temperature, verification and pair.
     """
 

@@ -11,13 +11,14 @@ import numpy as np
 from ....collect.store.folder import Trace
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
-from ....policies.errors import InputError, TraceError
+from ....policies.errors import InputError
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
+from ...replay.traces.checking import check_apart
 from ..decision_costs import with_prices
 from ..intervals import Resamples, Values
 from ..pricing import Change, Draws, Priced
@@ -85,8 +86,8 @@ def sweep(
     ratios = sorted(set(map(float, ratios)))
     arrays = trace_arrays(traces)
     tuning = trace_arrays(train_traces) if train_traces is not None else None
-    if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
-        raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
+    if tuning is not None:
+        check_apart("--train-traces", tuning, "the evaluated traces", arrays)
     if draws is None:
         profile, _ = with_prices(profile, policies, traces.header)
     context = typical_context(tuning or arrays)

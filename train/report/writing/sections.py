@@ -111,9 +111,13 @@ def lengths(found: Any, data: Data) -> Section:
     depth = range(len(mine["chosen"]))
     where: Path = ("details", "lengths")
     columns = ((0, "chosen"), (0, "ideal"), (1, "chosen"))
-    rows = tuple((str(k), *(Num((*where, i, name, k), ".0f") for i, name in columns)) for k in depth)
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (str(k), *(Num((*where, i, name, k), ".0f") for i, name in columns)) for k in depth
+    )
     most = max(max(row) for row in mine["table"]) or 1
-    table = tuple((str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)) for k in depth)
+    table: tuple[tuple[Cell, ...], ...] = tuple(
+        (str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)) for k in depth
+    )
     shades = tuple((0.0, *(count / most for count in row)) for row in mine["table"])
     return Section(
         "lengths",
