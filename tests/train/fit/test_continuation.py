@@ -28,7 +28,7 @@ from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays
-from told_head import kept_by
+from told_head import ToldHead
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))
@@ -195,8 +195,10 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
 
 def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:
     for margin, value in itertools.product((-0.3, 0.0, 0.2), (-0.31, -0.29, -0.01, 0.01, 0.19, 0.21)):
-        one, next_ = np.ones((1, 1)), torch.sigmoid(torch.tensor([[value]])).numpy()
-        assert kept_by(Continuation(margin), 1, one, one, next_).item() is (value > margin)
+        policy = ContinuationPolicy("told", ("top1", "top2"), ToldHead(), Continuation(margin), 4)
+        step = DraftStep(1, np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64),
+                         np.array([[[0.5, value]]], dtype=np.float32), {}, np.zeros(1, dtype=np.int64))  # fmt: skip
+        assert policy.keep(step, policy.start(1, np.zeros(1, dtype=np.int64)))[0].item() is (value > margin)
     assert build_rule(Continuation(0.1, 2).to_dict()).to_dict() == {
         "kind": "continuation",
         "margin": 0.1,

@@ -12,7 +12,6 @@ from made import NAMES, made_rows, made_trace, true_logits
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.build import Head
 from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
-from specstop.policies.heads.specdec import biased
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.kinds.dynasd import Perceptron, balanced, fit_hard, fit_soft
@@ -21,6 +20,7 @@ from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from specstop.train.heads.networks import Recipe, RowsDataModule, RowsModule, train_network
 from specstop.train.heads.rows import FitRows, Visits, fit_rows
+from told_head import biased
 from torch import Tensor
 
 DRAFT, TARGET = 8, 6
