@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +25,11 @@ from .calibration.survival import Products, SurvivalFit, fit_survival, products_
 from .fitting import FitOptions, FitTask, fitter
 from .head_specs import form
 from .mixing import mixed_rows
-from .rows import FitRows, Visits, fit_rows, known_chances, visits
+from .rows import FitRows, Visits, fit_rows, known_chances, ranked_prompts, visits
 
 FOLDS = 4
 PARTS = 8
 """Parts of the prompts that calibration is cross-fitted over; they need no head of their own."""
-
-LEAST_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,7 @@ def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
     Raises:
         TraceError: fewer than 4 prompts, so that a side would be empty.
     """
-    names = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
-    if len(names) < LEAST_PROMPTS:
-        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
+    names = ranked_prompts(arrays, seed)
     count = min(count, len(names))
     # Cut by rank, so that folds differ by one prompt at most, however few there are.
     place = {name: at * count // len(names) for at, name in enumerate(names)}

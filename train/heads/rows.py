@@ -22,6 +22,8 @@ SOFT_COLUMNS = ("draft_prob", "target_prob")
 CHANCE_COLUMNS = ("accept_chance", "next_chance")
 """The chances that come with rounds drawn given the text."""
 
+LEAST_PROMPTS = 4
+
 _PART = 1 << 24
 """Numbers of hidden states that are looked up at a time."""
 
@@ -190,15 +192,25 @@ def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
     return (*(SOFT_COLUMNS if soft else ()), *chances)
 
 
+def ranked_prompts(arrays: TraceArrays, seed: int) -> list[str]:
+    """Return the ids of the prompts in the order of a hash of them.
+
+    Raises:
+        TraceError: fewer than 4 prompts, so that a side of a split would be empty.
+    """
+    names = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
+    if len(names) < LEAST_PROMPTS:
+        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
+    return names
+
+
 def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:
     """Return the sequences (fit, held out), split by a hash of the prompt id: the same prompt is always on one side.
 
     Raises:
         TraceError: fewer than 4 prompts, so that a side would be empty.
     """
-    ranks = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
-    if len(ranks) < 4:
-        raise TraceError(f"--traces: expected at least 4 prompts to split, got {len(ranks)}")
+    ranks = ranked_prompts(arrays, seed)
     held = set(ranks[: max(1, round(share * len(ranks)))])
     sides: tuple[list[int], list[int]] = ([], [])
     for sequence, name in enumerate(arrays.prompt_ids):

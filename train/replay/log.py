@@ -11,7 +11,6 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
-from .counted import Counted, count_rounds
 from .run import Replayed, replay
 from .seconds import prompt_seconds, round_seconds
 from .traces.arrays import TraceArrays
@@ -64,19 +63,6 @@ class Rounds:
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
         return torch.from_numpy(profile.decision(self.cost_name).of(self.decisions.numpy()))
-
-    def counted(self, sequences: int) -> Counted:
-        """Return these rounds by what they consisted of, for each of the sequences."""
-        return count_rounds(
-            sequences,
-            self.sequence.numpy(),
-            self.context.numpy(),
-            self.drafted.numpy(),
-            self.verified.numpy(),
-            self.backlog.numpy(),
-            self.decisions.numpy(),
-            None if self.fed is None else self.fed.numpy(),
-        )
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""

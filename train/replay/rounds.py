@@ -83,12 +83,12 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         made = play_round(source, runner)
         found, fed = made.found, made.found.fed_by_step
         expected = _expected(arrays, source.row, found) if soft else made.accepted
-        worth.append(np.stack([expected + 1.0, made.seconds])[:, on])
+        worth.append(np.stack([expected + 1.0, made.seconds], 1)[on])
         columns = (sequence, anchor, made.context, found.drafted, found.verified, made.accepted, made.backlog)
         steps = found.drafted if fed is None else (fed > 0).sum(1)
         counts.append(np.stack([*columns, found.decisions, steps])[:, on])
         feeds += [] if fed is None else [fed[on]]
-    committed, seconds = torch.from_numpy(np.concatenate(worth, 1))
+    committed, seconds = torch.from_numpy(np.concatenate(worth)).unbind(1)
     if not len(committed):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)

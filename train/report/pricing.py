@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...policies.latency.profile import Profile
-from ..replay.counted import joined
+from ..replay.counted import count_rounds, joined
 from ..replay.log import Rounds
 from .intervals import LEVEL, REPLICATES, Resamples, Values
 from .records import Ratio
@@ -88,7 +88,7 @@ class Priced:
         self._boot, self._draws, self._replays = boot, draws, list(replays)
         self._tokens, self._known = prompt_tokens, spent
         self._at: Values | slice = slice(None)
-        self._counted = [rounds.counted(len(prompt_tokens)) for rounds in replays] if draws.drawn else []
+        self._counted = [count_rounds(rounds, len(prompt_tokens)) for rounds in replays] if draws.drawn else []
         self._count()
 
     def among(self, boot: Resamples, at: Tensor) -> Priced:
