@@ -46,8 +46,9 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
+from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train
-from specstop.train.fit.trees.fit import TreePlan, fit_tree, tree_features
+from specstop.train.fit.trees.fit import TREE_FEATURES, fit_tree, tree_features
 from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
@@ -63,8 +64,8 @@ DEPTH = 10
 SEED = 0
 VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
 PLANS = (
-    TreePlan(),
-    TreePlan("tokens", tree_features("tokens"), "tree-tokens"),
+    Plan("logistic", "gain", features=TREE_FEATURES, name="tree"),
+    Plan("tokens", "gain", features=tree_features("tokens"), name="tree-tokens"),
 )
 """What the tree policy reads; the one that is fastest on prompts held out is taken."""
 

@@ -118,12 +118,15 @@ def train(
     if rule == "gain":
         if len(several) != 1 or threshold is not None or vectors or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        from .trees.fit import train_tree
+        from .trees.fit import train_tree, tree_features
 
-        return train_tree(
-            several[0], profile, head=head, out=out, features=features, name=name, seed=seed, folds=folds,
-            passes=passes, fit=fit, overwrite=overwrite, progress=progress,
+        plan = Plan(
+            head, rule, None, tuple(features or tree_features(head)), name or "tree", seed, folds, passes=passes,
+            fit=fit or FitOptions(),
         )  # fmt: skip
+        check_plan(plan)
+        folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
+        return train_tree(plan, several[0], profile, folder, progress)
     wanted = form(head)
     names = (
         tuple(features)

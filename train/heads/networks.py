@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import lightning
 import torch
@@ -165,6 +166,33 @@ def train_module(
     with torch.random.fork_rng(), work_folder(task.options) as folder:
         torch.manual_seed(task.seed)
         return best_epoch(module, data, task.options, folder, epochs, Report(f"train {name}", task.progress, epochs))
+
+
+class Perceptron(nn.Module):
+    """Linear layers with an activation between them.
+
+    Args:
+        sizes: of the input, the hidden layers and the output.
+        between: the activation.
+    """
+
+    def __init__(self, sizes: Sequence[int], between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
+        self._between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [R, out] of inputs [R, in]."""
+        x = x.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]  # hidden states come as recorded, in float16
+        for at, layer in enumerate(self.layers):
+            x = layer(self._between(x) if at else x)
+        return x
+
+
+def layer_tensors(weights: Mapping[str, Tensor], prefix: str = "layers.") -> dict[str, Any]:
+    """Return the weights of layers 0, 1, ... under the names that heads have: `weight.0`, `bias.0`, ..."""
+    layers = (key.removeprefix(prefix).split(".") for key in weights if key.startswith(prefix))
+    return {f"{part}.{at}": weights[f"{prefix}{at}.{part}"].detach().float().cpu() for at, part in layers}
 
 
 def seeded(make: type[Network], seed: int, *arguments: object) -> Network:

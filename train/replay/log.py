@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ class Rounds:
     steps: Tensor
     fed: Tensor | None
     cost_name: str
+
+    def part(self, use: Tensor) -> Rounds:
+        """Return the rounds where `use` [R] holds."""
+        columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        kept: dict[str, Any] = {name: values[use] for name, values in columns.items() if isinstance(values, Tensor)}
+        return dataclasses.replace(self, **kept)
 
     def seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64, what a profile says that these rounds take."""

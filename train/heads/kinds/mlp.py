@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from ....policies.heads.build import Basis, MLPHead
 from ..basis import fit_basis, flagged_columns
 from ..exported import exported
 from ..fitting import FitTask
-from ..networks import LabelledModule, RowsDataModule, seeded, train_module
+from ..networks import LabelledModule, RowsDataModule, layer_tensors, seeded, train_module
 from ..rows import FitRows
 
 EPOCHS, BATCH, RATE, DECAY = 20, 1024, 2e-3, 1e-3
@@ -55,9 +54,7 @@ class StopHeadModule(LabelledModule):
             rows: that the module was fitted on: live, features are held within the range that they had there; None = as
                 they come.
         """
-        fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
-        for at, layer in enumerate(self.layers):
-            fitted |= {f"{part}.{at}": getattr(layer, part).detach().float().cpu() for part in ("weight", "bias")}
+        fitted = {"mean": basis.mean, "scale": basis.scale, **layer_tensors(self.state_dict())}
         return MLPHead(names, exported(fitted, names, rows))
 
     def forward(self, x: Tensor) -> Tensor:
