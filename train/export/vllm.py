@@ -37,17 +37,21 @@ def make_files(export: Export) -> Written:
 
     A batch larger than the largest one looked at keeps its length.
     """
-    sizes = find_sizes(export.max_batch or MAX_BATCH)
-    ranges = choose_ranges(export, sizes)
+    ranges, alone, batches = lengths_by_size(export)
     config = speculative_config(ranges, export.header.draft)
-    alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
-    batches = by_batch(export, ranges, sizes)
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile)}
     files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
         files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
     own = {} if export.asked is None else proposer_files(export.asked, export.header, export.depth, export.out)
     return Written({**files, **own}, page_of(export, config, alone, batches, proposer_use(export.asked, own)), figures)
+
+
+def lengths_by_size(export: Export) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:
+    """Return the fastest length of each range of batch sizes, its figures at one request, and those by batch size."""
+    sizes = find_sizes(export.max_batch or MAX_BATCH)
+    ranges = choose_ranges(export, sizes)
+    return ranges, export.alone(export.held_fixed.rounds(ranges[0][2])), by_batch(export, ranges, sizes)
 
 
 def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...policies.learned.calibration import Calibrator
 from ...policies.progress import Progress, silent
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
+from ..replay.traces.hidden_states import seen_states
 from .calibration.logits import Array, auc, fit_calibrator, fit_kind, log_loss
 from .calibration.scores import Scored
 from .calibration.survival import Products, SurvivalFit, fit_survival, products_as_they_are
@@ -189,7 +190,8 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
         row = visited.row[mine]
         seen = seen_features(arrays, names, row, visited.history[mine]).numpy()
         for depth in range(seen.shape[1]):
-            states = seen_states(arrays, head.sizes, row, depth)
+            nodes = torch.tensor([depth - 1]) if depth else None
+            states = {name: seen_states(arrays.vector(name), row, nodes)[:, 0] for name in head.sizes}
             logits[mine.numpy(), depth] = head.scores(np.ascontiguousarray(seen[:, depth]), depth, states)
     # Parts of their own: where one head was fitted, all outputs are of one fold.
     numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
@@ -222,19 +224,6 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
         log[:, 0] = torch.tensor(sequences)[log[:, 0]]  # from numbers within the fold to those of the trace
         parts.append(dataclasses.replace(played, log=log))
     return visits(arrays, parts)
-
-
-def seen_states(arrays: TraceArrays, names: Iterable[str], row: Tensor, depth: int) -> dict[str, Array]:
-    """Return the hidden states [R, H] float32 that a policy sees at one depth of the rounds `row` [R] of chains."""
-    found = {}
-    for name in names:
-        recorded = arrays.vector(name)
-        if depth == 0 and recorded.of_nodes:
-            found[name] = np.zeros((len(row), recorded.width), dtype=np.float32)
-        else:
-            node = torch.full_like(row, depth - 1) if recorded.of_nodes else None
-            found[name] = recorded.at(row, node).float().numpy()
-    return found
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,15 @@ class RecordedRounds(TraceSource):
         return self._taken + 1, np.zeros(len(self.row), dtype=bool)
 
 
+def likelihood_ratios(arrays: TraceArrays, row: Array | slice = slice(None)) -> Array:
+    """Return [R, K] p / q of the tokens drawn in these rows, 0 where none was."""
+    q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
+    # `where` works out both sides, so that the division must not fail where q is 0.
+    return np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
+
+
 def _expected(arrays: TraceArrays, row: Array, found: Drafted) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
-    q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
-    # q is 0 where nothing was drawn; `where` works out both sides, so that the division must not fail there.
-    survival = np.where(q > 0, np.minimum(p / np.maximum(q, 1e-300), 1.0), 0.0).cumprod(1)
+    survival = np.minimum(likelihood_ratios(arrays, row), 1.0).cumprod(1)
     out: Array = (survival * (np.arange(arrays.depth) < found.verified[:, None])).sum(1)
     return out

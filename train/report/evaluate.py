@@ -15,7 +15,7 @@ from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError, TraceError
+from ...policies.errors import TraceError
 from ...policies.files.outputs import claim_folder
 from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
@@ -41,7 +41,7 @@ from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
 from .speeds import ASKED, SpeedTable
-from .whatif.records import Transfer
+from .whatif.records import Transfer, check_apart_names
 from .whatif.sweep import RATIOS, sweep as run_sweep
 from .writing.files import write_report
 
@@ -109,7 +109,7 @@ def evaluate(
     """
     for policy in policies:
         check_policy(policy)
-    _check_names(policies)
+    check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
     kernels.load(progress)
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
@@ -254,13 +254,6 @@ def _estimate(
     found = achievable_in_batches(arrays, profile, seed)
     progress("achievable estimate of batches", 1, 1)
     return found
-
-
-def _check_names(policies: Sequence[StopPolicy]) -> None:
-    """Refuse policies that could not be told apart in the report."""
-    names = [HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"--policy: two policies are called {twice!r}; give each once, or rename one")
 
 
 def _replayed(

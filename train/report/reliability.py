@@ -22,6 +22,7 @@ from ..replay.log import Rounds
 from ..replay.run import Replayed
 from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays, seen_features
+from ..replay.traces.hidden_states import seen_states
 
 MOST_ROUNDS = 20_000
 _DRAWS = 20
@@ -92,31 +93,19 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
     state = policy.start(streams, np.zeros(streams, dtype=np.int64))  # learned policies draw no random numbers
     for depth in range(policy.first, tree.deepest + 1):
         level = np.array(tree.levels[depth]) - 1  # nodes; row 0 is the root, -1 at depth 0
+        nodes = torch.from_numpy(level)
         step = DraftStep(
             depth,
             np.ones((streams, len(level)), dtype=bool),  # after a rejection too: a live one does not know
             np.tile(tree.above_in_level[depth], (streams, 1)),
             np.ascontiguousarray(seen[:, level + 1]),
-            _hidden(policy, arrays, row, level if depth else None),
+            {name: seen_states(arrays.vector(name), row, nodes if depth else None) for name in policy.hidden},
             np.arange(streams),
         )
         _, state = policy.keep(step, state)
         if depth:
             out[:, level] = policy.latest(state)
     return torch.from_numpy(out)
-
-
-def _hidden(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, nodes: Array | None) -> dict[str, Array]:
-    """Return the hidden states that the policy reads at nodes [B] of rows [R], each [R, B, H]; 0 before any node."""
-    out = {}
-    for name in policy.hidden:
-        stored, width = arrays.vector(name), 1 if nodes is None else len(nodes)
-        full = torch.zeros(len(row), width, stored.width)
-        if nodes is not None or not stored.of_nodes:
-            where = None if nodes is None else torch.from_numpy(nodes).repeat(len(row))
-            full = stored.at(row.repeat_interleave(width), where).float().view_as(full)
-        out[name] = full.numpy()
-    return out
 
 
 def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, result: Replayed, seed: int) -> Reliability:

@@ -61,9 +61,7 @@ def round_report(
         made.ceiling = every.tokens[:, -1] / every.spent[Vary.ALL][:, -1]
 
     winner = max(fixed, key=lambda one: one.rate)
-    lines = [made.line("plain decoding", "fixed", made.found.plain, _counts(fixed[0]), "fixed:0")]
-    note = f"{winner.name}, chosen on these prompts"
-    lines.append(made.line("best fixed", "fixed", made.found.best, _counts(winner), note))
+    lines = made.first_lines(_counts(fixed[0]), _counts(winner), winner.name)
     for (name, kind, _, note), of in zip(jobs, asked, strict=True):
         lines.append(made.line(name, kind, made.found.of[name], _counts(of), note))
     if made.ceiling is not None:

@@ -114,8 +114,8 @@ class Chart:
             ET.SubElement(made, "title").text = hint
         return made
 
-    def _line(self, a: Point, b: Point, look: str, hint: str = "") -> None:
-        self._add("line", look, hint, x1=float(a[0]), y1=float(a[1]), x2=float(b[0]), y2=float(b[1]))
+    def _line(self, a: Point, b: Point, look: str) -> None:
+        self._add("line", look, x1=float(a[0]), y1=float(a[1]), x2=float(b[0]), y2=float(b[1]))
 
     def words(self, x: float, y: float, words: str, look: str, anchor: str = "start") -> ET.Element:
         """Write words at a place of the drawing."""
@@ -139,7 +139,7 @@ class Chart:
 
     def whisker(self, a: Point, b: Point, look: str) -> None:
         """Draw an interval."""
-        self._line((self.x(a[0]), self.y(a[1])), (self.x(b[0]), self.y(b[1])), f"whisker {look}")
+        self.rule(a, b, f"whisker {look}")
 
     def rule(self, a: Point, b: Point, look: str = "rule") -> None:
         """Draw a line of reference."""
