@@ -189,10 +189,10 @@ class Perceptron(nn.Module):
         return x
 
 
-def layer_tensors(weights: Mapping[str, Tensor], prefix: str = "layers.") -> dict[str, Any]:
-    """Return the weights of layers 0, 1, ... under the names that heads have: `weight.0`, `bias.0`, ..."""
-    layers = (key.removeprefix(prefix).split(".") for key in weights if key.startswith(prefix))
-    return {f"{part}.{at}": weights[f"{prefix}{at}.{part}"].detach().float().cpu() for at, part in layers}
+def layer_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the weights `layers.0.weight` and on under the names that heads have: `weight.0`, `bias.0`, ..."""
+    layers = (key.split(".") for key in weights if key.startswith("layers."))
+    return {f"{part}.{at}": weights[f"layers.{at}.{part}"].detach().float().cpu() for _, at, part in layers}
 
 
 def seeded(make: type[Network], seed: int, *arguments: object) -> Network:

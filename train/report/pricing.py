@@ -58,11 +58,11 @@ class Draws:
         lacks = "" if self.drawn else "; the profile has kept no timings, whose error is left out"
         return f"{LEVEL:.0%} bootstrap over {over}, {REPLICATES} replicates{lacks}"
 
-    def interval(self, values: Values, level: float = LEVEL) -> Ratio:
+    def interval(self, values: Values) -> Ratio:
         """Return the value as found and its interval, of a statistic [1 + D] under every draw."""
         if not self.drawn:
             return Ratio(float(values[0]))
-        low, high = np.quantile(values[1:], [(1.0 - level) / 2, (1.0 + level) / 2])
+        low, high = np.quantile(values[1:], [(1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2])
         return Ratio(float(values[0]), float(low), float(high))
 
 

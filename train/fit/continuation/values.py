@@ -26,6 +26,9 @@ from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.traces.arrays import TraceArrays, seen_features
 
 STAGE_TREES = 60
+ROUNDS = 2
+"""Of policy iteration, for the estimate of what can be reached."""
+
 FOLDS = 4
 LATEST = 3
 """Latest first decision that is tried."""
@@ -158,7 +161,6 @@ def achievable_estimate(
     profile: Profile,
     features: Sequence[str] | None = None,
     extra: Tensor | None = None,
-    rounds: int = 2,
     seed: int = 0,
 ) -> Achievable:
     """Estimate what could be reached on a trace by a policy that knows all recorded scalars and decides for nothing.
@@ -171,7 +173,6 @@ def achievable_estimate(
         profile: what rounds cost.
         features: scalars; by default all that the trace has, with those of the depth above, and HISTORY.
         extra: [N, K + 1, E] more columns, such as outputs of other heads.
-        rounds: of policy iteration; the fastest counts.
         seed: of folds and trees.
     """
     costs = CostToGo(arrays, profile)
@@ -180,7 +181,7 @@ def achievable_estimate(
     length, played = costs.fixed()
     lengths = torch.full_like(costs.bound, length)
     best: Stages | None = None
-    for _ in range(rounds):
+    for _ in range(ROUNDS):  # the fastest counts
         seen = seen_features(arrays, names, torch.arange(len(lengths)), played.history)
         if features is None:  # the depth above, which a policy may remember
             seen = torch.cat([seen, torch.nn.functional.pad(seen[:, :-1], (0, 0, 1, 0))], -1)
