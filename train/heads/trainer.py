@@ -133,21 +133,11 @@ def best_epoch(
     """
     with _quiet():
         trainer, best = make_trainer(options, folder, epochs, [report])
-        return _fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
-
-
-def _fit_best(
-    trainer: lightning.Trainer,
-    best: ModelCheckpoint,
-    module: lightning.LightningModule,
-    data: lightning.LightningDataModule,
-    resume: Path | None,
-) -> dict[str, torch.Tensor]:
-    """Do what `best_epoch` does with a Trainer that is made."""
-    again = str(resume) if resume is not None and resume.exists() else None
+    again = str(folder / LAST) if options.resume and (folder / LAST).exists() else None
     stopped = False
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
+        with _quiet():
+            trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
         state: dict[str, torch.Tensor] = torch.load(best.best_model_path, weights_only=True, map_location="cpu")[
             "state_dict"
         ]
