@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from specstop.policies.rules.chains import Continuation, build_rule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.continuation.values import achievable_estimate, backward
-from specstop.train.fit.policy_iteration import Turn, distance, iterate
+from specstop.train.fit.policy_iteration import Iteration, distance
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
@@ -212,14 +213,13 @@ def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> N
 
 def test_refitting_ends_where_visits_settle_and_keeps_the_best_round() -> None:
     still = torch.tensor([1.0, 2.0, 0.0])
-    rates = iter([3.0, 5.0, 4.0])
-
-    def fit(state: int, number: int) -> Turn[int, str]:
-        moved = still if number else torch.tensor([0.0, 2.0, 1.0])
-        return Turn(f"round {number}", next(rates), moved, state + 1)
-
-    settled = iterate(fit, 0, still, rounds=9)
-    assert (settled.made, settled.best, settled.rates) == ("round 1", 1, (3.0, 5.0, 4.0))
-    assert settled.moved == pytest.approx((1 / 3, 1 / 3, 0.0))
+    other, over = torch.tensor([0.0, 2.0, 1.0]), []
+    rounds: Any = Iteration()
+    for number, (rate, before, after) in enumerate(((3.0, still, other), (5.0, other, still), (4.0, still, still))):
+        rounds.add(f"round {number}", rate, before, after)
+        over.append(rounds.is_over)
+    assert over == [False, False, True]
+    assert (rounds.made, rounds.best, rounds.rates) == ("round 1", 1, [3.0, 5.0, 4.0])
+    assert rounds.moved == pytest.approx((1 / 3, 1 / 3, 0.0))
     assert distance(still, 3 * still) == 0.0
     assert distance(torch.tensor([1, 0]), torch.tensor([0, 2])) == 1.0

@@ -19,16 +19,14 @@ from ....policies.progress import Progress, silent
 from ....policies.rules.chains import Continuation
 from ...heads.crossfit import prompt_folds
 from ...heads.kinds.continuation import VALUE_FITTERS
-from ...replay.bounds.cost_to_go import CostToGo, Played
+from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, seen_features
-from ..policy_iteration import MOST_ROUNDS, Settled, Turn, iterate
+from ..policy_iteration import MOST_ROUNDS, Iteration
 from .values import FOLDS, LATEST, UNVISITED, asked_rows, backward, value_rows
 
 MARGINS = (-0.05, 0.0, 0.05)
 """Tokens that drafting on must be expected to save, tried around none."""
-
-_State = tuple[Tensor, Played]
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def fit_continuation(
     rounds: int = MOST_ROUNDS,
     margins: Sequence[float] = MARGINS,
     progress: Progress = silent,
-) -> Settled[ContinuationPolicy]:
+) -> Iteration:
     """Fit a continuation policy, replay it, and fit it again on what it visits.
 
     Args:
@@ -82,9 +80,10 @@ def fit_continuation(
     # The head reads the features of the depth before too.
     columns, places = head_names(names, Continuation(remembers=True)), remembered(names)
 
-    def fit(state: _State, number: int) -> Turn[_State, ContinuationPolicy]:
+    length, played = costs.fixed()
+    value, iteration = costs.value(torch.full_like(costs.bound, length)), Iteration()
+    for number in range(max(rounds, 1)):
         progress("fit, replay, fit again", number, rounds)
-        value, played = state
         seen = seen_features(arrays, names, every, played.history)
         weight = played.visits.float().clamp_min(UNVISITED)
         stages = backward(costs, with_memory(seen, places, 0), folds, weight, value, price, seed)
@@ -97,15 +96,13 @@ def fit_continuation(
         rule = Continuation(chosen.margin, chosen.first, remembers=True)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
         decided_s = price.of(chosen.asked.numpy())
-        after = costs.play(chosen.lengths, decided_s)
-        onward = costs.value(chosen.lengths, decided_s)
-        return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
-
-    length, start = costs.fixed()
-    value = costs.value(torch.full_like(costs.bound, length))
-    settled = iterate(fit, (value, start), start.visits, rounds)
+        before, played = played, costs.play(chosen.lengths, decided_s)
+        iteration.add(policy, replay(held, policy, profile).rate, before.visits, played.visits)
+        if iteration.is_over:
+            break
+        value = costs.value(chosen.lengths, decided_s)
     progress("fit, replay, fit again", rounds, rounds)
-    return settled
+    return iteration
 
 
 def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
