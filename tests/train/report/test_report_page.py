@@ -34,7 +34,7 @@ from specstop.train.report.writing.page import to_html
 from specstop.train.report.writing.sections import sections
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
-HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*'
+HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}'
 
 
 class Page(HTMLParser):
