@@ -58,7 +58,8 @@ class Walked:
 
 def draft_bound(arrays: TraceArrays) -> Tensor:
     """Return [N], the most tokens that can be drafted at each anchor of a dense trace: up to EOS, or the length limit."""
-    allowed = (arrays.header.max_new_tokens - arrays.every_anchor - 1).clamp(0, arrays.depth)  # one is the target's
+    # One place of the text is the target's own.
+    allowed = (arrays.header.max_new_tokens - arrays.every_anchor - 1).clamp(0, arrays.depth)
     if not arrays.header.eos or not arrays.ends.shape[1]:
         return allowed
     # The end of text itself is drafted; nothing is drafted after it.
