@@ -21,7 +21,6 @@ from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import COLUMNS, replay_batch
-from specstop.train.replay.rounds import recorded_anchors
 from specstop.train.replay.traces.arrays import trace_arrays
 
 DEPTH = 6
@@ -65,8 +64,7 @@ def compared(
     assert arrays.drawn is not None
     made = replay_batch(arrays, policy, profile, batch, at_once(arrays.sequences))
     line = made.log[:, [COLUMNS.index(name) for name in ("request", "anchor", "drafted", "verified", "accepted")]]
-    owner = np.repeat(np.arange(arrays.sequences), arrays.rows.numpy())
     verified = arrays.extra["sent"].sum(1)
     counts = arrays.drawn.sum(1), verified, arrays.accepted.minimum(verified)
-    live = np.stack([owner, recorded_anchors(arrays), *(column.numpy() for column in counts)], 1)
+    live = np.stack([column.numpy() for column in (arrays.owner, arrays.every_anchor, *counts)], 1)
     return len(live), len(set(map(tuple, live.tolist())) ^ set(map(tuple, line.tolist())))

@@ -19,7 +19,9 @@ import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files.outputs import claim_folder, list_also
-from specstop.train.demo.pair import RECIPES, make_pair, stdlib_documents
+from specstop.train.demo.pair import make_pair
+from specstop.train.demo.pair_recipe import RECIPES
+from specstop.train.demo.pair_text import stdlib_documents
 from text_files import read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -13,7 +13,9 @@ from specstop.decode import Generation, Settings, Speculator, load_pair, stream_
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
 from specstop.policies.progress import Progress, silent
-from specstop.train.demo.pair import RECIPES, Document, cached_pair, demo_pair, stdlib_documents
+from specstop.train.demo.pair import cached_pair, demo_pair
+from specstop.train.demo.pair_recipe import RECIPES
+from specstop.train.demo.pair_text import Document, stdlib_documents
 from transformers import AutoModelForCausalLM
 
 QUICK = replace(

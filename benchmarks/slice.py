@@ -30,6 +30,7 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.verify.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.policies.files.outputs import claim_folder, staged_folder
 from specstop.train.demo.demo import Offline, Sizes, run_offline
 from specstop.train.demo.live import compare_live
 from specstop.train.fit.tuning.rates import fixed_grid
@@ -53,16 +54,10 @@ def main() -> int:
     temperatures = TEMPERATURES[-1:] if options.quick else TEMPERATURES
     for temperature in temperatures:
         with progress_bars() as progress:
-            offline = run_offline(
-                folder / f"temperature-{temperature:g}",
-                pair=pair,
-                temperature=temperature,
-                verification="match",  # texts and rounds are compared one by one
-                sizes=sizes,
-                seed=SEED,
-                overwrite=True,
-                progress=progress,
-            )
+            results = claim_folder(folder / f"temperature-{temperature:g}", overwrite=True, inputs=[pair])
+            with staged_folder(results) as stage:
+                # Under match texts and rounds are compared one by one.
+                offline = run_offline(stage, results, pair, temperature, "match", sizes, SEED, progress)
             live(offline, temperature, sizes, bars, progress)
         gains(offline, temperature, bars)
         collecting(offline, temperature, sizes, bars)

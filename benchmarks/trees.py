@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from bars import Bars, arguments
 from drafting.subtrees import likeliest_nodes, on_subtree, subtree
-from drafting.tree_choice import TreeChoice, choose_tree, likely_tree
+from drafting.tree_choice import TREE, TreeChoice, choose_tree, likely_tree
 from pairs import documents, effort, pair_folder
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -47,7 +47,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import unseen_prompts
 from specstop.train.fit.run import train
-from specstop.train.fit.trees.fit import TreePlan, fit_tree, tree_features
+from specstop.train.fit.trees.fit import fit_tree, tree_features
 from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
@@ -63,8 +63,8 @@ DEPTH = 10
 SEED = 0
 VERIFY_S, DRAFT_SHARE, FLAT = 20e-3, 0.03, 32
 PLANS = (
-    TreePlan(),
-    TreePlan("tokens", tree_features("tokens"), "tree-tokens"),
+    TREE,
+    replace(TREE, head="tokens", features=tree_features("tokens"), name="tree-tokens"),
 )
 """What the tree policy reads; the one that is fastest on prompts held out is taken."""
 

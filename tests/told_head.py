@@ -31,6 +31,11 @@ class ToldHead:
         return {}
 
 
+def biased(chance: np.ndarray, weight: float) -> np.ndarray:
+    """Return p' = a / (a + w (1 - a)), what a head trained with weight w says where the true chance is a."""
+    return chance / (chance + weight * (1.0 - chance))
+
+
 def told_policy(rule: Rule, max_depth: int = 10) -> LearnedPolicy:
     """Return a policy that is told accept and next of each branch as its features."""
     return LearnedPolicy("told", ("top1", "top2"), ToldHead(), EXACT, EXACT, rule, max_depth)

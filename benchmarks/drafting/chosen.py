@@ -9,7 +9,6 @@ from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
-from specstop.train.fit.trees.fit import TreePlan
 from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
@@ -22,7 +21,7 @@ from specstop.train.report.records import Ratio
 
 from .ground import Ground
 from .subtrees import on_subtree
-from .tree_choice import TreeChoice, choose_tree
+from .tree_choice import TREE, TreeChoice, choose_tree
 
 FIXED, CHAIN, WHOLE, STATIC, NODES = (
     "best fixed length",
@@ -101,14 +100,14 @@ def told(ground: Ground, drafter: str, chosen: Chosen) -> tuple[float, float]:
 
     About the most that a policy of these features can have, if it knew the test prompts.
     """
-    free = chosen.profile.with_decisions({TreePlan().name: 0.0})
+    free = chosen.profile.with_decisions({TREE.name: 0.0})
     found = _nodes(ground, ground.traces(drafter, ground.tree)[1], free)
     return replay(found.arrays, found.policy, free).rate, solve_tree(found.policy, found.arrays, chosen.profile)[1]
 
 
 def _nodes(ground: Ground, arrays: TraceArrays, profile: Profile) -> TreeChoice:
     """Return the tree policy and the tree that are the fastest on prompts left out of the fit."""
-    return choose_tree(TreePlan(), arrays, prompt_folds(arrays, FOLDS, 0), profile, ground.sizes)
+    return choose_tree(TREE, arrays, prompt_folds(arrays, FOLDS, 0), profile, ground.sizes)
 
 
 def _with_decisions(ground: Ground, drafter: str, setting: Setting, profile: Profile) -> Profile:

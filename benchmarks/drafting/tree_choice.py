@@ -10,7 +10,8 @@ from typing import Any
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.progress import Progress, silent
-from specstop.train.fit.trees.fit import TreePlan, fit_tree
+from specstop.train.fit.plan import Plan
+from specstop.train.fit.trees.fit import TREE_FEATURES, fit_tree
 from specstop.train.heads.crossfit import Folds
 from specstop.train.replay.traces.arrays import TraceArrays
 
@@ -18,6 +19,10 @@ from .subtrees import likeliest_nodes, on_subtree
 
 RATES = (0.62, 0.15, 0.07, 0.042, 0.028, 0.02)
 """How often the candidates of each rank are accepted on pairs that are neither very near nor far: a start, no more."""
+
+
+TREE = Plan("logistic", "gain", features=TREE_FEATURES, name="tree")
+"""The policy of trees that `train --rule gain` fits unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class TreeChoice:
 
 
 def choose_tree(
-    plan: TreePlan,
+    plan: Plan,
     arrays: TraceArrays,
     folds: Folds,
     profile: Profile,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..candidates import Candidates
+from ..models.cuda.transfer import upload
 
 
 @dataclass(slots=True)
@@ -27,6 +28,15 @@ class Proposal:
     scores: Tensor
     ids: Tensor | None = None
     states: Tensor | None = None
+
+    @classmethod
+    def of_weights(cls, rows: Sequence[Mapping[int, float]], dtype: torch.dtype, device: torch.device) -> Proposal:
+        """Return a sparse proposal from the weights by token of R places."""
+        # Rows that know fewer tokens, or none, end in token 0 with weight 0: log 0 = -inf, which is never drawn.
+        most = max(1, *map(len, rows))
+        ids = [[*row, *[0] * (most - len(row))] for row in rows]
+        weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
+        return cls(torch.tensor(weights, dtype=dtype, device=device).log_(), upload(ids, device))
 
     def dense(self, vocabulary: int) -> Tensor:
         """Return [R, V] scores, -inf for the tokens that are not proposed."""

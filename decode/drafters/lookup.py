@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
 from ..candidates import Candidates
-from ..models.cuda.transfer import upload
 from ..models.pair import ENDLESS, Pair
 from .base import Proposal
 
@@ -74,12 +72,7 @@ class LookupDrafter:
                 self._note(stream, here.tokens[0])
                 self._ahead[stream] = 1
             rows += [self._followers(stream, here.tokens_to(place)[self._ahead[stream] :]) for place in places]
-        # Rows that know fewer tokens, or none, end in token 0 with weight 0: log 0 = -inf, which is never drawn.
-        most = max(1, *map(len, rows))
-        ids = [[*row, *[0] * (most - len(row))] for row in rows]
-        weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
-        scores = torch.tensor(weights, dtype=self._dtype, device=self._device).log_()
-        return Proposal(scores, upload(ids, self._device))
+        return Proposal.of_weights(rows, self._dtype, self._device)
 
     def _followers(self, stream: int, path: Sequence[int]) -> dict[int, float]:
         """Return the weights of the tokens that came after the longest known suffix; a later one counts a trifle more."""

@@ -8,13 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
 from ..candidates import Candidates
-from ..models.cuda.transfer import upload
 from ..models.pair import ENDLESS, Pair
 from .automaton import START, SuffixAutomaton
 from .base import Proposal
@@ -106,12 +104,7 @@ class SuffixDrafter:
                 # Of two matches of one length the text's own, which comes first.
                 automaton, state, length = max(matches, key=lambda match: match[2])
                 rows.append(mixed(automaton, state) if length else {})
-        # As of `LookupDrafter`: rows are filled up with token 0 at log 0 = -inf.
-        most = max(1, *map(len, rows))
-        ids = [[*row, *[0] * (most - len(row))] for row in rows]
-        weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
-        scores = torch.tensor(weights, dtype=self._dtype, device=self._device).log_()
-        return Proposal(scores, upload(ids, self._device))
+        return Proposal.of_weights(rows, self._dtype, self._device)
 
     def _matches(self, stream: int, here: Candidates, place: int) -> list[Match]:
         """Return what is known of the path to a place: in the text itself, and elsewhere."""

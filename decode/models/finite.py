@@ -11,18 +11,17 @@ from torch import Tensor
 from ...policies.errors import PairError
 
 
-def check_rows(logits: Tensor, role: str = "target", void: Tensor | None = None) -> None:
+def check_rows(logits: Tensor, role: str = "target") -> None:
     """Refuse raw logits [..., V] with a row whose best score is NaN or infinite; single tokens may be at -inf.
 
     Args:
         logits: as the model gives them.
         role: of the model, for the message.
-        void: [...] rows that nothing is drawn from.
 
     Raises:
         PairError: a row is broken.
     """
-    with FiniteRows(logits, role, void):
+    with FiniteRows(logits, role):
         pass
 
 
@@ -33,7 +32,8 @@ class FiniteRows(contextlib.AbstractContextManager[None]):
     the error that says so.
 
     Args:
-        logits, role, void: as of `check_rows`. On the CPU it raises at once.
+        logits, role: as of `check_rows`. On the CPU it raises at once.
+        void: [...] rows that nothing is drawn from.
     """
 
     def __init__(self, logits: Tensor, role: str = "target", void: Tensor | None = None) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SHOWN = 40
+_SHOWN, _MOST_TEXT = 40, 200
 
 
 class Entries:
@@ -39,15 +39,17 @@ class Entries:
         """Return the object called `key`."""
         return Entries(self.values[key], self.named(key))
 
-    def number(self, key: str, least: float = 0.0, most: float = math.inf) -> float:
+    def number(self, key: str, most: float = math.inf) -> float:
         """Return the number called `key`."""
-        return check_number(self.values[key], self.named(key), least, most)
+        return check_number(self.values[key], self.named(key), 0.0, most)
 
-    def text(self, key: str, most: int = 200) -> str:
-        """Return the text called `key`, of at most so many characters."""
+    def text(self, key: str) -> str:
+        """Return the text called `key`, of at most 200 characters."""
         value = self.values[key]
-        if not isinstance(value, str) or len(value) > most:
-            raise ValueError(f"{self.named(key)}: expected a text of at most {most} characters, not {_shown(value)}")
+        if not isinstance(value, str) or len(value) > _MOST_TEXT:
+            raise ValueError(
+                f"{self.named(key)}: expected a text of at most {_MOST_TEXT} characters, not {_shown(value)}"
+            )
         return value
 
     def numbers(

@@ -14,9 +14,9 @@ def links(folder: str) -> Iterator[str]:
         yield from (path for name in (*folders, *names) if os.path.islink(path := os.path.join(parent, name)))
 
 
-def file_key(path: str | os.PathLike[str], *, follow: bool = True) -> tuple[int, int] | str:
+def file_key(path: str | os.PathLike[str]) -> tuple[int, int] | str:
     """Return what is the same for all names of a file: device and inode, or of one that is not there its path."""
-    name = real(path) if follow else Path(path)
+    name = real(path)
     try:
         found = os.stat(name)
     except (OSError, ValueError):

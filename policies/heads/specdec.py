@@ -91,8 +91,3 @@ def unbiased(leave_bias: Array, weight: float) -> Array:
     a = w p' / (1 - p' + w p'): in log-odds, ln(a / (1 - a)) = ln(p' / (1 - p')) + ln w.
     """
     return leave_bias + np.array([0.0, math.log(weight)], dtype=np.float32)
-
-
-def biased(chance: Array, weight: float) -> Array:
-    """Return p' = a / (a + w (1 - a)) [...], what a head trained with weight w says where the true chance is a [...]."""
-    return chance / (chance + weight * (1.0 - chance))

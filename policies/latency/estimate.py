@@ -79,14 +79,13 @@ class Side(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """All costs, under the names that `profile.Profile` has."""
+    """All costs but those of decisions, under the names that `profile.Profile` has."""
 
     low: Side
     high: Side
     step_s: float
     round_s: float
     prefill_s: tuple[float, float]
-    decision_s: dict[str, Price]
     tree_outside_s: tuple[float, float, float] | None
     plain_outside_s: float | None
 
@@ -120,7 +119,7 @@ def estimate(timings: Timings, depth: int) -> Estimate:
     low, high, tree_outside = _with_trees(timings, low, high)
     plain = pooled([timings.groups(PLAIN_OUTSIDE, side) for side in CONTEXTS])
     plain_s = typical(plain[()]) if plain else None
-    return Estimate(low, high, step_s, round_s, _prefill(timings), decisions(timings), tree_outside, plain_s)
+    return Estimate(low, high, step_s, round_s, _prefill(timings), tree_outside, plain_s)
 
 
 def decisions(timings: Timings) -> dict[str, Price]:

@@ -81,20 +81,12 @@ class Profile(Costs):
             InputError: no round was timed.
         """
         timings = measurements.pooled()
-        told = estimate(timings, depth)
         return Profile(
-            CostTable(contexts[0], **told.low._asdict()),
-            CostTable(contexts[1], **told.high._asdict()),
-            told.step_s,
-            told.round_s,
-            told.prefill_s,
-            told.decision_s,
-            temperature,
-            facts or {},
-            measurements,
-            tree_outside_s=told.tree_outside_s,
-            batch=batch_costs(timings, contexts),
-            plain_outside_s=told.plain_outside_s,
+            **_costs_of(timings, contexts, depth),
+            decision_s=decisions(timings),
+            temperature=temperature,
+            facts=facts or {},
+            measurements=measurements,
         )
 
     def with_decisions(self, seconds: Mapping[str, float | Price]) -> Profile:
@@ -126,22 +118,8 @@ class Profile(Costs):
 
     def _with_costs(self, timings: Timings) -> Profile:
         """Return this profile with the costs of chains, trees and batches that timings tell, at the same contexts."""
-        told = estimate(timings, self.max_depth)
-        low, high = (
-            CostTable(table.context, **side._asdict())
-            for table, side in zip((self.low, self.high), (told.low, told.high), strict=True)
-        )
-        return dataclasses.replace(
-            self,
-            low=low,
-            high=high,
-            step_s=told.step_s,
-            round_s=told.round_s,
-            prefill_s=told.prefill_s,
-            tree_outside_s=told.tree_outside_s,
-            batch=batch_costs(timings, (low.context, high.context)),
-            plain_outside_s=told.plain_outside_s,
-        )
+        contexts = self.low.context, self.high.context
+        return dataclasses.replace(self, **_costs_of(timings, contexts, self.max_depth))
 
     def resampled(self, rng: np.random.Generator) -> Profile:
         """Return a bootstrap draw: the costs that a draw of the measurements tells, estimated as these were.
@@ -239,3 +217,12 @@ def _numbers(values: Any) -> list[float]:
     if isinstance(values, list | tuple):
         return [number for value in values for number in _numbers(value)]
     return [-1.0 if values is None else float(values)]  # no cost is below 0
+
+
+def _costs_of(timings: Timings, contexts: tuple[float, float], depth: int) -> dict[str, Any]:
+    """Return the costs of chains, trees and batches that timings tell, by field of `Costs`."""
+    told = estimate(timings, depth)
+    low, high = (
+        CostTable(context, **side._asdict()) for context, side in zip(contexts, (told.low, told.high), strict=True)
+    )
+    return {**told._asdict(), "low": low, "high": high, "batch": batch_costs(timings, contexts)}

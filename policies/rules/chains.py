@@ -35,7 +35,7 @@ class Rule:
     by: int = SURVIVAL
     strict: bool = False
     together: bool = False
-    levels: tuple[Array, ...] = (np.zeros(1),)  # void where another kernel decides (`BatchRule`)
+    levels: tuple[Array, ...] = (np.zeros(1),)  # void where the policy itself compares, or another kernel
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -114,7 +114,7 @@ class Continuation(Rule):
         remembers: the head reads the features of the depth above too (`continuation.ContinuationPolicy`).
     """
 
-    kind, by, strict = "continuation", NEXT, True
+    kind = "continuation"
 
     def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
@@ -124,8 +124,6 @@ class Continuation(Rule):
         if not isinstance(remembers, bool):
             raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
         self.margin, self.first, self.remembers = float(margin), first, remembers
-        # Outputs come through a sigmoid.
-        self.levels = (np.array([1.0 / (1.0 + math.exp(-max(-30.0, min(30.0, margin))))]),)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""

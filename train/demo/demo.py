@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...collect.prompts.read import Prompt, encode, read_prompts
+from ...collect.prompts.read import encode, read_prompts
 from ...collect.run import collect, facts, reading_room
 from ...collect.store.folder import Trace
 from ...decode.compare.alternate import run_alternating
@@ -18,7 +18,7 @@ from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.files.outputs import claim_folder, refuse_inputs, staged_folder
 from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, shown, silent
+from ...policies.progress import Progress, shown
 from ...policies.storage.folder import load_policy_folder
 from ..fit.run import settle, train
 from ..fit.tuning.rates import best_of, fixed_grid
@@ -97,41 +97,28 @@ class Demo:
 
 
 def run_offline(
-    out: str | Path,
-    *,
-    pair: str | Path | None = None,
-    temperature: float = 0.0,
-    verification: str = "auto",
-    sizes: Sizes | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> Offline:
-    """Collect, profile, train and evaluate on a pair with its own prompts; arguments as of `demo`."""
-    folder, where = _claimed(out, pair, overwrite, progress)
-    with staged_folder(folder) as stage:
-        return _offline(stage, folder, where, temperature, verification, sizes or Sizes(), seed, progress)
-
-
-def _claimed(out: str | Path, pair: str | Path | None, overwrite: bool, progress: Progress) -> tuple[Path, Path]:
-    """Return the folder of the results and that of the pair, once the one may be written for the other."""
-    folder = claim_folder(out, overwrite=overwrite, inputs=[pair])
-    where = Path(pair) if pair is not None else demo_pair(progress=progress)
-    refuse_inputs(folder, [where])
-    return folder, where
-
-
-def _offline(
     stage: Path, folder: Path, where: Path, temperature: float, verification: str, sizes: Sizes, seed: int,
     progress: Progress,
 ) -> Offline:  # fmt: skip
-    """Do what `run_offline` does in `stage`, which is called `folder` once it is complete."""
+    """Collect, profile, train and evaluate on the pair in `where`, into `stage`, which is called `folder` once complete."""
     models = load_pair(str(where / "target"), str(where / "draft"))
     prompts, traces = {}, {}
     for side, count in (("train", sizes.train), ("test", sizes.test)):
         prompts[side] = read_prompts(where / f"prompts-{side}.jsonl", count)
-        out, tell = stage / f"traces-{side}", _named(progress, side)
-        made = _collected(models, where, prompts[side], out, temperature, verification, sizes, seed, tell)
+        out = stage / f"traces-{side}"
+        made = collect(
+            models,
+            prompts[side],
+            out,
+            target=str(where / "target"),
+            draft=str(where / "draft"),
+            depth=sizes.depth,
+            temperature=temperature,
+            verification=verification,
+            max_new_tokens=sizes.tokens,
+            seed=seed,
+            progress=_named(progress, side),
+        )
         # The rows are read here and now, since the folder is not called so yet.
         traces[side] = Trace(folder / out.name, made.header, made.rows)  # by the name that it will have
     room = reading_room(models, sizes.tokens)
@@ -171,26 +158,6 @@ def _offline(
         report,
         ids["train"][:PROFILE_PROMPTS],
         settings,
-    )
-
-
-def _collected(
-    models: Pair, where: Path, prompts: list[Prompt], out: Path, temperature: float, verification: str, sizes: Sizes,
-    seed: int, progress: Progress,
-) -> Trace:  # fmt: skip
-    """Collect one side's traces."""
-    return collect(
-        models,
-        prompts,
-        out,
-        target=str(where / "target"),
-        draft=str(where / "draft"),
-        depth=sizes.depth,
-        temperature=temperature,
-        verification=verification,
-        max_new_tokens=sizes.tokens,
-        seed=seed,
-        progress=progress,
     )
 
 
@@ -238,9 +205,11 @@ def demo(
         InputError: as `claim_folder`.
     """
     sizes = sizes or Sizes()
-    folder, where = _claimed(out, pair, overwrite, progress)
+    folder = claim_folder(out, overwrite=overwrite, inputs=[pair])
+    where = Path(pair) if pair is not None else demo_pair(progress=progress)
+    refuse_inputs(folder, [where])
     with staged_folder(folder) as stage:
-        offline = _offline(stage, folder, where, temperature, verification, sizes, seed, progress)
+        offline = run_offline(stage, folder, where, temperature, verification, sizes, seed, progress)
         return Demo(folder, offline.report, _live(offline, sizes, seed, progress))
 
 

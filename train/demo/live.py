@@ -21,7 +21,6 @@ class LiveLine:
     Attributes:
         name: of the policy.
         tally: its sums.
-        generations: by prompt.
         measured, predicted: tokens/s as ratio to the first policy, in this run and by replay.
         spread: quartiles over prompts of the measured ratio.
         same_text: prompts whose text equals the first policy's; None where texts hang on what is drafted.
@@ -29,7 +28,6 @@ class LiveLine:
 
     name: str
     tally: Tally
-    generations: tuple[Generation, ...]
     measured: float
     predicted: float
     spread: tuple[float, float]
@@ -68,7 +66,6 @@ def compare_live(
             LiveLine(
                 policy.name,
                 Tally.of(row),
-                tuple(row),
                 float(rate[index] / rate[0]),
                 predicted[index] / predicted[0],
                 (float(low), float(high)),

@@ -28,20 +28,8 @@ from ...policies.files.atomic import cache_folder, read_json, sha256, write_atom
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.progress import Progress, silent
 from .pair_fit import fit_pair
-from .pair_recipe import RECIPES, ModelShape, PairRecipe
+from .pair_recipe import RECIPES, PairRecipe
 from .pair_text import Document, cut_prompts, encode, split_documents, stdlib_documents, train_tokenizer
-
-__all__ = [
-    "RECIPES",
-    "Document",
-    "ModelShape",
-    "PairRecipe",
-    "cached_pair",
-    "demo_pair",
-    "make_pair",
-    "stdlib_documents",
-    "unseen_prompts",
-]
 
 # To be raised when the same recipe gives other files: cached pairs are found by it.
 SCHEMA_VERSION = 1

@@ -117,14 +117,9 @@ def _follow(
     tick: Callable[[int], None],
 ) -> float:
     """Train the draft on the target's logits over the target's own text."""
-    generator = torch.Generator().manual_seed(recipe.seed)
     adam = _adam(draft, recipe)
     losses: list[float] = []
-    order = torch.empty(0, dtype=torch.int64)
-    for step in range(recipe.own_steps):
-        while len(order) < recipe.own_batch:
-            order = torch.cat([order, torch.randperm(len(texts), generator=generator)])
-        chosen, order = order[: recipe.own_batch], order[recipe.own_batch :]
+    for step, chosen in enumerate(_shuffled(len(texts), recipe.own_batch, recipe.own_steps, recipe.seed)):
         loss = _divergence(logits[chosen].float(), _logits(draft, texts[chosen]))
         share = _schedule(step, recipe.own_steps, recipe.warmup)
         losses.append(_update(draft, adam, loss, share * recipe.own_rate))
@@ -154,14 +149,20 @@ def _clean_slate(seed: int) -> Iterator[None]:
 
 def _batches(stream: torch.Tensor, recipe: PairRecipe) -> Iterator[torch.Tensor]:
     """Yield one batch per step; windows repeat only after all of the text was seen."""  # [batch, length + 1]
-    generator = torch.Generator().manual_seed(recipe.seed)
     windows = (len(stream) - 1) // recipe.length
-    order = torch.empty(0, dtype=torch.int64)
-    for _ in range(recipe.steps):
-        while len(order) < recipe.batch:
-            order = torch.cat([order, torch.randperm(windows, generator=generator)])
-        chosen, order = order[: recipe.batch], order[recipe.batch :]
+    for chosen in _shuffled(windows, recipe.batch, recipe.steps, recipe.seed):
         yield stream[chosen[:, None] * recipe.length + torch.arange(recipe.length + 1)]
+
+
+def _shuffled(count: int, batch: int, steps: int, seed: int) -> Iterator[torch.Tensor]:
+    """Yield `batch` of the numbers below `count` per step, each number once before any comes again."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in range(steps):
+        while len(order) < batch:
+            order = torch.cat([order, torch.randperm(count, generator=generator)])
+        chosen, order = order[:batch], order[batch:]
+        yield chosen
 
 
 def _empty_upper_layers(target: LlamaForCausalLM, recipe: PairRecipe) -> nn.ModuleList:

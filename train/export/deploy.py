@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,14 @@ def deploy(
         traces, profile, policy, held_out=held_out, seed=seed, progress=progress, out=folder, max_batch=max_batch
     )
     written: Written = import_module(f".{ENGINES[to]}", __package__).make_files(export)
-    return write_export(folder, to, written.files, written.page, written.figures)
+    figures = plain_values({**written.figures, "facts": export.facts()})
+    told: dict[str, Any] = {"schema": EXPORT_SCHEMA, "kind": "export", "engine": to, **figures}
+    with staged_folder(folder) as stage:
+        for name, text in written.files.items():
+            write_atomic(stage / name, text)
+        write_json(stage / FIGURES, told)
+        write_atomic(stage / PAGE, written.page)
+    return told
 
 
 def deploy_hf_replayed(
@@ -118,24 +124,3 @@ def claimed(
     read = [trace.folder for trace in (traces, held_out) if trace is not None]
     sources = [profile.source, policy.source if policy is not None else None]
     return claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
-
-
-def write_export(
-    out: Path, engine: str, files: Mapping[str, str | bytes], page: str, figures: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write an export's folder, whole or not at all, and return its figures as plain JSON values.
-
-    Args:
-        out: the folder; what is there is replaced.
-        engine: its name.
-        files: contents by path below the folder.
-        page: the README.
-        figures: ratios and facts.
-    """
-    plain: dict[str, Any] = {"schema": EXPORT_SCHEMA, "kind": "export", "engine": engine, **plain_values(figures)}
-    with staged_folder(out) as folder:
-        for name, text in files.items():
-            write_atomic(folder / name, text)
-        write_json(folder / FIGURES, plain)
-        write_atomic(folder / PAGE, page)
-    return plain

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +15,9 @@ import torch
 from ...collect.store.folder import Trace
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ..fit.tuning.rates import solve_rate
+from ..fit.tuning.rates import is_priced, solve_rate
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import Walked, walk_fixed
@@ -108,8 +108,7 @@ class Export:
     def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
         """Return the policy as `evaluate` would replay it: no deeper than the trace, its rate solved for this profile."""
         # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
-        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind == "derived"
-        if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
+        if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
         return policy.limited(self.depth)
 
@@ -167,13 +166,7 @@ class Export:
 
 def plain_values(value: Any) -> Any:
     """Return records and tuples as JSON values."""
-    if isinstance(value, Ratio):
-        return dataclasses.asdict(value)
-    if isinstance(value, Mapping):
-        return {str(k): plain_values(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_values(v) for v in value]
-    return value
+    return json.loads(json.dumps(value, default=dataclasses.asdict))
 
 
 def caveats(export: Export) -> list[str]:

@@ -17,8 +17,9 @@ from torch import Tensor
 from ...policies.errors import TraceError
 from ..replay.known_lengths import Walked, draft_bound, walk_lengths
 from ..replay.traces.arrays import TraceArrays
+from ..report.whatif.records import markdown_table
 from .folder import Export, Written, caveats
-from .page import alone_table, grid_text, page_text, policy_loss
+from .page import alone_table, page_text, policy_loss
 
 ARGS, OLDER_ARGS = "llama.args", "llama-older.args"
 SOURCE = "ggml-org/llama.cpp at 00dc805 (tools/server/README.md) and 001d906 (common/speculative.cpp)"
@@ -90,7 +91,6 @@ def make_files(export: Export) -> Written:
         "alone": alone,
         **beside,
         "ten_likeliest": set(TOP) <= set(export.header.features),
-        "facts": export.facts(),
     }
     files: dict[str, str | bytes] = {ARGS: args_text(now), OLDER_ARGS: args_text(older)}
     return Written(files, page(export, now, older, alone, beside), figures)
@@ -145,7 +145,7 @@ def page(export: Export, now: Share, older: Share, alone: Mapping[str, Any], bes
         ),
         (f"to llama.cpp's default ({DEFAULT_MAX} tokens, p_min 0)", beside["to_default"].text(), ""),
     ]
-    chosen = "The settings, for builds with `--spec-draft-*` and for older ones:\n\n" + grid_text(
+    chosen = "The settings, for builds with `--spec-draft-*` and for older ones:\n\n" + markdown_table(
         ("", f"`{ARGS}`", f"`{OLDER_ARGS}`"), rows
     )
     lost = [

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..report.records import Ratio
+from ..report.whatif.records import markdown_table
 
 FIGURES = "figures.json"
 
@@ -46,12 +47,6 @@ def bullets(lines: Sequence[str]) -> str:
     return "\n".join(f"* {line}" for line in lines)
 
 
-def grid_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    head = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
-    return "\n".join([head, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
 def alone_table(alone: Mapping[str, Any]) -> str:
     """Return the figures at one request as a table."""
     rows = [
@@ -61,7 +56,7 @@ def alone_table(alone: Mapping[str, Any]) -> str:
     if "policy" in alone:
         rows.append((f"the policy `{alone['policy']}`, to this export", alone["policy_to_this"].text()))
     rows.append(("knowing every accepted length, to this export", alone["oracle_bound_to_this"].text()))
-    return f"One request at a time, replayed on {alone['prompts']}; {alone['intervals']}:\n\n" + grid_text(
+    return f"One request at a time, replayed on {alone['prompts']}; {alone['intervals']}:\n\n" + markdown_table(
         ("times as fast", "ratio"), rows
     )
 

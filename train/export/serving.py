@@ -20,6 +20,7 @@ from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
 from ..replay.known_lengths import Walked
 from ..replay.traces.arrays import TraceArrays
+from ..replay.traces.checking import check_apart
 
 HELD_OUT = 0.25
 FEWEST_PROMPTS = 8
@@ -74,8 +75,7 @@ def split_sides(arrays: TraceArrays, profile: Profile, held_out: TraceArrays | N
         raise InputError("--profile: it ends at depth 0; measure it deeper")
     prompts = len(set(arrays.prompt_ids))
     if held_out is not None:
-        if shared := set(arrays.prompt_ids) & set(held_out.prompt_ids):
-            raise TraceError(f"--held-out: {len(shared)} prompts are in --traces too; split them by prompt")
+        check_apart("--held-out", held_out, "--traces", arrays)
         if held_out.depth < arrays.depth:
             raise TraceError(
                 f"--held-out: recorded to depth {held_out.depth}, but --traces to {arrays.depth}; collect both alike"

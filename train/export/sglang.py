@@ -18,10 +18,11 @@ from ...decode.engines.sglang import KEY, rule_of
 from ..replay.traces.arrays import TraceArrays, typical_context
 from ..report.intervals import Resamples, Values
 from ..report.records import Ratio
+from ..report.whatif.records import markdown_table
 from .by_batch import WORTH, choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .lockstep import Steps, lockstep
-from .page import alone_table, grid_text, page_text, policy_loss
+from .page import alone_table, page_text, policy_loss
 from .serving import assumptions, batch_profile, measured_rows
 
 CONFIG, COSTED = "adaptive.json", "costed.json"
@@ -58,7 +59,6 @@ def make_files(export: Export) -> Written:
         "alone": alone,
         "batches": batches,
         "measured_rows": measured_rows(export.profile),
-        "facts": export.facts(),
     }
     files: dict[str, str | bytes] = {
         CONFIG: json.dumps(config, indent=2) + "\n",
@@ -238,7 +238,7 @@ def page(
                f"beyond {rows} rows")  # fmt: skip
     by_size = (
         f"A batch that is always full, all requests under SGLang's own rule, on {alone['prompts']}; reading prompts is left "
-        "out:\n\n" + grid_text(columns, lines)
+        "out:\n\n" + markdown_table(columns, lines)
     )
     first = rule_at(chosen, 1).candidates
     begin = start if start in first else first[len(first) // 2]

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from .folder import Export, Written, caveats, find_sizes
+from .folder import Export, Written, caveats
 from .page import alone_table, page_text, policy_loss
 from .serving import assumptions, measured_rows
-from .vllm import MAX_BATCH, Range, by_batch, choose_ranges, sizes_table
+from .vllm import Range, lengths_by_size, sizes_table
 
 CONFIG, OLDER = "speculative_config.yaml", "speculative_config-older.yaml"
 
@@ -25,11 +25,8 @@ def make_files(export: Export) -> Written:
 
     A batch larger than the largest one looked at decodes without drafts.
     """
-    sizes = find_sizes(export.max_batch or MAX_BATCH)
-    ranges = choose_ranges(export, sizes)
-    alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
-    batches = by_batch(export, ranges, sizes)
-    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
+    ranges, alone, batches = lengths_by_size(export)
+    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile)}
     draft = export.header.draft
     files: dict[str, str | bytes] = {
         CONFIG: yaml.safe_dump({"speculative_config": config(draft, ranges, schedule(ranges))}, sort_keys=False),

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..report.whatif.records import markdown_table
 from .acceptance import fit_acceptance
 from .by_batch import choose_lengths
 from .folder import Export, Written, caveats, find_sizes
-from .page import alone_table, grid_text, page_text, policy_loss
+from .page import alone_table, page_text, policy_loss
 from .proposer import proposer_files, proposer_use
 from .serving import assumptions, batch_profile, batch_seconds, measured_rows
 
@@ -36,17 +37,21 @@ def make_files(export: Export) -> Written:
 
     A batch larger than the largest one looked at keeps its length.
     """
-    sizes = find_sizes(export.max_batch or MAX_BATCH)
-    ranges = choose_ranges(export, sizes)
+    ranges, alone, batches = lengths_by_size(export)
     config = speculative_config(ranges, export.header.draft)
-    alone = export.alone(export.held_fixed.rounds(ranges[0][2]))
-    batches = by_batch(export, ranges, sizes)
-    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile), "facts": export.facts()}
+    figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile)}
     files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
         files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
     own = {} if export.asked is None else proposer_files(export.asked, export.header, export.depth, export.out)
     return Written({**files, **own}, page_of(export, config, alone, batches, proposer_use(export.asked, own)), figures)
+
+
+def lengths_by_size(export: Export) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:
+    """Return the fastest length of each range of batch sizes, its figures at one request, and those by batch size."""
+    sizes = find_sizes(export.max_batch or MAX_BATCH)
+    ranges = choose_ranges(export, sizes)
+    return ranges, export.alone(export.held_fixed.rounds(ranges[0][2])), by_batch(export, ranges, sizes)
 
 
 def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
@@ -132,7 +137,7 @@ def sizes_table(export: Export, batches: Mapping[str, Any]) -> str:
         "By batch size, all requests of a batch under one length, on the same prompts. Over all these sizes together, as "
         f"many tokens at each, {plain.text()} times plain decoding and {same.text()} times one length for "
         f"all sizes ({common}, the fastest):\n\n"
-        + grid_text(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
+        + markdown_table(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
     )
 
 

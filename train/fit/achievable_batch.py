@@ -71,10 +71,8 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
     # The header forgets recorded hidden states, too: `check_sizes` would hold the two scores below to the models' widths.
     bare = dataclasses.replace(arrays, vectors={}, header=dataclasses.replace(arrays.header, vectors={}))
     names = tuple(name for name in recorded_scalars(arrays) if name not in HISTORY_FEATURES)
-    anchors = len(arrays.accepted)
-    every = Visits(torch.arange(anchors), torch.zeros(anchors, len(HISTORY_FEATURES)))
-    uncut = (~arrays.cut).nonzero()[:, 0]
-    visited = Visits(uncut, every.history[uncut])
+    every = Visits.once(torch.arange(len(arrays.accepted)))
+    visited = every.part(~arrays.cut)
     fitted = fit_folds(bare, prompt_folds(arrays, FOLDS, seed), names, visited, "xgboost", seed=seed)
     calibrated = calibrate(held_out_outputs(fitted, bare, names, visited))
     # [N, K + 1, 2]: every fold has a head, so that no anchor is left out and rows stay in order.

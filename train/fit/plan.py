@@ -58,7 +58,8 @@ def check_plan(plan: Plan) -> None:
     if plan.head not in HEAD_KINDS:
         known = ", ".join(HEAD_KINDS)
         raise InputError(f"--head: unknown head {plan.head!r}{close_match(plan.head, HEAD_KINDS)}; expected {known}")
-    check_rule(plan.rule, plan.threshold)
+    if plan.rule != "gain":  # of trees
+        check_rule(plan.rule, plan.threshold)
     for wanted in plan.features:
         feature(wanted)
     check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)

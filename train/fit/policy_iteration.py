@@ -7,11 +7,11 @@ stops rising; the best round by held-out replay wins, the last one need not be i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from ...policies.learned.continuation import ContinuationPolicy
 
 MOST_ROUNDS = 4
 SETTLED = 0.02
@@ -20,66 +20,43 @@ SETTLED = 0.02
 GAIN = 1e-3
 """Relative rise of the held-out rate that one more round must have brought for another to be tried."""
 
-S = TypeVar("S")
-P = TypeVar("P")
 
-
-@dataclass(frozen=True)
-class Turn(Generic[S, P]):
-    """One fit.
+@dataclass
+class Iteration:
+    """What came of each round so far.
 
     Attributes:
-        made: what was fitted.
-        rate: tokens per second on held-out prompts.
-        visits: [N] how often it visits each anchor of the training traces.
-        state: what the next fit starts from.
-    """
-
-    made: P
-    rate: float
-    visits: Tensor
-    state: S
-
-
-@dataclass(frozen=True)
-class Settled(Generic[P]):
-    """The end of the loop.
-
-    Attributes:
-        made: what was fitted in the best round.
-        best: the number of that round, from 0.
-        rates: held-out tokens per second, round by round.
+        policies: that were fitted.
+        rates: their tokens per second on held-out prompts.
         moved: share of the visits that moved, against the round before; the first is against the start.
     """
 
-    made: P
-    best: int
-    rates: tuple[float, ...]
-    moved: tuple[float, ...]
+    policies: list[ContinuationPolicy] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
 
+    def add(self, policy: ContinuationPolicy, rate: float, before: Tensor, after: Tensor) -> None:
+        """Note a round: its policy and rate, and the visits [N] of each anchor of the training traces before and after it."""
+        self.policies.append(policy)
+        self.rates.append(rate)
+        self.moved.append(distance(before, after))
 
-def iterate(fit: Callable[[S, int], Turn[S, P]], start: S, visits: Tensor, rounds: int = MOST_ROUNDS) -> Settled[P]:
-    """Fit until the visits settle.
-
-    Args:
-        fit: (state, number of the round) -> what came of it.
-        start: state of the first fit, such as the rounds of a fixed length.
-        visits: [N] of the start.
-        rounds: most of them.
-    """
-    state, turns, moved = start, [], []
-    for number in range(max(rounds, 1)):
-        turn = fit(state, number)
-        turns.append(turn)
-        moved.append(distance(visits, turn.visits))
-        state, visits = turn.state, turn.visits
-        rates = [t.rate for t in turns]
+    @property
+    def is_over(self) -> bool:
+        """Whether another fit would bring nothing."""
         # Two fits in a row without a gain: a single one may fall back while the visits still move.
-        stalled = number >= 2 and max(rates[-2:]) < (1.0 + GAIN) * max(rates[:-2])
-        if moved[-1] < SETTLED or stalled:
-            break
-    best = rates.index(max(rates))
-    return Settled(turns[best].made, best, tuple(rates), tuple(moved))
+        stalled = len(self.rates) > 2 and max(self.rates[-2:]) < (1.0 + GAIN) * max(self.rates[:-2])
+        return self.moved[-1] < SETTLED or stalled
+
+    @property
+    def best(self) -> int:
+        """The number of the best round, from 0."""
+        return self.rates.index(max(self.rates))
+
+    @property
+    def made(self) -> ContinuationPolicy:
+        """The policy of the best round."""
+        return self.policies[self.best]
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.errors import InputError, TraceError
-from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
 from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import load_policy_folder, save_policy
 from ..heads.calibration.scores import survival_scores
@@ -48,7 +43,7 @@ from .fit_rule import RULES, is_tuned, passing_rule, ruled
 from .plan import Plan, check_plan, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_rates
-from .trained import Trained, claimed
+from .trained import Trained, claimed, facts_of
 from .tuning.rates import PRICED, best_of, fixed_grid, solve_rate
 
 PATH_FEATURES = ("path_logprob",)
@@ -123,12 +118,15 @@ def train(
     if rule == "gain":
         if len(several) != 1 or threshold is not None or vectors or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        from .trees.fit import train_tree
+        from .trees.fit import train_tree, tree_features
 
-        return train_tree(
-            several[0], profile, head=head, out=out, features=features, name=name, seed=seed, folds=folds,
-            passes=passes, fit=fit, overwrite=overwrite, progress=progress,
+        plan = Plan(
+            head, rule, None, tuple(features or tree_features(head)), name or "tree", seed, folds, passes=passes,
+            fit=fit or FitOptions(),
         )  # fmt: skip
+        check_plan(plan)
+        folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
+        return train_tree(plan, several[0], profile, folder, progress)
     wanted = form(head)
     names = (
         tuple(features)
@@ -193,7 +191,7 @@ def train_arrays(
     metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
     metrics |= more or {}
     policy.facts = dataclasses.replace(
-        _facts(arrays.header, sampled_at, sources, plan), rho=rate, acceptance=acceptance, metrics=metrics,
+        facts_of(arrays.header, sampled_at, sources, plan.seed), rho=rate, acceptance=acceptance, metrics=metrics,
         profile=profile.record(policy.cost_name),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
@@ -227,7 +225,7 @@ def _train_continuation(
     } | _held_out_speed(policy, held_side, profile)
     played = replay(fit_side, policy, profile)
     policy.facts = dataclasses.replace(
-        _facts(arrays.header, sampled_at, sources, plan), rho=played.rate, metrics=metrics,
+        facts_of(arrays.header, sampled_at, sources, plan.seed), rho=played.rate, metrics=metrics,
         profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
@@ -288,20 +286,14 @@ def _fitted(
         mean = conditional_acceptance(arrays, visited)
         rule = passing_rule(drafts[0], plan.rule, plan.threshold, arrays, profile, mean, best_of(grid).rate)
         own = own_visits(arrays, folds, [draft.with_rule(rule) for draft in drafts], profile)
-        few = len(own.row) < FEW
-        visited = _both(own, reference) if few else own
+        visited = own if len(own.row) >= FEW else own.with_more(reference)
     return fitted, visited, profile
-
-
-def _both(first: Visits, second: Visits) -> Visits:
-    return Visits(torch.cat([first.row, second.row]), torch.cat([first.history, second.history]))
 
 
 def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
     """Return the rounds of fixed lengths from just below the best one upwards; of a mixed text, every anchor once."""
     if not grid:
-        row = (~arrays.cut).nonzero()[:, 0]
-        return Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
+        return Visits.once((~arrays.cut).nonzero()[:, 0])
     best = grid.index(best_of(grid))
     # Length 0 is left out: it visits every anchor, as no policy that drafts does.
     return visits(arrays, grid[max(1, best - 1) : max(1, best - 1) + REFERENCES])
@@ -314,17 +306,6 @@ def _policy(plan: Plan, head: Head, calibrated: Calibrated, depth: int) -> Learn
         plan.name, plan.features, head, calibrated.accept, calibrated.next, RULES[plan.rule](0.5), depth,
         survival=maps if maps.changes else None,
     )  # fmt: skip
-
-
-def _facts(header: Header, sampled_at: Sequence[float], sources: Sequence[str], plan: Plan) -> Facts:
-    return Facts(
-        temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
-        verification=header.verification,
-        label=header.label,
-        shaping=dict(header.shaping),
-        pair=dict(header.pair),
-        provenance={"traces": ", ".join(sources), "seed": plan.seed, "specstop": version("specstop")},
-    )
 
 
 def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) -> dict[str, float]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned.policy import Facts, LearnedPolicy
 from ..heads.fitting import FitOptions
 
 
@@ -28,6 +30,18 @@ class Trained:
     policy: LearnedPolicy
     path: Path | None
     metrics: dict[str, Any]
+
+
+def facts_of(header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **more: Any) -> Facts:
+    """Return what a policy that was trained on these traces remembers of them; `more` joins its provenance."""
+    return Facts(
+        temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
+        verification=header.verification,
+        label=header.label,
+        shaping=dict(header.shaping),
+        pair=dict(header.pair),
+        provenance={"traces": ", ".join(sources), **more, "seed": seed, "specstop": version("specstop")},
+    )
 
 
 def claimed(

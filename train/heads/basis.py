@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...policies.features import feature
@@ -38,3 +39,10 @@ def basis_columns(basis: Basis, features: Tensor, depth: Tensor) -> Array:
     columns, first = basis(features.contiguous().numpy(), 1), depth.numpy() == 0
     columns[first] *= basis.first_mask
     return columns
+
+
+def flagged_columns(basis: Basis, features: Tensor, depth: Tensor) -> Tensor:
+    """Return [M, F' + 1] float32, the columns of `basis_columns`, and after them whether the depth is 0."""
+    # Columns that are not known at depth 0 are 0 there, which elsewhere is their mean: the flag tells the two apart.
+    columns = torch.from_numpy(basis_columns(basis, features, depth))
+    return torch.cat([columns, (depth == 0)[:, None].float()], 1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +19,18 @@ from ...policies.learned.calibration import Calibrator
 from ...policies.progress import Progress, silent
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
+from ..replay.traces.hidden_states import seen_states
 from .calibration.logits import Array, auc, fit_calibrator, fit_kind, log_loss
 from .calibration.scores import Scored
 from .calibration.survival import Products, SurvivalFit, fit_survival, products_as_they_are
 from .fitting import FitOptions, FitTask, fitter
 from .head_specs import form
 from .mixing import mixed_rows
-from .rows import FitRows, Visits, fit_rows, known_chances, visits
+from .rows import FitRows, Visits, fit_rows, known_chances, ranked_prompts, visits
 
 FOLDS = 4
 PARTS = 8
 """Parts of the prompts that calibration is cross-fitted over; they need no head of their own."""
-
-LEAST_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,7 @@ def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
     Raises:
         TraceError: fewer than 4 prompts, so that a side would be empty.
     """
-    names = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
-    if len(names) < LEAST_PROMPTS:
-        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
+    names = ranked_prompts(arrays, seed)
     count = min(count, len(names))
     # Cut by rank, so that folds differ by one prompt at most, however few there are.
     place = {name: at * count // len(names) for at, name in enumerate(names)}
@@ -116,8 +112,10 @@ def fit_folds(
     """
     owner = folds.of_rows(arrays, visited)
     # Looked up once: each fold's rows serve all the other folds' heads.
-    parts = [fit_rows(arrays, names, Visits(visited.row[mine], visited.history[mine]), tuple(arrays.vectors), form(kind).lag)
-             for mine in (owner == fold for fold in range(folds.count))]  # fmt: skip
+    parts = [
+        fit_rows(arrays, names, visited.part(owner == fold), tuple(arrays.vectors), form(kind).lag)
+        for fold in range(folds.count)
+    ]
     options = options or FitOptions()
     heads: list[Head] = []
     files: dict[str, bytes] = {}
@@ -131,16 +129,13 @@ def fit_folds(
             rows = mixed_rows(mixed, mine, names, form(kind).lag)
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
-        own = dataclasses.replace(options, checkpoints=_fold_folder(options, fold))
+        work = options.checkpoints
+        own = dataclasses.replace(options, checkpoints=None if work is None else work / f"fold-{fold}")
         head, extra = fitter(kind)(FitTask(rows, held, names, seed, progress if total == 1 else silent, own))
         heads.append(head)
         files = files or extra
     progress(f"train {kind}", total, total)
     return FoldHeads(tuple(heads), folds, files, sum(map(len, parts)) - len(parts[0]))
-
-
-def _fold_folder(options: FitOptions, fold: int) -> Any:
-    return None if options.checkpoints is None else options.checkpoints / f"fold-{fold}"
 
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
@@ -195,7 +190,8 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
         row = visited.row[mine]
         seen = seen_features(arrays, names, row, visited.history[mine]).numpy()
         for depth in range(seen.shape[1]):
-            states = seen_states(arrays, head.sizes, row, depth)
+            nodes = torch.tensor([depth - 1]) if depth else None
+            states = {name: seen_states(arrays.vector(name), row, nodes)[:, 0] for name in head.sizes}
             logits[mine.numpy(), depth] = head.scores(np.ascontiguousarray(seen[:, depth]), depth, states)
     # Parts of their own: where one head was fitted, all outputs are of one fold.
     numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
@@ -228,19 +224,6 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
         log[:, 0] = torch.tensor(sequences)[log[:, 0]]  # from numbers within the fold to those of the trace
         parts.append(dataclasses.replace(played, log=log))
     return visits(arrays, parts)
-
-
-def seen_states(arrays: TraceArrays, names: Iterable[str], row: Tensor, depth: int) -> dict[str, Array]:
-    """Return the hidden states [R, H] float32 that a policy sees at one depth of the rounds `row` [R] of chains."""
-    found = {}
-    for name in names:
-        recorded = arrays.vector(name)
-        if depth == 0 and recorded.of_nodes:
-            found[name] = np.zeros((len(row), recorded.width), dtype=np.float32)
-        else:
-            node = torch.full_like(row, depth - 1) if recorded.of_nodes else None
-            found[name] = recorded.at(row, node).float().numpy()
-    return found
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ...policies.errors import InputError
 from ...policies.features import TOKEN_FEATURES, Kind, feature
 from ...policies.features.hidden_states import DRAFT_HIDDEN, HIDDEN_STATES, check_hidden
 from ...policies.heads.dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
-from ...policies.heads.specdec import MOST, STOP_THRESHOLD, STOP_THRESHOLDS
+from ...policies.heads.specdec import STOP_THRESHOLD, STOP_THRESHOLDS
 from .fitting import HEAD_KINDS
 
 
@@ -27,7 +27,6 @@ class Form:
         calibrated: outputs are calibrated; else they are used as they come, as published.
         rule: of a published policy; None = the derived rule.
         thresholds: of that rule, as published, the one taken first; others are what its authors searched.
-        deepest: drafts at most, where the paper has a bound.
         passes: times that it is fitted, see `run.train`.
         more, less: what it reads besides, and does without, unless it is told which features to read.
     """
@@ -40,7 +39,6 @@ class Form:
     calibrated: bool = True
     rule: str | None = None
     thresholds: tuple[float, ...] = ()
-    deepest: int | None = None
     passes: int = 1
     more: tuple[str, ...] = ()
     less: tuple[str, ...] = ()
@@ -62,7 +60,7 @@ FORMS: dict[str, Form] = {
         (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)
     ),
     "dynasd-hard": Form(HARD_FEATURES, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)),
-    "specdec": Form((), (DRAFT_HIDDEN,), soft=True, lag=1, rule="survival", deepest=MOST),
+    "specdec": Form((), (DRAFT_HIDDEN,), soft=True, lag=1, rule="survival"),
     "specdec-published": Form(
         (),
         (DRAFT_HIDDEN,),
@@ -71,7 +69,6 @@ FORMS: dict[str, Form] = {
         calibrated=False,
         rule="survival",
         thresholds=_survival(STOP_THRESHOLDS),
-        deepest=MOST,
     ),
 }
 """Those that ask for anything; all others read the scalars asked for."""

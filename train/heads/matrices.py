@@ -38,7 +38,7 @@ def matrices(
     Raises:
         InputError: the installed XGBoost has no external memory.
     """
-    used = [part.drawn if label == "accepted" else part.followed_known for part in parts]
+    used = [part.has(label) for part in parts]
     if not outside:
         yield [
             xgb.DMatrix(

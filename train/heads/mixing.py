@@ -43,24 +43,23 @@ def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], 
         lag: of the head.
     """
     use = torch.tensor([name not in without for name in arrays.prompt_ids])
-    owner = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
+    owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
     vectors = tuple(arrays.vectors)
     if lag == 0:
-        return fit_rows(arrays, features, Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES))), vectors)
+        return fit_rows(arrays, features, Visits.once(row), vectors)
     if lag > 1 or features:
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i stands in the next position's row, which must be of the same text.
     row = row[row + 1 < len(owner)]
     row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
-    soft = soft_labels(arrays, Visits(row, torch.zeros(len(row), len(HISTORY_FEATURES))))
-    first = torch.zeros_like(row)
+    soft, first, none = soft_labels(arrays, Visits.once(row)), torch.zeros_like(row), torch.zeros_like(row).bool()
     return FitRows(
         torch.zeros(len(row), 0),
         torch.ones_like(row),
         arrays.accepted[row] >= 1,
-        torch.zeros(len(row), dtype=torch.bool),
-        torch.zeros(len(row), dtype=torch.bool),
+        none,
+        none,
         {name: arrays.vector(name).at(row + 1, first if arrays.vector(name).of_nodes else None) for name in vectors},
         None if soft is None else soft[:, 1],
     )

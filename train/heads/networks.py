@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import lightning
 import torch
@@ -16,6 +18,8 @@ from .batches import Batches
 from .fitting import FitTask
 from .rows import FitRows
 from .trainer import MONITOR, Report, best_epoch, work_folder
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -151,17 +155,60 @@ def train_network(
     decay = float(options.params.get("weight_decay", recipe.decay))
     module = RowsModule(network, rate, decay, recipe.rejection_weight, recipe.constant)
     data = RowsDataModule(rows, held_out, options.batch_size or recipe.batch, task.seed)
-    with torch.random.fork_rng(), work_folder(options) as folder:
-        torch.manual_seed(task.seed)
-        state = best_epoch(module, data, options, folder, epochs, Report(f"train {name}", task.progress, epochs))
+    state = train_module(module, data, task, epochs, name)
     return {key.removeprefix("network."): value.detach().float().cpu() for key, value in state.items()}
 
 
-def seeded(make: type[nn.Module], seed: int, *arguments: object) -> nn.Module:
+def train_module(
+    module: lightning.LightningModule, data: lightning.LightningDataModule, task: FitTask, epochs: int, name: str
+) -> dict[str, Tensor]:
+    """Train a module and return its weights at the epoch with the least held-out loss; see `train_network`."""
+    with torch.random.fork_rng(), work_folder(task.options) as folder:
+        torch.manual_seed(task.seed)
+        return best_epoch(module, data, task.options, folder, epochs, Report(f"train {name}", task.progress, epochs))
+
+
+class Perceptron(nn.Module):
+    """Linear layers with an activation between them.
+
+    Args:
+        sizes: of the input, the hidden layers and the output.
+        between: the activation.
+    """
+
+    def __init__(self, sizes: Sequence[int], between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
+        self._between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [R, out] of inputs [R, in]."""
+        x = x.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]  # hidden states come as recorded, in float16
+        for at, layer in enumerate(self.layers):
+            x = layer(self._between(x) if at else x)
+        return x
+
+
+def layer_tensors(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the weights `layers.0.weight` and on under the names that heads have: `weight.0`, `bias.0`, ..."""
+    layers = (key.split(".") for key in weights if key.startswith("layers."))
+    return {f"{part}.{at}": weights[f"layers.{at}.{part}"].detach().float().cpu() for _, at, part in layers}
+
+
+def seeded(make: type[Network], seed: int, *arguments: object) -> Network:
     """Return a network with fresh weights of this seed, the caller's random state left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return make(*arguments)
+
+
+def stacked_blocks(weights: Mapping[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
+    """Return the layers `blocks.0`, `blocks.1`, ... as one `block.weight` [B, W, W] and one `block.bias` [B, W]."""
+    found = {}
+    for part, shape in (("weight", (width, width)), ("bias", (width,))):
+        parts = [weights[f"blocks.{at}.{part}"] for at in range(count)]
+        found[f"block.{part}"] = torch.stack(parts) if parts else torch.zeros(0, *shape)
+    return found
 
 
 def states(rows: FitRows, name: str, who: str) -> Tensor:

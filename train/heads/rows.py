@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...collect.schema import Header
 from ...policies.errors import TraceError
+from ...policies.features.history import HISTORY_FEATURES
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import StoredVectors
@@ -20,6 +21,8 @@ SOFT_COLUMNS = ("draft_prob", "target_prob")
 
 CHANCE_COLUMNS = ("accept_chance", "next_chance")
 """The chances that come with rounds drawn given the text."""
+
+LEAST_PROMPTS = 4
 
 _PART = 1 << 24
 """Numbers of hidden states that are looked up at a time."""
@@ -60,10 +63,19 @@ class FitRows:
             return bits
         return self.chances[:, 0 if name == "accepted" else 1]
 
+    def has(self, name: str) -> Tensor:
+        """Return [M] bool, the rows that have this label."""
+        return self.drawn if name == "accepted" else self.followed_known
+
     @property
     def labels(self) -> Tensor:
         """[M, 2] float32, both."""
         return torch.stack([self.label("accepted"), self.label("followed")], 1).float()
+
+    @property
+    def known(self) -> Tensor:
+        """[M, 2] float32, which of both there are."""
+        return torch.stack([self.drawn, self.followed_known], 1).float()
 
     @property
     def drawn(self) -> Tensor:
@@ -85,14 +97,26 @@ class Visits:
     row: Tensor
     history: Tensor
 
+    @classmethod
+    def once(cls, row: Tensor) -> Visits:
+        """Return one round at each of these anchors [R], with nothing before it."""
+        return cls(row, torch.zeros(len(row), len(HISTORY_FEATURES)))
+
+    def with_more(self, other: Visits) -> Visits:
+        """Return these rounds, and after them the other ones."""
+        return Visits(torch.cat([self.row, other.row]), torch.cat([self.history, other.history]))
+
+    def part(self, use: Tensor) -> Visits:
+        """Return the rounds where `use` [R] holds."""
+        return Visits(self.row[use], self.history[use])
+
 
 def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
     """Return the rounds of all `replays` of this trace."""
     log = torch.cat([r.log for r in replays])
     # Every anchor has its row: what replays any policy is a dense trace.
     row = arrays.offset[log[:, 0]] + log[:, 1] - arrays.first_anchor[log[:, 0]]
-    use = ~arrays.cut[row]
-    return Visits(row[use], torch.cat([r.history for r in replays])[use])
+    return Visits(row, torch.cat([r.history for r in replays])).part(~arrays.cut[row])
 
 
 def fit_rows(
@@ -168,15 +192,25 @@ def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
     return (*(SOFT_COLUMNS if soft else ()), *chances)
 
 
+def ranked_prompts(arrays: TraceArrays, seed: int) -> list[str]:
+    """Return the ids of the prompts in the order of a hash of them.
+
+    Raises:
+        TraceError: fewer than 4 prompts, so that a side of a split would be empty.
+    """
+    names = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
+    if len(names) < LEAST_PROMPTS:
+        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
+    return names
+
+
 def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:
     """Return the sequences (fit, held out), split by a hash of the prompt id: the same prompt is always on one side.
 
     Raises:
         TraceError: fewer than 4 prompts, so that a side would be empty.
     """
-    ranks = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
-    if len(ranks) < 4:
-        raise TraceError(f"--traces: expected at least 4 prompts to split, got {len(ranks)}")
+    ranks = ranked_prompts(arrays, seed)
     held = set(ranks[: max(1, round(share * len(ranks)))])
     sides: tuple[list[int], list[int]] = ([], [])
     for sequence, name in enumerate(arrays.prompt_ids):

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
@@ -94,7 +95,7 @@ def make_trainer(
             max_epochs=epochs,
             accelerator=options.accelerator,
             devices=_devices(options.devices),
-            precision=_precision(options.precision),
+            precision=cast(Any, options.precision),  # it refuses what is none
             logger=logger,
             callbacks=[best, EarlyStopping(MONITOR, patience=PATIENCE), *callbacks],
             enable_progress_bar=False,
@@ -103,13 +104,9 @@ def make_trainer(
             num_sanity_val_steps=0,
             log_every_n_steps=10,
         )
-    except (ValueError, RuntimeError, TypeError, ModuleNotFoundError, ImportError) as error:
-        # Lightning's MisconfigurationException is none of these in every version, but derives from Exception.
-        raise InputError(_said(error)) from None
-    except Exception as error:
-        if type(error).__name__ != "MisconfigurationException":
-            raise
-        raise InputError(_said(error)) from None
+    except (ValueError, RuntimeError, TypeError, ImportError, MisconfigurationException) as error:
+        said = " ".join(str(error).split())[:300]
+        raise InputError(f"--accelerator, --devices, --precision: {said}") from None
     return trainer, best
 
 
@@ -136,21 +133,11 @@ def best_epoch(
     """
     with _quiet():
         trainer, best = make_trainer(options, folder, epochs, [report])
-        return _fit_best(trainer, best, module, data, folder / LAST if options.resume else None)
-
-
-def _fit_best(
-    trainer: lightning.Trainer,
-    best: ModelCheckpoint,
-    module: lightning.LightningModule,
-    data: lightning.LightningDataModule,
-    resume: Path | None,
-) -> dict[str, torch.Tensor]:
-    """Do what `best_epoch` does with a Trainer that is made."""
-    again = str(resume) if resume is not None and resume.exists() else None
+    again = str(folder / LAST) if options.resume and (folder / LAST).exists() else None
     stopped = False
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
+        with _quiet():
+            trainer.fit(module, datamodule=data, ckpt_path=again, weights_only=True)
         state: dict[str, torch.Tensor] = torch.load(best.best_model_path, weights_only=True, map_location="cpu")[
             "state_dict"
         ]
@@ -171,14 +158,6 @@ def _fit_best(
             "--learning-rate: training diverged: no epoch left a held-out loss that is a number; give less"
         )
     return state
-
-
-def _said(error: Exception) -> str:
-    return f"--accelerator, --devices, --precision: {' '.join(str(error).split())[:300]}"
-
-
-def _precision(text: str) -> Any:
-    return int(text) if text.isdigit() else text
 
 
 def _devices(text: str) -> Any:

@@ -25,7 +25,7 @@ from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.decision_costs import with_prices
 from ..report.intervals import LEVEL, REPLICATES, Resamples, Values
 from ..report.records import Ratio
-from .estimators import ESTIMATORS, OffPolicyEstimator, importance
+from .estimators import ESTIMATORS
 from .feedback import Feedback, logged_feedback
 from .rounds import COLUMNS, Shown, shown_rounds
 
@@ -177,13 +177,11 @@ def _missed(arrays: TraceArrays, base: Shown) -> float:
     return float((~same[alone]).mean()) if alone.any() else 0.0
 
 
-def _resampled(estimator: OffPolicyEstimator, feedback: Feedback, made: Resamples) -> list[Values]:
+def _resampled(estimator: str, feedback: Feedback, made: Resamples) -> list[Values]:
     """Return [1 + R] tokens and [1 + R] seconds of a round, in the sample and in every resample."""
     out = []
-    for name, reward in feedback.rewards.items():
-        above, below = estimator.terms(
-            reward, feedback.action, feedback.pscore, feedback.action_dist, None, feedback.models[name]
-        )
+    for reward in feedback.rewards:
+        above, below = feedback.terms(estimator, reward)
         with np.errstate(invalid="ignore", divide="ignore"):
             out.append(made.total(above) / made.total(below))  # NaN where a resample sees nothing
     return out
@@ -202,7 +200,7 @@ def _answer(
     own = {name: made.total(values) for name, values in feedback.own.items()}
     base_rate = own["tokens"] / own["seconds"]
     rho = float(base_rate[0]) if rho is None else rho
-    values = {e.estimator_name: _resampled(e, feedback, made) for e in ESTIMATORS}
+    values = {name: _resampled(name, feedback, made) for name in ESTIMATORS}
     # A regression's interval that takes the regression as given is far too narrow. Fitted by least squares with an intercept
     # where the coin alone says what is seen, the direct method has the doubly robust one's influence function.
     values["dm"] = [mine[0] + dr - dr[0] for mine, dr in zip(values["dm"], values["dr"], strict=True)]
@@ -212,8 +210,7 @@ def _answer(
             rate = tokens / seconds
             shown = (tokens, seconds, rate, tokens - rho * seconds, rate / base_rate)
         lines.append(OfflineLine(name, *(made.interval(v) for v in shown)))
-    weight = importance(feedback.rewards["tokens"], feedback.action, feedback.pscore, feedback.action_dist)
-    few = int(feedback.by_exploration.sum())
+    few, weight = int(feedback.by_exploration.sum()), feedback.weight
     notes = [_UNKNOWN] if feedback.is_explored_only else []
     notes += [_FEW.format(few)] if 0 < few < FEW else []
     return Offline(
@@ -222,7 +219,7 @@ def _answer(
         len(weight),
         made.prompts,
         arrays.header.explore,
-        float(feedback.action.mean()),
+        float(feedback.seen.mean()),
         few,
         float(weight.sum() ** 2 / (weight**2).sum()),  # Kish's effective sample size
         rho,

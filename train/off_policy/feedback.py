@@ -1,37 +1,34 @@
-"""A live trace as logged feedback on one policy, in the words of Open Bandit Pipeline."""
+"""A live trace as logged feedback on one policy: what its rounds show, how likely they were to show it, and a regression."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...policies.latency.profile import Profile
 from ..replay.traces.arrays import TraceArrays
+from .estimators import ESTIMATORS, Array, Terms
 from .rewards import predicted
 from .rounds import Shown, recorded_rounds
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """n rounds; action 1 = the round shows what the policy needs, 0 = it does not.
+    """n rounds. A policy's value is what would be seen if every round showed what it needs.
 
     Attributes:
-        action, pscore: [n]; `pscore` is the chance of the action taken.
-        action_dist: [n, 2, 1], all on action 1: the value of the policy is what would be seen if every round showed it.
+        seen: [n] bool, the round shows it.
+        weight: [n] 1 / chance that it does, where seen; else 0.
         rewards: [n] by name, tokens and seconds; 0 where not seen.
-        models: [n, 2, 1] by name, the regression's rewards.
+        models: [n] by name, the regression's rewards.
         own: [n] by name, what the logging policy's own rounds brought; 0 where that is unknown.
         by_coin: [n] bool, the round shows the policy only if it explores.
         is_explored_only: the logging policy is unknown, so that the coin alone says what is seen.
     """
 
-    action: Array
-    pscore: Array
-    action_dist: Array
+    seen: Array
+    weight: Array
     rewards: dict[str, Array]
     models: dict[str, Array]
     own: dict[str, Array]
@@ -41,7 +38,12 @@ class Feedback:
     @property
     def by_exploration(self) -> Array:
         """[n] bool, seen because the round explored and for no other reason."""
-        return self.by_coin & (self.action > 0)
+        return self.by_coin & self.seen
+
+    def terms(self, estimator: str, reward: str) -> Terms:
+        """Return the [n] numerators and [n] denominators of one of `ESTIMATORS`, of one of the rewards."""
+        model = self.models[reward]
+        return ESTIMATORS[estimator](self.rewards[reward], self.weight, model, model * self.seen)
 
 
 def logged_feedback(arrays: TraceArrays, shown: Shown, base: Shown | None, profile: Profile, seed: int = 0) -> Feedback:
@@ -65,20 +67,12 @@ def logged_feedback(arrays: TraceArrays, shown: Shown, base: Shown | None, profi
     else:
         by_coin = ~seen
     seeing = np.where(by_coin, share, 1.0)  # the chance that the round shows the policy
-    dist = np.zeros((len(seen), 2, 1))
-    dist[:, 1] = 1.0
     rewards = {"tokens": shown.tokens * seen, "seconds": shown.seconds * seen}
-    models = {}
-    for name, reward in rewards.items():
-        model = np.zeros_like(dist)
-        model[:, 1, 0] = predicted(arrays, base, reward, seen, by_coin, seed)
-        models[name] = model
     return Feedback(
-        action=seen.astype(np.int64),
-        pscore=np.where(seen, seeing, 1.0 - seeing),
-        action_dist=dist,
+        seen=seen,
+        weight=np.divide(1.0, seeing, out=np.zeros(len(seen)), where=seen),
         rewards=rewards,
-        models=models,
+        models={name: predicted(arrays, base, reward, seen, by_coin, seed) for name, reward in rewards.items()},
         own=_own(arrays, base, explored, profile),
         by_coin=by_coin,
         is_explored_only=is_explored_only,

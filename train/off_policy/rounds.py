@@ -24,7 +24,7 @@ from ...decode.rounds import draft
 from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_observe
 from ...policies.errors import TraceError
 from ...policies.latency.profile import Profile
-from ..replay.rounds import RecordedRounds, recorded_anchors
+from ..replay.rounds import RecordedRounds, likelihood_ratios
 from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays
 
@@ -103,7 +103,7 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
 def recorded_rounds(arrays: TraceArrays, profile: Profile) -> tuple[Array, Array]:
     """Return [N] tokens and [N] modelled seconds of the rounds as they were recorded; arguments as of `shown_rounds`."""
     trace, row = _Recorded(arrays), np.arange(len(arrays.accepted))
-    context = np.repeat(arrays.prompt_tokens.numpy(), arrays.rows.numpy()) + recorded_anchors(arrays)
+    context = (arrays.prompt_tokens[arrays.owner] + arrays.every_anchor).numpy()
     price = profile.decision(arrays.header.policy.partition(":")[0])
     decisions = arrays.extra["decisions"].numpy()
     seconds = profile.round_seconds(context, trace.drawn, trace.sent, trace.backlog, decisions, price)
@@ -159,11 +159,10 @@ class _Recorded:
 
 def _survival(arrays: TraceArrays) -> Array:
     """Return [N, K] P(A >= j | x_1..x_j): the product of min(1, p / q), or of block verification min(1, w p / q)."""
-    q, p = (arrays.extra[name].numpy().astype(np.float64) for name in ("draft_prob", "target_prob"))
-    ratio = np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
+    ratio = likelihood_ratios(arrays)
     if not arrays.header.verification.startswith("block"):
         return np.minimum(ratio, 1.0).cumprod(1)
-    weight, out = np.ones(len(q)), np.empty_like(ratio)  # w_i = min(1, w_{i-1} p / q), METHODS B9
+    weight, out = np.ones(len(ratio)), np.empty_like(ratio)  # w_i = min(1, w_{i-1} p / q), METHODS B9
     for at in range(ratio.shape[1]):
         weight = np.minimum(weight * ratio[:, at], 1.0)
         out[:, at] = weight

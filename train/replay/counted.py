@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...policies.latency.profile import Profile
+from .log import Rounds
 
 Array = np.ndarray[Any, Any]
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -68,32 +69,21 @@ class Counted:
     decisions: Values
 
 
-def count_rounds(
-    sequences: int,
-    sequence: Array,
-    context: Array,
-    drafted: Array,
-    verified: Array,
-    backlog: Array,
-    decisions: Array,
-    fed: Array | None = None,
-) -> Counted:
-    """Count rounds by kind.
+def count_rounds(rounds: Rounds, sequences: int) -> Counted:
+    """Count rounds of S sequences by kind.
 
     A backlog of more than `LONG` tokens is counted as one of `LONG`, and each token beyond as the difference between a round
     with one token more and one without: a kind of its own, and another one counted less than not at all.
-
-    Args:
-        sequences: S.
-        sequence: [R] whose round it was.
-        context, drafted, verified, backlog, decisions, fed: [R], as of `Profile.round_seconds`.
     """
+    columns = (rounds.sequence, rounds.context, rounds.drafted, rounds.verified, rounds.backlog, rounds.decisions)
+    sequence, context, drafted, verified, backlog, decisions = (column.numpy() for column in columns)
+    fed = None if rounds.fed is None else rounds.fed.numpy()
     beyond = np.maximum(backlog - LONG, 0) * (drafted > 0)  # nothing is read where nothing is drafted
     short = np.where(drafted > 0, np.minimum(backlog, LONG), 1)
     idle = (drafted == 0) & (decisions > 0)
-    columns = np.column_stack([drafted, verified, short, idle, *([] if fed is None else [fed])])
+    rows = np.column_stack([drafted, verified, short, idle, *([] if fed is None else [fed])])
     # Where nothing is drafted no backlog is read: `short` makes one kind of them.
-    found, kind = np.unique(columns, axis=0, return_inverse=True)
+    found, kind = np.unique(rows, axis=0, return_inverse=True)
     # With backlog b > 2: cost(b) = cost(2) + (b - 2) (cost(3) - cost(2)). What the two kinds draft and send cancels; they
     # feed a token, or no first step would be priced.
     one_more = np.zeros((2, found.shape[1]), dtype=np.int64)
@@ -116,10 +106,6 @@ def joined(kinds: Sequence[Kinds]) -> tuple[Kinds, list[int]]:
     deepest = max((fed.shape[1] for fed in feeds), default=0)
     wide = [np.pad(fed, ((0, 0), (0, deepest - fed.shape[1]))) for fed in feeds]
     begins = np.cumsum([0, *(len(one.drafted) for one in kinds[:-1])]).tolist()
-    return Kinds(
-        np.concatenate([one.drafted for one in kinds]),
-        np.concatenate([one.verified for one in kinds]),
-        np.concatenate([one.backlog for one in kinds]),
-        np.concatenate([one.asked for one in kinds]),
-        np.concatenate(wide) if wide else None,
-    ), begins
+    columns = ([one.drafted, one.verified, one.backlog, one.asked] for one in kinds)
+    drafted, verified, backlog, asked = map(np.concatenate, zip(*columns, strict=True))
+    return Kinds(drafted, verified, backlog, asked, np.concatenate(wide) if wide else None), begins

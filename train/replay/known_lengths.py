@@ -17,72 +17,49 @@ from torch import Tensor
 from ...policies.baselines.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from .log import Rounds
-from .seconds import prompt_seconds, round_seconds
+from .seconds import prompt_seconds
 from .source import Array, TraceSource
 from .traces.arrays import TraceArrays
 
 
 @dataclass(frozen=True)
 class Walked:
-    """Rounds of C runs over the same S texts; all [R].
+    """Rounds of C runs over the same S texts.
 
     Attributes:
         arrays: the trace.
         runs: C.
-        run, sequence: which round it was.
-        context: tokens committed before it, the prompt's included.
-        drafted, verified: tokens drawn, and sent to the target.
-        backlog: committed tokens that the draft had not read.
-        committed: tokens.
+        run: [R] whose round it was.
+        every: the R rounds; their decisions are nobody's. `accepted` is less than what the target accepts where the end of
+            the text cut the round.
     """
 
     arrays: TraceArrays
     runs: int
     run: Tensor
-    sequence: Tensor
-    context: Tensor
-    drafted: Tensor
-    verified: Tensor
-    backlog: Tensor
-    committed: Tensor
+    every: Rounds
 
     def seconds(self, profile: Profile) -> Tensor:
         """Return [C, S] float64 seconds, reading each text's prompt included, decisions left out."""
         return self.of_rounds(profile)[1] + prompt_seconds(profile, self.arrays.prompt_tokens)
 
     def rounds(self, run: int) -> Rounds:
-        """Return the rounds of a run; its decisions are nobody's."""
-        of = self.run == run
-        sequence, context, drafted, verified, backlog, committed = (
-            column[of]
-            for column in (self.sequence, self.context, self.drafted, self.verified, self.backlog, self.committed)
-        )
-        # `committed - 1` is what was accepted, or less where the end of the text cut the round.
-        anchor, none = context - self.arrays.prompt_tokens[sequence], torch.zeros_like(drafted)
-        return Rounds(
-            sequence, anchor, context, drafted, verified, committed - 1, backlog, none, drafted, None, cost_name=""
-        )
-
-    def rates(self, profile: Profile) -> Tensor:
-        """Return [C] committed tokens per second of the rounds alone: of a batch that is always full."""
-        committed, spent = self.of_rounds(profile)
-        return committed.sum(1) / spent.sum(1)
+        """Return the rounds of a run."""
+        return self.every.part(self.run == run)
 
     def of_rounds(self, profile: Profile) -> tuple[Tensor, Tensor]:
         """Return [C, S] committed tokens and [C, S] float64 seconds of the rounds alone."""
-        spent = round_seconds(profile, self.context, self.drafted, self.verified, self.backlog)
-        bins = self.run * self.arrays.sequences + self.sequence  # [R] below C * S
+        bins = self.run * self.arrays.sequences + self.every.sequence  # [R] below C * S
         sums = torch.zeros(2, self.runs * self.arrays.sequences, dtype=torch.float64)
-        sums.index_add_(1, bins, torch.stack([self.committed.double(), spent]))
+        sums.index_add_(1, bins, torch.stack([(self.every.accepted + 1).double(), self.every.seconds(profile)]))
         committed, seconds = sums.view(2, self.runs, -1).unbind(0)
         return committed, seconds
 
 
 def draft_bound(arrays: TraceArrays) -> Tensor:
     """Return [N], the most tokens that can be drafted at each anchor of a dense trace: up to EOS, or the length limit."""
-    sequence = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
-    anchor = arrays.first_anchor[sequence] + torch.arange(len(sequence)) - arrays.offset[sequence]
-    allowed = (arrays.header.max_new_tokens - anchor - 1).clamp(0, arrays.depth)  # one place is the target's
+    # One place of the text is the target's own.
+    allowed = (arrays.header.max_new_tokens - arrays.every_anchor - 1).clamp(0, arrays.depth)
     if not arrays.header.eos or not arrays.ends.shape[1]:
         return allowed
     # The end of text itself is drafted; nothing is drafted after it.
@@ -118,7 +95,10 @@ class KnownLengths(TraceSource):
         # Of a chain, `verify` and `commit` read no more of `Drafted` than these two.
         found: Any = _Lengths(drafted, np.minimum(verified, drafted))
         # Read before `commit`, which moves anchor and backlog on.
-        on, before = self.active, (self.run, self.sequence, self.context(), drafted, found.verified, self.backlog)
+        before = (
+            self.run, self.sequence, self.anchor, self.context(), drafted, found.verified, self.backlog
+        )  # fmt: skip
+        on = self.active
         accepted = self.verify(found)
         committed, _ = self.commit(found)
         self._log.append(np.stack([*before, committed])[:, on])
@@ -131,8 +111,13 @@ class KnownLengths(TraceSource):
 
     def walked(self, runs: int) -> Walked:
         """Return all rounds so far, of so many runs."""
-        columns = np.concatenate([np.zeros((7, 0), dtype=np.int64), *self._log], 1)
-        return Walked(self.arrays, runs, *torch.from_numpy(columns).unbind(0))
+        columns = torch.from_numpy(np.concatenate([np.zeros((8, 0), dtype=np.int64), *self._log], 1))
+        run, sequence, anchor, context, drafted, verified, backlog, committed = columns
+        none, accepted = torch.zeros_like(drafted), committed - 1
+        every = Rounds(
+            sequence, anchor, context, drafted, verified, accepted, backlog, none, drafted, None, cost_name=""
+        )
+        return Walked(self.arrays, runs, run, every)
 
 
 def walk_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Walked:

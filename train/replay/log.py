@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
-from .counted import Counted, count_rounds
 from .run import Replayed, replay
 from .seconds import prompt_seconds, round_seconds
 from .traces.arrays import TraceArrays
@@ -44,6 +44,12 @@ class Rounds:
     fed: Tensor | None
     cost_name: str
 
+    def part(self, use: Tensor) -> Rounds:
+        """Return the rounds where `use` [R] holds."""
+        columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        kept: dict[str, Any] = {name: values[use] for name, values in columns.items() if isinstance(values, Tensor)}
+        return dataclasses.replace(self, **kept)
+
     def seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64, what a profile says that these rounds take."""
         return round_seconds(
@@ -65,19 +71,6 @@ class Rounds:
         """Return [R] float64 seconds of decisions."""
         return torch.from_numpy(profile.decision(self.cost_name).of(self.decisions.numpy()))
 
-    def counted(self, sequences: int) -> Counted:
-        """Return these rounds by what they consisted of, for each of the sequences."""
-        return count_rounds(
-            sequences,
-            self.sequence.numpy(),
-            self.context.numpy(),
-            self.drafted.numpy(),
-            self.verified.numpy(),
-            self.backlog.numpy(),
-            self.decisions.numpy(),
-            None if self.fed is None else self.fed.numpy(),
-        )
-
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""
         return torch.zeros(sequences, dtype=torch.float64).index_add_(0, self.sequence, values.double())
@@ -90,10 +83,6 @@ class Played:
     policy: StopPolicy
     result: Replayed
     rounds: Rounds
-
-    def seconds(self, arrays: TraceArrays, profile: Profile) -> Tensor:
-        """Return [S], what the texts take under another profile if the policy stops where it did."""
-        return self.rounds.of_texts(profile, arrays.prompt_tokens)
 
 
 def play(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> Played:

@@ -36,20 +36,15 @@ class RoundValues:
 
     Attributes:
         name: of the policy.
-        rounds: number evaluated.
         committed: [rounds] expected tokens, the target's own included.
         seconds: [rounds] modelled.
-        drafted, verified: [rounds].
         caveats: what a reader must know; always to be printed.
         taken: what they consisted of.
     """
 
     name: str
-    rounds: int
     committed: Tensor
     seconds: Tensor
-    drafted: Tensor
-    verified: Tensor
     caveats: tuple[str, ...]
     taken: Rounds
 
@@ -82,29 +77,29 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
     # Without exploration every uncut round is asked; `verify` refuses a policy that wants what was not drawn.
     full = (arrays.extra["explored"] | (header.explore == 0.0)).numpy() & ~arrays.cut.numpy()
-    lines, counts, feeds = [], [], []
+    worth, counts, feeds = [], [], []
     while source.visit(full):
         on, sequence, anchor = source.active, source.sequence, source.anchor
         made = play_round(source, runner)
         found, fed = made.found, made.found.fed_by_step
         expected = _expected(arrays, source.row, found) if soft else made.accepted
-        lines.append(np.stack([expected + 1.0, made.seconds, found.drafted, found.verified], 1)[on])
+        worth.append(np.stack([expected + 1.0, made.seconds], 1)[on])
         columns = (sequence, anchor, made.context, found.drafted, found.verified, made.accepted, made.backlog)
         steps = found.drafted if fed is None else (fed > 0).sum(1)
-        counts.append(np.stack([*columns, found.decisions, steps], 1)[on])
+        counts.append(np.stack([*columns, found.decisions, steps])[:, on])
         feeds += [] if fed is None else [fed[on]]
-    table = torch.from_numpy(np.concatenate(lines))
-    if not len(table):
+    committed, seconds = torch.from_numpy(np.concatenate(worth)).unbind(1)
+    if not len(committed):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
     caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
     fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
     at, start, context, drafted, verified, accepted, backlog, asked, passes = torch.from_numpy(
-        np.concatenate(counts)
-    ).unbind(1)
+        np.concatenate(counts, 1)
+    )
     taken = Rounds(
         at, start, context, drafted, verified, accepted, backlog, asked, passes, fed_by_step, policy.cost_name
     )
-    return RoundValues(policy.name, len(table), table[:, 0], table[:, 1], table[:, 2], table[:, 3], caveats, taken)
+    return RoundValues(policy.name, committed, seconds, caveats, taken)
 
 
 class RecordedRounds(TraceSource):
@@ -117,7 +112,7 @@ class RecordedRounds(TraceSource):
 
     def __init__(self, arrays: TraceArrays, policy: StopPolicy) -> None:
         super().__init__(arrays, policy, np.arange(arrays.sequences)[:, None])
-        self._anchors_at, self._unread = recorded_anchors(arrays), arrays.extra["backlog"].numpy().astype(np.int64)
+        self._anchors_at, self._unread = arrays.every_anchor.numpy(), arrays.extra["backlog"].numpy().astype(np.int64)
         self._rounds, self._next = arrays.rows.numpy(), 0
 
     def visit(self, wanted: Array) -> bool:
@@ -138,18 +133,15 @@ class RecordedRounds(TraceSource):
         return self._taken + 1, np.zeros(len(self.row), dtype=bool)
 
 
+def likelihood_ratios(arrays: TraceArrays, row: Array | slice = slice(None)) -> Array:
+    """Return [R, K] p / q of the tokens drawn in these rows, 0 where none was."""
+    q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
+    # `where` works out both sides, so that the division must not fail where q is 0.
+    return np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
+
+
 def _expected(arrays: TraceArrays, row: Array, found: Drafted) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
-    q, p = (arrays.extra[name].numpy()[row].astype(np.float64) for name in ("draft_prob", "target_prob"))
-    # q is 0 where nothing was drawn; `where` works out both sides, so that the division must not fail there.
-    survival = np.where(q > 0, np.minimum(p / np.maximum(q, 1e-300), 1.0), 0.0).cumprod(1)
+    survival = np.minimum(likelihood_ratios(arrays, row), 1.0).cumprod(1)
     out: Array = (survival * (np.arange(arrays.depth) < found.verified[:, None])).sum(1)
     return out
-
-
-def recorded_anchors(arrays: TraceArrays) -> Array:
-    """Return [N], the anchor of every row."""
-    if arrays.anchors is not None:
-        return arrays.anchors.numpy()
-    starts = zip(arrays.rows.tolist(), arrays.first_anchor.tolist(), strict=True)
-    return np.concatenate([np.arange(count) + first for count, first in starts])

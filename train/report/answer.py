@@ -12,9 +12,9 @@ from .records import DEPLOY, FEWEST, HF_DEFAULT, NO_VERDICT, REFUSE, TUNED, Answ
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
 
 
-def span(ratio: Ratio, digits: int = 3) -> str:
+def span(ratio: Ratio) -> str:
     """Return `1.021 to 1.063`."""
-    return f"{ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
+    return f"{ratio.low:.3f} to {ratio.high:.3f}"
 
 
 def answer(

@@ -8,6 +8,7 @@ report's folder has a copy.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -134,16 +135,10 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
         )
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():
-        _write(cache, {"schema": SCHEMA, "kind": "decisions", "decisions": [found]})
+        # Where there is no cache that can be written, the report's folder has a copy, which serves when it is replaced.
+        with contextlib.suppress(OSError):
+            write_json(cache, {"schema": SCHEMA, "kind": "decisions", "decisions": [found]})
     return found
-
-
-def _write(path: Path, value: Any) -> None:
-    """Write a file of the cache, where there is one that can be written."""
-    try:
-        write_json(path, value)
-    except OSError:
-        return  # the report's folder has a copy, which serves when it is replaced
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import Regret, judge
@@ -18,7 +17,7 @@ from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity,
 from .intervals import Resamples
 from .losses import decoder, largest_losses
 from .pricing import Draws
-from .reliability import reliability
+from .reliability import has_survival, reliability
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def details(material: Material, boot: Resamples, seed: int, progress: Progress) 
     """
     arrays, profile, subject = material.arrays, material.profile, material.subject
     depth = arrays.depth
-    learned = [(e, e.played.policy) for e in material.entries if isinstance(e.played.policy, LearnedPolicy)]
+    learned = [(e, e.played.policy) for e in material.entries if has_survival(e.played.policy)]
     steps: dict[str, Callable[[], Any]] = {
         "stops": lambda: stop_costs(material),
         "time": lambda: tuple(time_share(e.name, arrays, e.played, profile) for e in material.everyone),

@@ -15,7 +15,7 @@ from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError, TraceError
+from ...policies.errors import TraceError
 from ...policies.files.outputs import claim_folder
 from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
@@ -23,14 +23,14 @@ from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
 from ..fit.tuning.batches import settle_batch
-from ..fit.tuning.rates import PRICED, solve_rate, tune_confidence
+from ..fit.tuning.rates import is_priced, solve_rate, tune_confidence
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import tell_other_verification
+from ..replay.traces.checking import check_apart, tell_other_verification
 from .answer import answer, findings, noise_findings
 from .batches import Arrivals, by_batch
 from .decision_costs import copies, lacking_line, with_prices
@@ -41,7 +41,7 @@ from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
 from .speeds import ASKED, SpeedTable
-from .whatif.records import Transfer
+from .whatif.records import Transfer, check_apart_names
 from .whatif.sweep import RATIOS, sweep as run_sweep
 from .writing.files import write_report
 
@@ -109,7 +109,7 @@ def evaluate(
     """
     for policy in policies:
         check_policy(policy)
-    _check_names(policies)
+    check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
     kernels.load(progress)
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
@@ -128,8 +128,8 @@ def evaluate(
         )
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
-    if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
-        raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
+    if tuning is not None:
+        check_apart("--train-traces", tuning, "the evaluated traces", arrays)
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
     profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)
@@ -187,7 +187,7 @@ def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) 
 
 def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:
     """Whether a sweep takes so little time that it is made without being asked for; the same on every machine."""
-    derived = [p for p in policies if isinstance(p, LearnedPolicy) and p.rule.kind in PRICED]
+    derived = [policy for policy in policies if is_priced(policy)]
     work = [(arrays.depth + 1 + len(policies), arrays)]
     work += [(_SOLVE_REPLAYS * len(derived), tuning)] if tuning is not None else []
     seconds = sum(times * (_REPLAY_S + _ANCHOR_S * len(of.accepted)) for times, of in work)
@@ -220,8 +220,7 @@ def _policies(
         jobs.append((TUNED, "rule", tuned, note))
     for policy in policies:
         note, called = "", policy.shown_name
-        is_derived = isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
-        if isinstance(policy, LearnedPolicy) and is_derived and not profile.same_costs(policy.facts.profile):
+        if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             note = "rho as saved, of another profile; give dense training traces to solve it for this one"
             if tuning is not None and replayable:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
@@ -255,13 +254,6 @@ def _estimate(
     found = achievable_in_batches(arrays, profile, seed)
     progress("achievable estimate of batches", 1, 1)
     return found
-
-
-def _check_names(policies: Sequence[StopPolicy]) -> None:
-    """Refuse policies that could not be told apart in the report."""
-    names = [HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"--policy: two policies are called {twice!r}; give each once, or rename one")
 
 
 def _replayed(

@@ -129,7 +129,7 @@ class Sensitivity:
 
 def acceptance_bands(arrays: TraceArrays, boot: Resamples) -> tuple[Ratio, ...]:
     """Return P(A >= k), k = 1..K, over the anchors that the end of a text did not cut; empty where all were cut."""
-    owner = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[~arrays.cut]
+    owner = arrays.owner[~arrays.cut]
     if not len(owner):
         return ()
     reached = (arrays.accepted[~arrays.cut][:, None] >= torch.arange(1, arrays.depth + 1)).double()

@@ -53,7 +53,7 @@ class Resamples:
         out: Values = self._weights @ by_prompt
         return out
 
-    def interval(self, values: Values, level: float = LEVEL) -> Ratio:
+    def interval(self, values: Values) -> Ratio:
         """Return the value of the sample and its interval, from values [1 + R] of a statistic of `total`s.
 
         Resamples without a value are left out. One prompt says nothing of how others differ: it has no interval.
@@ -61,12 +61,12 @@ class Resamples:
         value, known = float(values[0]), values[1:][np.isfinite(values[1:])]
         if not len(known) or self.prompts < 2:
             return Ratio(value)
-        tail = expanded_tail(self.prompts, level)
+        tail = expanded_tail(self.prompts)
         low, high = np.quantile(known, [tail, 1.0 - tail])
         return Ratio(value, float(low), float(high))
 
 
-def expanded_tail(prompts: int, level: float = LEVEL) -> float:
+def expanded_tail(prompts: int) -> float:
     """Return the share of resamples below (and above) the expanded percentile interval of so many prompts."""
-    t = stdtrit(prompts - 1, (1.0 + level) / 2)
+    t = stdtrit(prompts - 1, (1.0 + LEVEL) / 2)
     return float(ndtr(-np.sqrt(prompts / (prompts - 1)) * t))

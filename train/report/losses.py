@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ...collect.schema import Header
-from ...policies.learned.policy import LearnedPolicy
 from ..replay.bounds.regret import Regret
 from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
-from .reliability import survival
+from .reliability import has_survival, survival
 
 PROMPTS = 6
 ROUNDS = 3
@@ -147,7 +146,7 @@ def _round(arrays: TraceArrays, played: Played, regret: Regret, at: int, decode:
     nodes = _path(arrays, row)
     length = int(arrays.accepted[row])
     guesses: list[float] = []
-    if isinstance(played.policy, LearnedPolicy):
+    if has_survival(played.policy):
         one = slice(at, at + 1)
         found = survival(played.policy, arrays, torch.tensor([row]), played.result.history[one])[0]
         guesses = [float(found[node]) for node in nodes]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...policies.latency.profile import Profile
-from ..replay.counted import joined
+from ..replay.counted import count_rounds, joined
 from ..replay.log import Rounds
 from .intervals import LEVEL, REPLICATES, Resamples, Values
 from .records import Ratio
@@ -58,11 +58,11 @@ class Draws:
         lacks = "" if self.drawn else "; the profile has kept no timings, whose error is left out"
         return f"{LEVEL:.0%} bootstrap over {over}, {REPLICATES} replicates{lacks}"
 
-    def interval(self, values: Values, level: float = LEVEL) -> Ratio:
+    def interval(self, values: Values) -> Ratio:
         """Return the value as found and its interval, of a statistic [1 + D] under every draw."""
         if not self.drawn:
             return Ratio(float(values[0]))
-        low, high = np.quantile(values[1:], [(1.0 - level) / 2, (1.0 + level) / 2])
+        low, high = np.quantile(values[1:], [(1.0 - LEVEL) / 2, (1.0 + LEVEL) / 2])
         return Ratio(float(values[0]), float(low), float(high))
 
 
@@ -88,7 +88,7 @@ class Priced:
         self._boot, self._draws, self._replays = boot, draws, list(replays)
         self._tokens, self._known = prompt_tokens, spent
         self._at: Values | slice = slice(None)
-        self._counted = [rounds.counted(len(prompt_tokens)) for rounds in replays] if draws.drawn else []
+        self._counted = [count_rounds(rounds, len(prompt_tokens)) for rounds in replays] if draws.drawn else []
         self._count()
 
     def among(self, boot: Resamples, at: Tensor) -> Priced:

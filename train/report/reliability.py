@@ -7,18 +7,22 @@ policy does not know that a branch has failed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import DraftStep
+from ...policies.contract import DraftStep, StopPolicy
+from ...policies.learned.continuation import ContinuationPolicy
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned.trees import TreeGain
 from ..heads.calibration.scores import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds
 from ..replay.run import Replayed
 from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays, seen_features
+from ..replay.traces.hidden_states import seen_states
 
 MOST_ROUNDS = 20_000
 _DRAWS = 20
@@ -69,6 +73,11 @@ class Reliability:
     depths: tuple[Depth, ...]
 
 
+def has_survival(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
+    """Whether a policy keeps the survival of a depth in mind: those of values know no chances, those of trees weigh nodes."""
+    return isinstance(policy, LearnedPolicy) and not isinstance(policy, (ContinuationPolicy, TreeGain))
+
+
 def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: Tensor) -> Tensor:
     """Return [R, N] float64, S of every node as the policy computes it while it drafts; NaN where it is not asked.
 
@@ -84,31 +93,19 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
     state = policy.start(streams, np.zeros(streams, dtype=np.int64))  # learned policies draw no random numbers
     for depth in range(policy.first, tree.deepest + 1):
         level = np.array(tree.levels[depth]) - 1  # nodes; row 0 is the root, -1 at depth 0
+        nodes = torch.from_numpy(level)
         step = DraftStep(
             depth,
             np.ones((streams, len(level)), dtype=bool),  # after a rejection too: a live one does not know
             np.tile(tree.above_in_level[depth], (streams, 1)),
             np.ascontiguousarray(seen[:, level + 1]),
-            _hidden(policy, arrays, row, level if depth else None),
+            {name: seen_states(arrays.vector(name), row, nodes if depth else None) for name in policy.hidden},
             np.arange(streams),
         )
         _, state = policy.keep(step, state)
         if depth:
             out[:, level] = policy.latest(state)
     return torch.from_numpy(out)
-
-
-def _hidden(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, nodes: Array | None) -> dict[str, Array]:
-    """Return the hidden states that the policy reads at nodes [B] of rows [R], each [R, B, H]; 0 before any node."""
-    out = {}
-    for name in policy.hidden:
-        stored, width = arrays.vector(name), 1 if nodes is None else len(nodes)
-        full = torch.zeros(len(row), width, stored.width)
-        if nodes is not None or not stored.of_nodes:
-            where = None if nodes is None else torch.from_numpy(nodes).repeat(len(row))
-            full = stored.at(row.repeat_interleave(width), where).float().view_as(full)
-        out[name] = full.numpy()
-    return out
 
 
 def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, result: Replayed, seed: int) -> Reliability:
@@ -126,7 +123,7 @@ def reliability(policy: LearnedPolicy, arrays: TraceArrays, rounds: Rounds, resu
         [survival(policy, arrays, *part) for part in zip(row.split(_CHUNK), history.split(_CHUNK), strict=True)]
     )
     tree, start = arrays.tree, max(policy.first, 1)
-    path = arrays.path[row] if arrays.path is not None else torch.arange(arrays.depth) < arrays.accepted[row][:, None]
+    path = arrays.accepted_nodes(row)
     depths = []
     for depth in range(start, min(arrays.depth, policy.max_depth) + 1):
         level = torch.tensor(tree.levels[depth]) - 1

@@ -61,9 +61,7 @@ def round_report(
         made.ceiling = every.tokens[:, -1] / every.spent[Vary.ALL][:, -1]
 
     winner = max(fixed, key=lambda one: one.rate)
-    lines = [made.line("plain decoding", "fixed", made.found.plain, _counts(fixed[0]), "fixed:0")]
-    note = f"{winner.name}, chosen on these prompts"
-    lines.append(made.line("best fixed", "fixed", made.found.best, _counts(winner), note))
+    lines = made.first_lines(_counts(fixed[0]), _counts(winner), winner.name)
     for (name, kind, _, note), of in zip(jobs, asked, strict=True):
         lines.append(made.line(name, kind, made.found.of[name], _counts(of), note))
     if made.ceiling is not None:
@@ -74,7 +72,7 @@ def round_report(
         tuple(lines),
         made.found.fixed,
         tuple(band.value for band in reached),
-        {**facts, "rounds": winner.rounds},
+        {**facts, "rounds": len(winner.committed)},
         reached,
         answer(lines, winner.name, every.boot, made.to_rivals, by_profile=made.by_profile),
         noise_findings(draws.profile),
@@ -104,7 +102,8 @@ class _Texts:
 
 
 def _counts(values: RoundValues) -> Counts:
-    committed, drafted, verified = (float(v.mean()) for v in (values.committed, values.drafted, values.verified))
+    counts = (values.committed, values.taken.drafted, values.taken.verified)
+    committed, drafted, verified = (float(count.double().mean()) for count in counts)
     return committed, drafted, verified, committed - 1.0
 
 
@@ -123,12 +122,8 @@ def _bound(fixed: Sequence[RoundValues]) -> RoundValues:
         if rho - before <= _SETTLED * rho:
             break
 
-    def of(name: str) -> torch.Tensor:
-        """Return a column of the rounds at their best depths."""
-        return torch.stack([getattr(one.taken, name) for one in fixed], 1).gather(1, best)[:, 0]
-
-    drafted, verified = of("drafted"), of("verified")
-    taken = dataclasses.replace(
-        fixed[0].taken, drafted=drafted, verified=verified, accepted=of("accepted"), steps=of("steps")
-    )
-    return RoundValues("bound", len(chosen), chosen, spent, drafted, verified, (), taken)
+    at_best: dict[str, Any] = {
+        name: torch.stack([getattr(one.taken, name) for one in fixed], 1).gather(1, best)[:, 0]
+        for name in ("drafted", "verified", "accepted", "steps")
+    }
+    return RoundValues("bound", chosen, spent, (), dataclasses.replace(fixed[0].taken, **at_best))

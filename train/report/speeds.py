@@ -111,6 +111,14 @@ class Comparison:
         parts = {vary.value: self._alone(vary, name) for vary in Vary} if kept else {}
         return dataclasses.replace(made, verdict=told, parts=parts)
 
+    def first_lines(self, plain: Counts, best: Counts, best_name: str) -> list[Line]:
+        """Return the lines of plain decoding and of the best fixed length."""
+        note = f"{best_name}, chosen on these prompts"
+        return [
+            self.line("plain decoding", "fixed", self.found.plain, plain, "fixed:0"),
+            self.line("best fixed", "fixed", self.found.best, best, note),
+        ]
+
 
 class SpeedTable(Comparison):
     """The lines of a report on dense traces.
@@ -159,11 +167,9 @@ class SpeedTable(Comparison):
 
     def lines(self, best: Played) -> list[Line]:
         """Return all lines; `best` is the best fixed length."""
-        found = self.found
-        out = [self.line("plain decoding", "fixed", found.plain, _counts(self._fixed[0].result), "fixed:0")]
-        note = f"{best.result.name}, chosen on these prompts"
-        out.append(self.line("best fixed", "fixed", found.best, _counts(best.result), note))
-        out += [self.line(e.name, e.kind, found.of[e.name], _counts(e.played.result), e.note) for e in self._entries]
+        out = self.first_lines(_counts(self._fixed[0].result), _counts(best.result), best.result.name)
+        for e in self._entries:
+            out.append(self.line(e.name, e.kind, self.found.of[e.name], _counts(e.played.result), e.note))
         if self._achievable is not None:
             note = "best cross-fitted continuation value on all scalars, decisions for nothing"
             out.append(self.line("achievable estimate", "achievable", self._achievable, None, note))

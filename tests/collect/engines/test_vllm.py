@@ -38,7 +38,9 @@ def test_steps_become_rounds_that_fixed_lengths_are_evaluated_on(tmp_path: Path,
     arrays = trace_arrays(trace, extra=ROUND_COLUMNS)
     for k, tokens in ((0, 4), (1, 4 + 0 + 1 + 1 + 1), (2, 4 + 0 + 2 + 1 + 2), (3, 4 + 0 + 3 + 1 + 2)):
         found = evaluate_rounds(arrays, FixedLength(k), profile)
-        assert (found.rounds, float(found.committed.sum())) == (4, tokens), "the last round of each request is left out"
+        assert (len(found.committed), float(found.committed.sum())) == (4, tokens), (
+            "the last round of each request is left out"
+        )
         assert any("as it was drawn" in text for text in found.caveats)
     with pytest.raises(TraceError, match="no feature 'drawn_prob'"):
         evaluate_rounds(arrays, Confidence(0.4, 3), profile)
@@ -48,7 +50,7 @@ def test_steps_of_other_lengths_are_left_out(tmp_path: Path, profile: Profile) -
     file = write(tmp_path / "r.jsonl", [response([0, 1, 1, 2], [3, 1, 3, 3])])
     arrays = trace_arrays(import_vllm(file, tmp_path / "out"), extra=ROUND_COLUMNS)
     found = evaluate_rounds(arrays, FixedLength(3), profile)
-    assert (found.rounds, float(found.committed.sum())) == (2, 3.0)
+    assert (len(found.committed), float(found.committed.sum())) == (2, 3.0)
 
 
 def test_a_summary_is_laid_out_by_length(tmp_path: Path) -> None:

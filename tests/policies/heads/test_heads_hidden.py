@@ -16,13 +16,13 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.features.hidden_states import check_sizes
 from specstop.policies.heads.build import build_head, with_ranges
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.heads.specdec import biased, unbiased
+from specstop.policies.heads.specdec import unbiased
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold, build_rule
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
-from told_head import kept_by
+from told_head import biased, kept_by
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order

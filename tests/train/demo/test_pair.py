@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from specstop.collect.prompts.read import Prompt
 from specstop.policies.errors import InputError
 from specstop.train.demo import pair as module
-from specstop.train.demo.pair import RECIPES, Document, demo_pair, make_pair, stdlib_documents, unseen_prompts
-from specstop.train.demo.pair_text import split_documents
+from specstop.train.demo.pair import demo_pair, make_pair, unseen_prompts
+from specstop.train.demo.pair_recipe import RECIPES
+from specstop.train.demo.pair_text import Document, split_documents, stdlib_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = RECIPES["tiny"]

@@ -252,8 +252,8 @@ def reference(arrays: TraceArrays, rule: Share) -> list[tuple[int, int]]:
 def test_the_share_rule_drafts_as_llama_cpp_does(rule: Share, traces: dict[float, Trace]) -> None:
     arrays = trace_arrays(traces[0.0])
     walked = walk_shares(arrays, [rule])
-    order = torch.argsort(walked.sequence, stable=True)
-    found = list(zip(walked.drafted[order].tolist(), walked.verified[order].tolist(), strict=True))
+    order = torch.argsort(walked.every.sequence, stable=True)
+    found = list(zip(walked.every.drafted[order].tolist(), walked.every.verified[order].tolist(), strict=True))
     assert found == reference(arrays, rule)
     assert len(set(found)) > 1 or rule.p_min == 0.0
 

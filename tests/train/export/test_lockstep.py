@@ -23,7 +23,7 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
 
 def lengths(played: Walked, run: int = 0) -> list[int]:
     """Return the length of each step of a run whose texts never cut a draft."""
-    return played.drafted[played.run == run].tolist()
+    return played.every.drafted[played.run == run].tolist()
 
 
 def test_one_candidate_alone_is_that_fixed_length(arrays: TraceArrays, profile: Profile) -> None:
@@ -36,7 +36,7 @@ def test_a_batch_is_always_full(batch: int, arrays: TraceArrays) -> None:
     played = lockstep(arrays, [Steps((2,)), Steps((0, 1, 3), 0.0, 0.0)], batch, 2)
     for run in range(2):
         assert int((played.run == run).sum()) % batch == 0
-    assert bool((played.committed >= 1).all())
+    assert bool((played.every.accepted >= 0).all())
 
 
 def endless(accepted: int) -> TraceArrays:
@@ -70,5 +70,5 @@ def test_from_no_draft_the_next_candidate_is_always_tried() -> None:
 
 def test_the_order_is_seeded(arrays: TraceArrays, profile: Profile) -> None:
     rules = [Steps((1, 2, 3))]
-    rates = [lockstep(arrays, rules, 4, 2, seed).rates(profile).item() for seed in (0, 0, 1)]
-    assert rates[0] == rates[1] != rates[2]
+    seconds = [lockstep(arrays, rules, 4, 2, seed).seconds(profile).sum().item() for seed in (0, 0, 1)]
+    assert seconds[0] == seconds[1] != seconds[2]

@@ -73,9 +73,9 @@ def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
     arrays = made_trace([[3, 3, 3, 3, 3, 3, 3]], depth=3)
     drafted, verified = torch.full((1, 7), 2), torch.full((1, 7), 1)
     walked = walk_lengths(arrays, drafted, verified)
-    assert walked.committed.tolist() == [2, 2, 2, 1]
-    assert walked.drafted.tolist() == [2, 2, 2, 2] and walked.verified.tolist() == [1, 1, 1, 1]
-    assert walked.backlog[1:].tolist() == [1, 1, 1], "the draft has read the accepted token"
+    assert walked.every.accepted.tolist() == [1, 1, 1, 0]
+    assert walked.every.drafted.tolist() == [2, 2, 2, 2] and walked.every.verified.tolist() == [1, 1, 1, 1]
+    assert walked.every.backlog[1:].tolist() == [1, 1, 1], "the draft has read the accepted token"
 
 
 def test_a_batch_of_one_is_the_profile(arrays: TraceArrays, profile: Profile) -> None:

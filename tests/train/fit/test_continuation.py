@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +22,14 @@ from specstop.policies.rules.chains import Continuation, build_rule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.continuation.values import achievable_estimate, backward
-from specstop.train.fit.policy_iteration import Turn, distance, iterate
+from specstop.train.fit.policy_iteration import Iteration, distance
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays
-from told_head import kept_by
+from told_head import ToldHead
 
 EXACT = 1e-12
 TABLE = CostTable(1.0, (1.0, 1.0), 0.0, (4.0, 4.0, 4.0, 4.0, 4.0))
@@ -195,8 +196,10 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
 
 def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:
     for margin, value in itertools.product((-0.3, 0.0, 0.2), (-0.31, -0.29, -0.01, 0.01, 0.19, 0.21)):
-        one, next_ = np.ones((1, 1)), torch.sigmoid(torch.tensor([[value]])).numpy()
-        assert kept_by(Continuation(margin), 1, one, one, next_).item() is (value > margin)
+        policy = ContinuationPolicy("told", ("top1", "top2"), ToldHead(), Continuation(margin), 4)
+        step = DraftStep(1, np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64),
+                         np.array([[[0.5, value]]], dtype=np.float32), {}, np.zeros(1, dtype=np.int64))  # fmt: skip
+        assert policy.keep(step, policy.start(1, np.zeros(1, dtype=np.int64)))[0].item() is (value > margin)
     assert build_rule(Continuation(0.1, 2).to_dict()).to_dict() == {
         "kind": "continuation",
         "margin": 0.1,
@@ -210,14 +213,13 @@ def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> N
 
 def test_refitting_ends_where_visits_settle_and_keeps_the_best_round() -> None:
     still = torch.tensor([1.0, 2.0, 0.0])
-    rates = iter([3.0, 5.0, 4.0])
-
-    def fit(state: int, number: int) -> Turn[int, str]:
-        moved = still if number else torch.tensor([0.0, 2.0, 1.0])
-        return Turn(f"round {number}", next(rates), moved, state + 1)
-
-    settled = iterate(fit, 0, still, rounds=9)
-    assert (settled.made, settled.best, settled.rates) == ("round 1", 1, (3.0, 5.0, 4.0))
-    assert settled.moved == pytest.approx((1 / 3, 1 / 3, 0.0))
+    other, over = torch.tensor([0.0, 2.0, 1.0]), []
+    rounds: Any = Iteration()
+    for number, (rate, before, after) in enumerate(((3.0, still, other), (5.0, other, still), (4.0, still, still))):
+        rounds.add(f"round {number}", rate, before, after)
+        over.append(rounds.is_over)
+    assert over == [False, False, True]
+    assert (rounds.made, rounds.best, rounds.rates) == ("round 1", 1, [3.0, 5.0, 4.0])
+    assert rounds.moved == pytest.approx((1 / 3, 1 / 3, 0.0))
     assert distance(still, 3 * still) == 0.0
     assert distance(torch.tensor([1, 0]), torch.tensor([0, 2])) == 1.0

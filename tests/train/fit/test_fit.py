@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import lightning
 import numpy as np
@@ -21,9 +21,8 @@ from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.exported import ranges
-from specstop.train.heads.kinds.boosted import fit_boosted
-from specstop.train.heads.kinds.linear import fit_linear
-from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule, fit_mlp
+from specstop.train.heads.fitting import FitOptions, FitTask, fitter
+from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays
@@ -187,7 +186,7 @@ def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitR
 
 
 def test_the_linear_head_recovers_known_coefficients(parts: tuple[FitRows, FitRows]) -> None:
-    head = fit_linear(parts[0], NAMES)
+    head, _ = fitter("logistic")(FitTask(*parts, NAMES))
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     weight = tensors["weight"] / tensors["scale"]
     bias = tensors["bias"] - weight @ (tensors["mean"])
@@ -211,12 +210,10 @@ def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
     assert np.isnan(ranges(names, features[:1], torch.tensor([0]))[0][0]), "no row knows it"
 
 
-@pytest.mark.parametrize(
-    "fit", [fit_linear, lambda *a: fit_boosted(a[0], *a)[0], lambda *a: fit_mlp(a[0], *a, epochs=1)]
-)
-def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(fit: Callable[..., Head]) -> None:
+@pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
+def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str) -> None:
     rows = made_rows(1500, 4)
-    head = fit(rows, NAMES)
+    head, _ = fitter(kind)(FitTask(rows, rows, NAMES, options=FitOptions(epochs=1)))
     seen = rows.features[rows.drawn].numpy()
     end = seen[:50].copy()
     end[:, 2] = seen[:, 2].max()
@@ -232,7 +229,8 @@ def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(fit: Calla
 def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
     rows = made_rows(50)
     flat = torch.full_like(rows.accepted, label)
-    head = fit_linear(FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3), NAMES)
+    alike = FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3)
+    head, _ = fitter("logistic")(FitTask(alike, alike, NAMES))
     for depth in (0, 1):
         chance = torch.sigmoid(torch.from_numpy(head.scores(rows.features.numpy(), depth)))
         assert float(chance.std(0).max()) < 1e-6
@@ -240,7 +238,7 @@ def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
 
 
 def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, FitRows]) -> None:
-    head, files = fit_boosted(*parts, NAMES)
+    head, files = fitter("xgboost")(FitTask(*parts, NAMES))
     tensors = {name: torch.from_numpy(array) for name, array in head.tensors().items()}
     x = parts[1].features[:3000].clone()
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(3)) < 0.2] = float("nan")
@@ -266,7 +264,7 @@ def test_the_boosted_head_has_the_margins_of_the_booster(parts: tuple[FitRows, F
 
 
 def test_the_boosted_head_learns(parts: tuple[FitRows, FitRows]) -> None:
-    head, _ = fit_boosted(*parts, NAMES)
+    head, _ = fitter("xgboost")(FitTask(*parts, NAMES))
     for loss, truth, constant in losses(torch.from_numpy(head.scores(parts[1].features.numpy(), 1)), parts[1]):
         assert loss < truth + LOSS < constant - LOSS
 
@@ -279,13 +277,15 @@ def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
     np.random.seed(13)  # noqa: NPY002 - the global state is what this is about
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     calls: list[tuple[str, int, int]] = []
-    head = fit_mlp(*parts, NAMES, epochs=4, progress=lambda task, done, total: calls.append((task, done, total)))
+    options = FitOptions(epochs=4)
+    told = FitTask(*parts, NAMES, 0, lambda task, done, total: calls.append((task, done, total)), options)
+    head, _ = fitter("mlp")(told)
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert calls == [("train mlp", i, 4) for i in range(1, 5)]
     torch.manual_seed(99)
-    again, other = fit_mlp(*parts, NAMES, epochs=4), fit_mlp(*parts, NAMES, epochs=4, seed=1)
+    again, other = (fitter("mlp")(FitTask(*parts, NAMES, seed, options=options))[0] for seed in (0, 1))
     for name, value in head.tensors().items():
         assert np.array_equal(value, again.tensors()[name])
     assert not np.array_equal(head.tensors()["weight.0"], other.tensors()["weight.0"])
@@ -296,7 +296,7 @@ def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
 def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) -> None:
     """Folded weights and the flag for depth 0 against the network on the data module's own columns."""
     rows = made_rows(500, 7)
-    head = fit_mlp(rows, rows, NAMES, epochs=1)
+    head, _ = fitter("mlp")(FitTask(rows, rows, NAMES, options=FitOptions(epochs=1)))
     tensors = head.tensors()
     module = StopHeadModule(len(NAMES) + 1)
     module.load_state_dict({f"layers.{i}.{part}": torch.from_numpy(tensors[f"{part}.{i}"]) for i in range(3)

@@ -14,8 +14,8 @@ from made import NAMES, made_rows
 from scipy.special import expit
 from specstop.policies.errors import InputError
 from specstop.train.heads.calibration.logits import log_loss
-from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.kinds.boosted import fit_boosted, flatten
+from specstop.train.heads.fitting import FitOptions, FitTask
+from specstop.train.heads.kinds.boosted import fit_trees, flatten
 from specstop.train.heads.matrices import Pieces, matrices
 from specstop.train.heads.rows import FitRows
 
@@ -59,7 +59,7 @@ def test_matrices_outside_have_the_same_rows(parts: tuple[FitRows, FitRows], lab
 
 def test_a_head_fitted_outside_is_as_good(parts: tuple[FitRows, FitRows], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specstop.train.heads.matrices.matrices.__defaults__", (900,))
-    heads = [fit_boosted(*parts, NAMES, options=FitOptions(out_of_core=outside))[0] for outside in (False, True)]
+    heads = [fit_trees(FitTask(*parts, NAMES, options=FitOptions(out_of_core=outside)))[0] for outside in (False, True)]
     rows = parts[1]
     drawn, features = rows.drawn.numpy(), rows.features.numpy()
     labels = rows.accepted.numpy()[drawn]
@@ -70,7 +70,7 @@ def test_a_head_fitted_outside_is_as_good(parts: tuple[FitRows, FitRows], monkey
 
 def test_params_reach_the_booster_and_deeper_trees_are_flattened(parts: tuple[FitRows, FitRows]) -> None:
     options = FitOptions(params={"max_depth": 6, "trees": 7, "eta": 0.3, "min_child_weight": 1})
-    head, files = fit_boosted(*parts, NAMES, options=options)
+    head, files = fit_trees(FitTask(*parts, NAMES, options=options))
     booster = xgb.Booster()
     booster.load_model(bytearray(files["accept.ubj"]))
     assert head.depth == 6
@@ -84,11 +84,11 @@ def test_params_reach_the_booster_and_deeper_trees_are_flattened(parts: tuple[Fi
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_one_line(parts: tuple[FitRows, FitRows]) -> None:
     with pytest.raises(InputError, match="--device warp: XGBoost cannot use it here") as caught:
-        fit_boosted(*parts, NAMES, options=FitOptions(device="warp"))
+        fit_trees(FitTask(*parts, NAMES, options=FitOptions(device="warp")))
     assert "\n" not in str(caught.value)
 
 
 def test_an_old_library_is_named(parts: tuple[FitRows, FitRows], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(xgb, "ExtMemQuantileDMatrix")
     with pytest.raises(InputError, match=r"--out-of-core: expected xgboost 3\.0 or later"):
-        fit_boosted(*parts, NAMES, options=FitOptions(out_of_core=True))
+        fit_trees(FitTask(*parts, NAMES, options=FitOptions(out_of_core=True)))

@@ -12,15 +12,15 @@ from made import NAMES, made_rows, made_trace, true_logits
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.build import Head
 from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
-from specstop.policies.heads.specdec import biased
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask
-from specstop.train.heads.kinds.dynasd import Perceptron, balanced, fit_hard, fit_soft
-from specstop.train.heads.kinds.linear import fit_linear
+from specstop.train.heads.kinds.dynasd import balanced, fit_hard, fit_soft
+from specstop.train.heads.kinds.linear import fit_logistic
 from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
-from specstop.train.heads.networks import Recipe, RowsDataModule, RowsModule, train_network
+from specstop.train.heads.networks import Perceptron, Recipe, RowsDataModule, RowsModule, train_network
 from specstop.train.heads.rows import FitRows, Visits, fit_rows
+from told_head import biased
 from torch import Tensor
 
 DRAFT, TARGET = 8, 6
@@ -75,7 +75,7 @@ def test_the_residual_head_learns_from_scalars_and_both_states(parts: tuple[FitR
     head, files = fit_resnet(FitTask(fit, held, NAMES, options=FitOptions(epochs=8)))
     assert (files, dict(head.sizes)) == ({}, {"draft_hidden": DRAFT, "target_hidden": TARGET})
     first = (held.depth == 0)[:, None]
-    blind = fit_linear(fit, NAMES)
+    blind, _ = fit_logistic(FitTask(fit, held, NAMES))
     logits, scalars = (torch.where(first, *(scored(one, held, depth) for depth in (0, 1))) for one in (head, blind))
     for column, label, use in ((0, held.accepted, held.drawn), (1, held.followed, held.followed_known)):
         loss, best, without = (
@@ -228,7 +228,7 @@ def test_rows_without_the_drafts_state_are_refused(fit: object) -> None:
 def test_module_and_data_serve_a_trainer_of_your_own() -> None:
     rows = published_rows(300, 10)[0]
     inputs = (rows.vectors["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
-    module = RowsModule(Perceptron((DRAFT, 4, 1)), constant=True)
+    module = RowsModule(Perceptron((DRAFT, 4, 1), torch.relu), constant=True)
     trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(module, datamodule=RowsDataModule(inputs, inputs, 64))
     assert float(trainer.callback_metrics["held_out_loss"]) > 0
@@ -239,7 +239,7 @@ def test_options_come_before_the_recipe() -> None:
     rows = published_rows(200, 11)[0]
     inputs = (rows.vectors["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
     task = FitTask(rows, rows, (), progress=lambda *call: calls.append(call), options=FitOptions(epochs=2))
-    train_network(Perceptron((DRAFT, 4, 1)), inputs, inputs, task, Recipe(epochs=9), "net")
+    train_network(Perceptron((DRAFT, 4, 1), torch.relu), inputs, inputs, task, Recipe(epochs=9), "net")
     assert calls == [("train net", 1, 2), ("train net", 2, 2)]
 
 

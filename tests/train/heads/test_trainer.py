@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import lightning
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from made import NAMES, made_rows
 from specstop.policies.errors import InputError
 from specstop.policies.heads.build import MLPHead
+from specstop.policies.progress import Progress, silent
 from specstop.train import StopHeadModule, TraceDataModule
 from specstop.train.heads.basis import fit_basis
-from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.kinds.mlp import fit_mlp
+from specstop.train.heads.fitting import FitOptions, FitTask, fitter
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.trainer import find_logger, make_trainer
 
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module")
 def parts() -> tuple[FitRows, FitRows]:
     return made_rows(1500, 1), made_rows(600, 2)
+
+
+def fit_network(rows: FitRows, held_out: FitRows, options: FitOptions, progress: Progress = silent) -> Any:
+    """Return the head `mlp`."""
+    head, _ = fitter("mlp")(FitTask(rows, held_out, NAMES, progress=progress, options=options))
+    return head
 
 
 def same(first: MLPHead, second: MLPHead) -> bool:
@@ -61,7 +68,7 @@ def test_a_request_to_terminate_reaches_the_caller(
     kept = signal.signal(signal.SIGTERM, (lambda number, frame: calls.append("caught")) if caught else signal.SIG_DFL)
     try:
         with pytest.raises(KeyboardInterrupt):
-            fit_mlp(*parts, NAMES, epochs=3, progress=terminate)
+            fit_network(*parts, FitOptions(epochs=3), terminate)
     finally:
         signal.signal(signal.SIGTERM, kept)
     assert calls == (["caught"] if caught else [signal.SIGTERM])
@@ -69,7 +76,7 @@ def test_a_request_to_terminate_reaches_the_caller(
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
     """Killed after the third of five epochs; a schedule that began anew, or another order of the rows, would show."""
-    whole = fit_mlp(*parts, NAMES, options=FitOptions(epochs=5, checkpoints=tmp_path / "whole", batch_size=256))
+    whole = fit_network(*parts, FitOptions(epochs=5, checkpoints=tmp_path / "whole", batch_size=256))
     epochs = []
 
     def killed(task: str, done: int, total: int) -> None:
@@ -80,28 +87,28 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows
     options = FitOptions(epochs=5, checkpoints=tmp_path / "cut", batch_size=256)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):  # where Lightning would end the process
-        fit_mlp(*parts, NAMES, options=options, progress=killed)
+        fit_network(*parts, options, killed)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (tmp_path / "cut" / "last.ckpt").exists()
     epochs.clear()
     resumed = FitOptions(epochs=5, checkpoints=tmp_path / "cut", batch_size=256, resume=True)
-    again = fit_mlp(*parts, NAMES, options=resumed, progress=lambda task, done, total: epochs.append(done))
+    again = fit_network(*parts, resumed, lambda task, done, total: epochs.append(done))
     assert epochs and epochs[0] > 1, "it went on where it was"
     assert same(again, whole)
 
 
 def test_a_work_folder_in_use_is_not_mixed_up(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
     options = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512)
-    fit_mlp(*parts, NAMES, options=options)
+    fit_network(*parts, options)
     assert (tmp_path / "logs" / "version_0" / "metrics.csv").exists(), "csv unless told otherwise"
     with pytest.raises(InputError, match="those of another run; pass --resume"):
-        fit_mlp(*parts, NAMES, options=options)
+        fit_network(*parts, options)
     wider = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512, resume=True, params={"width": 8})
     with pytest.raises(InputError, match="is not a checkpoint of such a run"):
-        fit_mlp(*parts, NAMES, options=wider)
+        fit_network(*parts, wider)
     (tmp_path / "last.ckpt").write_bytes(b"cut off")
     with pytest.raises(InputError, match="is not a checkpoint of such a run"):
-        fit_mlp(*parts, NAMES, options=FitOptions(epochs=1, checkpoints=tmp_path, resume=True))
+        fit_network(*parts, FitOptions(epochs=1, checkpoints=tmp_path, resume=True))
 
 
 def test_training_stops_early(tmp_path: Path) -> None:
@@ -114,17 +121,17 @@ def test_training_stops_early(tmp_path: Path) -> None:
         noise.append(FitRows(rows.features, rows.depth.clamp_min(1), labels, labels, labels))
     epochs = []
     options = FitOptions(epochs=100, learning_rate=0.05, batch_size=16)
-    fit_mlp(*noise, NAMES, options=options, progress=lambda task, done, total: epochs.append((done, total)))
+    fit_network(*noise, options, lambda task, done, total: epochs.append((done, total)))
     assert epochs[-1][1] == 100
     assert epochs[-1][0] < 50
 
 
 def test_params_shape_the_network(parts: tuple[FitRows, FitRows]) -> None:
     options = FitOptions(epochs=1, params={"width": 5, "layers": 3, "learning_rate": 0.01, "weight_decay": 0.1})
-    tensors = fit_mlp(*parts, NAMES, options=options).tensors()
+    tensors = fit_network(*parts, options).tensors()
     assert [tensors[f"weight.{i}"].shape[0] for i in range(4)] == [5, 5, 5, 2]
     assert not same(
-        fit_mlp(*parts, NAMES, epochs=1), fit_mlp(*parts, NAMES, options=FitOptions(epochs=1, learning_rate=0.1))
+        fit_network(*parts, FitOptions(epochs=1)), fit_network(*parts, FitOptions(epochs=1, learning_rate=0.1))
     )
 
 

@@ -21,11 +21,12 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.train.off_policy.estimate import Offline, _named, estimate_offline
-from specstop.train.off_policy.estimators import ESTIMATORS, InverseProbabilityWeighting
+from specstop.train.off_policy.estimators import ESTIMATORS
 from specstop.train.off_policy.feedback import logged_feedback
 from specstop.train.off_policy.rounds import COLUMNS, recorded_rounds, shown_rounds
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.report.intervals import Resamples
 from torch import Tensor
 
 EXACT = 1e-9
@@ -170,7 +171,7 @@ def test_expected_over_all_tosses_of_the_coin_the_estimate_is_the_truth(
     own = torch.from_numpy(base.drafted)
     assert not base.reaches(truth).all(), "some rounds must need exploration"
     assert base.reaches(truth).any()
-    total = {e.estimator_name: np.zeros(2) for e in ESTIMATORS}
+    total = {name: np.zeros(2) for name in ESTIMATORS}
     for tosses in itertools.product((False, True), repeat=len(own)):
         explored = torch.tensor(tosses)
         arrays = censored(full, own, explored, share)
@@ -180,11 +181,8 @@ def test_expected_over_all_tosses_of_the_coin_the_estimate_is_the_truth(
         chance = share ** sum(tosses) * (1 - share) ** (len(tosses) - sum(tosses))
         for estimator in ESTIMATORS:
             for at, name in enumerate(("tokens", "seconds")):
-                above, below = estimator.terms(
-                    feedback.rewards[name], feedback.action, feedback.pscore, feedback.action_dist, None,
-                    feedback.models[name],
-                )  # fmt: skip
-                total[estimator.estimator_name][at] += chance * above.sum() / max(below.sum(), 1e-300)
+                above, below = feedback.terms(estimator, name)
+                total[estimator][at] += chance * above.sum() / max(below.sum(), 1e-300)
     exact = [truth.tokens.mean(), truth.seconds.mean()]
     for name in ("ipw", "dr"):
         assert total[name] == pytest.approx(exact, rel=EXACT), name
@@ -280,9 +278,8 @@ def test_ipw_alone_is_what_the_answer_shows(live: Any, profile: Profile) -> None
     base = shown_rounds(arrays, LOGGING, profile, recorded=True)
     feedback = logged_feedback(arrays, shown, base, profile)
     prompt = np.repeat(arrays.prompt_ids, arrays.rows.numpy())
-    found = InverseProbabilityWeighting().estimate_interval(
-        feedback.rewards["tokens"], feedback.action, feedback.pscore, feedback.action_dist, clusters=prompt
-    )
+    made, (above, below) = Resamples(prompt), feedback.terms("ipw", "tokens")
+    found = made.interval(made.total(above) / made.total(below))
     line = estimate_offline(trace, policy, profile).line("ipw").tokens
-    assert list(found.values()) == pytest.approx([line.value, line.low, line.high])
+    assert (found.value, found.low, found.high) == pytest.approx((line.value, line.low, line.high))
     assert EOS in arrays.header.eos

@@ -73,7 +73,7 @@ def test_replayed_rounds_and_rounds_of_scripted_lengths(
     for length in (0, 3):
         played.clear()
         visits = costs.play(torch.full_like(costs.bound, length)).visits
-        by_text = torch.zeros(arrays.sequences, dtype=torch.int64).index_add(0, costs.sequence, visits.long())
+        by_text = torch.zeros(arrays.sequences, dtype=torch.int64).index_add(0, arrays.owner, visits.long())
         assert played == {"play_round": int(by_text.max())}
 
 

@@ -230,7 +230,7 @@ def test_single_rounds_of_a_live_trace_can_be_asked(
     trace = collect(pair, prompts, tmp_path / "x", **options, verification="rejection", vectors=tuple(HIDDEN_STATES))
     arrays = trace_arrays(open_trace(trace.folder), extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, ReadsStates(), profile)
-    assert values.rounds > 20 and 0 < float(values.drafted.mean()) < DEPTH
+    assert len(values.committed) > 20 and 0 < float(values.taken.drafted.double().mean()) < DEPTH
     bare: TraceArrays = trace_arrays(trace, extra=ROUND_COLUMNS, vectors=())
     with pytest.raises(TraceError, match="what the trace does not hold"):
         evaluate_rounds(bare, ReadsStates(), profile)

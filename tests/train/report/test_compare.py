@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.policies.errors import InputError
-from specstop.train.report.comparing.compare import PAIRED, UNPAIRED, compare, per_prompt_figures, read_report
+from specstop.train.report.comparing.compare import PAIRED, UNPAIRED, compare
+from specstop.train.report.comparing.read import per_prompt_figures, read_report
 
 PROMPTS = [f"p{i}" for i in range(20)]
 LINES = ("plain decoding", "best fixed", "mine", "oracle bound")

@@ -51,7 +51,7 @@ def tree(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFac
 def brute(boot: Resamples, draws: Draws, arrays: TraceArrays, replays: list[Played], row: int) -> list[float]:
     """Return what the texts of a resample take under its draw, round by round."""
     profile = draws.drawn[(row - 1) % len(draws.drawn)]
-    return [float(boot.total(one.seconds(arrays, profile))[row]) for one in replays]
+    return [float(boot.total(one.rounds.of_texts(profile, arrays.prompt_tokens))[row]) for one in replays]
 
 
 @pytest.mark.parametrize("shape", ["chains", "tree"])
@@ -80,8 +80,12 @@ def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> N
         for number, drawn in enumerate(draws.drawn, 1):
             own = noisy.decision_s["confidence"], drawn.decision_s["confidence"]
             calls, decided = drawn.with_decisions({"confidence": own[0]}), noisy.with_decisions({"confidence": own[1]})
-            assert profile[number, at] == pytest.approx(float(one.seconds(chains, calls).sum()), rel=EXACT)
-            assert decisions[number, at] == pytest.approx(float(one.seconds(chains, decided).sum()), rel=EXACT)
+            assert profile[number, at] == pytest.approx(
+                float(one.rounds.of_texts(calls, chains.prompt_tokens).sum()), rel=EXACT
+            )
+            assert decisions[number, at] == pytest.approx(
+                float(one.rounds.of_texts(decided, chains.prompt_tokens).sum()), rel=EXACT
+            )
     assert np.ptp(decisions[:, 0]) == 0.0 < np.ptp(decisions[:, 1]), "fixed lengths decide nothing"
 
 
@@ -93,11 +97,13 @@ def test_changes_are_made_to_every_draw_and_some_texts_can_be_taken(chains: Trac
     spent = priced.seconds(change=twice)
     for row in (1, 5):
         under = twice(draws.drawn[(row - 1) % DRAWS])
-        assert spent[row, 0] == pytest.approx(float(boot.total(replays[0].seconds(chains, under))[row]), rel=EXACT)
+        assert spent[row, 0] == pytest.approx(
+            float(boot.total(replays[0].rounds.of_texts(under, chains.prompt_tokens))[row]), rel=EXACT
+        )
     at = torch.tensor([0, 2, 3, 7])
     few = Resamples([chains.prompt_ids[i] for i in at.tolist()], 0, REPLICATES)
     part = priced.among(few, at).seconds()
-    texts = replays[0].seconds(chains, draws.drawn[1])[at]
+    texts = replays[0].rounds.of_texts(draws.drawn[1], chains.prompt_tokens)[at]
     assert part[2, 0] == pytest.approx(float(few.total(texts)[2]), rel=EXACT)
     assert priced.seconds(change=twice)[1, 0] == spent[1, 0], "the replays of all texts are as they were"
 

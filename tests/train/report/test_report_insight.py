@@ -20,6 +20,7 @@ from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.train.fit.run import train
 from specstop.train.replay import run
 from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
 from specstop.train.replay.bounds.regret import judge
@@ -41,6 +42,7 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.reliability import _at_depth, reliability, survival
+from trees import make_tree_policy
 
 EXACT = 1e-12  # the same sums, in another order
 SUMS = 1e-9  # seconds: differences of sums of some hundred rounds
@@ -76,7 +78,9 @@ def test_rounds_priced_again_cost_what_they_cost(arrays: TraceArrays, profile: P
     played = play(arrays, TEST_POLICIES[name], profile)
     plain = replay(arrays, TEST_POLICIES[name], profile)
     assert torch.equal(played.result.log, plain.log)
-    assert played.seconds(arrays, profile).numpy() == pytest.approx(plain.seconds.numpy(), rel=EXACT)
+    assert played.rounds.of_texts(profile, arrays.prompt_tokens).numpy() == pytest.approx(
+        plain.seconds.numpy(), rel=EXACT
+    )
     assert torch.equal(played.rounds.accepted, plain.log[:, 4])
     assert torch.equal(played.rounds.context, arrays.prompt_tokens[plain.log[:, 0]] + plain.log[:, 1])
 
@@ -88,7 +92,9 @@ def test_a_policy_that_carries_its_state_is_logged_in_its_order(chains: TraceArr
     one, other = play(chains, Carrying(0.4, DEPTH), profile), play(chains, Confidence(0.4, DEPTH), profile)
     assert torch.equal(one.rounds.backlog, other.rounds.backlog)
     assert torch.equal(one.rounds.decisions, other.rounds.decisions)
-    assert one.seconds(chains, profile).numpy() == pytest.approx(other.seconds(chains, profile).numpy(), rel=EXACT)
+    assert one.rounds.of_texts(profile, chains.prompt_tokens).numpy() == pytest.approx(
+        other.rounds.of_texts(profile, chains.prompt_tokens).numpy(), rel=EXACT
+    )
 
 
 @pytest.mark.parametrize("factors", [(2.0, 1.0, 1.0), (0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 0.0)])
@@ -96,7 +102,7 @@ def test_rounds_under_another_latency_cost_what_a_replay_says(
     arrays: TraceArrays, profile: Profile, factors: tuple[float, float, float]
 ) -> None:
     policy, other = Confidence(0.4, DEPTH), scaled(profile, *factors)
-    again = play(arrays, policy, profile).seconds(arrays, other)
+    again = play(arrays, policy, profile).rounds.of_texts(other, arrays.prompt_tokens)
     assert again.numpy() == pytest.approx(replay(arrays, policy, other).seconds.numpy(), rel=EXACT)
     assert not torch.equal(again, replay(arrays, policy, profile).seconds)
 
@@ -342,7 +348,21 @@ def test_tokens_are_decoded_by_the_recorded_tokenizer_only(pair: Pair, pair_fold
     assert decoder(dataclasses.replace(header, target=str(pair_folder)))(7) == "7"
 
 
+def test_a_policy_of_values_has_a_report_without_reliability(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    policy = train(sides[0], full_profile, rule="continuation", head="xgboost", passes=1).policy
+    report = evaluate(sides[1], full_profile, [policy], detailed=True, sweep=False)
+    assert report.details["reliability"] == ()
+    assert report.details["subject"] == policy.name and report.details["losses"]
+
+
 # Trees
+
+
+def test_a_policy_of_trees_has_a_report_without_reliability(tree_trace: Trace, profile: Profile) -> None:
+    policy = make_tree_policy()
+    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], detailed=True)
+    assert report.details["reliability"] == ()
+    assert report.details["subject"] == policy.name and report.details["losses"]
 
 
 def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile) -> None:

@@ -34,7 +34,7 @@ from specstop.train.report.writing.page import to_html
 from specstop.train.report.writing.sections import sections
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
-HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*'
+HOSTILE = '"><script>alert(1)</script><img src="http://evil.example/x">|`*{x}'
 
 
 class Page(HTMLParser):
@@ -300,7 +300,7 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     report = evaluate(live, profile, [Confidence(0.7, DEPTH)], out=tmp_path / "out")
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
-    assert len(values.taken.sequence) == values.rounds == report.facts["rounds"]
+    assert len(values.taken.sequence) == len(values.committed) == report.facts["rounds"]
     found = report.line("confidence:0.7")
     assert found.tokens_per_s == pytest.approx(values.rate)
     assert found.block_efficiency == pytest.approx(float(values.committed.mean()))

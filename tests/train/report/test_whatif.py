@@ -17,8 +17,8 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
-from specstop.train.report.records import FEWEST, Ratio, verdict
-from specstop.train.report.whatif.records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, SweepLine, write_whatif
+from specstop.train.report.records import DEPLOY, FEWEST, NO_GAIN, REFUSE, TOO_FEW, Ratio, verdict
+from specstop.train.report.whatif.records import SweepLine, write_whatif
 from specstop.train.report.whatif.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif.transfer import transfer
 

@@ -18,17 +18,15 @@ from ....policies.learned.continuation import ContinuationPolicy, head_names, re
 from ....policies.progress import Progress, silent
 from ....policies.rules.chains import Continuation
 from ...heads.crossfit import prompt_folds
-from ...heads.kinds.continuation import VALUE_FITTERS, ValueRows
-from ...replay.bounds.cost_to_go import CostToGo, Played
+from ...heads.kinds.continuation import VALUE_FITTERS
+from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, seen_features
-from ..policy_iteration import MOST_ROUNDS, Settled, Turn, iterate
-from .values import FOLDS, LATEST, UNVISITED, backward, value_rows
+from ..policy_iteration import MOST_ROUNDS, Iteration
+from .values import FOLDS, LATEST, UNVISITED, asked_rows, backward, value_rows
 
 MARGINS = (-0.05, 0.0, 0.05)
 """Tokens that drafting on must be expected to save, tried around none."""
-
-_State = tuple[Tensor, Played]
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,8 @@ def fit_continuation(
     seed: int = 0,
     rounds: int = MOST_ROUNDS,
     margins: Sequence[float] = MARGINS,
-    remembers: bool = True,
-    starts: bool = True,
     progress: Progress = silent,
-) -> Settled[ContinuationPolicy]:
+) -> Iteration:
     """Fit a continuation policy, replay it, and fit it again on what it visits.
 
     Args:
@@ -69,9 +65,6 @@ def fit_continuation(
         seed: of folds and fits.
         rounds: most fits.
         margins: tokens that must be expected to be saved; the fastest is taken.
-        remembers: the head reads the features of the depth before too.
-        starts: where a round ends counts as the text has it, the start of the next one included; else each token still to
-            come counts the same, which says less and wavers less.
         progress: see `Progress`.
 
     Raises:
@@ -83,35 +76,33 @@ def fit_continuation(
     costs, folds = CostToGo(arrays, profile), prompt_folds(arrays, FOLDS, seed)
     price = profile.decision(name.partition(":")[0])
     every = torch.arange(len(costs.bound))
-    inner = folds.of[costs.sequence]
+    inner = folds.of[costs.arrays.owner]
+    # The head reads the features of the depth before too.
+    columns, places = head_names(names, Continuation(remembers=True)), remembered(names)
 
-    columns = head_names(names, Continuation(remembers=remembers))
-    places = remembered(names) if remembers else []
-
-    def fit(state: _State, number: int) -> Turn[_State, ContinuationPolicy]:
+    length, played = costs.fixed()
+    value, iteration = costs.value(torch.full_like(costs.bound, length)), Iteration()
+    for number in range(max(rounds, 1)):
         progress("fit, replay, fit again", number, rounds)
-        value, played = state
         seen = seen_features(arrays, names, every, played.history)
         weight = played.visits.float().clamp_min(UNVISITED)
         stages = backward(costs, with_memory(seen, places, 0), folds, weight, value, price, seed)
         seen = with_memory(seen, places, stages.first)
         rows = value_rows(stages, costs, seen, played.visits)
-        head = _fitted(kind, rows, inner[rows_of(costs, stages.first)], columns, seed)
+        fold = inner[asked_rows(costs, stages.first)[0]]
+        head = VALUE_FITTERS[kind](rows.part(fold != 0), rows.part(fold == 0), columns, seed)
         firsts = (stages.first,) if places else range(LATEST + 1)  # what is remembered depends on it
         chosen = choose(costs, values(head, seen), price, margins, firsts)
-        rule = Continuation(chosen.margin, chosen.first, remembers)
+        rule = Continuation(chosen.margin, chosen.first, remembers=True)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
         decided_s = price.of(chosen.asked.numpy())
-        after = costs.play(chosen.lengths, decided_s)
-        onward = going(chosen.lengths, decided_s)
-        return Turn(policy, replay(held, policy, profile).rate, after.visits, (onward, after))
-
-    going = costs.value if starts else costs.level
-    length, start = costs.fixed()
-    value = going(torch.full_like(costs.bound, length))
-    settled = iterate(fit, (value, start), start.visits, rounds)
+        before, played = played, costs.play(chosen.lengths, decided_s)
+        iteration.add(policy, replay(held, policy, profile).rate, before.visits, played.visits)
+        if iteration.is_over:
+            break
+        value = costs.value(chosen.lengths, decided_s)
     progress("fit, replay, fit again", rounds, rounds)
-    return settled
+    return iteration
 
 
 def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
@@ -122,16 +113,6 @@ def with_memory(seen: Tensor, places: Sequence[int], first: int) -> Tensor:
     # At its first decision a policy has been shown no depth before; see `ContinuationPolicy`.
     before[:, : first + 1] = 0.0
     return torch.cat([seen, before], -1)
-
-
-def rows_of(costs: CostToGo, first: int) -> Tensor:
-    """Return [M], the anchors of `values.value_rows` in their order."""
-    depth = torch.arange(costs.depth)[None]
-    return ((costs.bound[:, None] > depth) & (depth >= first) & ~costs.arrays.cut[:, None]).nonzero()[:, 0]
-
-
-def _fitted(kind: str, rows: ValueRows, fold: Tensor, names: Sequence[str], seed: int) -> Head:
-    return VALUE_FITTERS[kind](rows.part(fold != 0), rows.part(fold == 0), names, seed)
 
 
 def values(head: Head, seen: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.traces.arrays import TraceArrays, seen_features
 
 STAGE_TREES = 60
+ROUNDS = 2
+"""Of policy iteration, for the estimate of what can be reached."""
+
 FOLDS = 4
 LATEST = 3
 """Latest first decision that is tried."""
@@ -76,7 +79,7 @@ def backward(
     stop = costs.outcomes(value)
     # Differences in seconds become tokens at the rate of the policy whose cost-to-go `value` is.
     rho = float(arrays.text_tokens.sum() / (value[arrays.offset].sum() + 1e-12))
-    fold, cut = folds.of[costs.sequence], arrays.cut
+    fold, cut = folds.of[costs.arrays.owner], arrays.cut
     gain, predicted = (torch.zeros(len(cut), deepest) for _ in range(2))
     # At each j: the length of a round that goes on from j, deciding from j + 1 on, and how often it is decided on after j.
     length, asked = costs.bound.clone(), torch.zeros(len(cut))
@@ -114,6 +117,14 @@ def scored(model: object, x: Tensor) -> Tensor:
     return torch.from_numpy(model.predict(xgb.DMatrix(x.numpy()))) - 0.5  # the shift of `boost`'s labels
 
 
+def asked_rows(costs: CostToGo, first: int) -> tuple[Tensor, Tensor]:
+    """Return [M] anchors and [M] depths that can be asked at from depth `first` on, those of cut rounds left out."""
+    depth = torch.arange(costs.depth)[None]
+    open_ = (costs.bound[:, None] > depth) & (depth >= first) & ~costs.arrays.cut[:, None]
+    at, j = open_.nonzero(as_tuple=True)
+    return at, j
+
+
 def value_rows(stages: Stages, costs: CostToGo, seen: Tensor, visits: Tensor) -> ValueRows:
     """Return the rows that a deployed head is fitted on: all depths that can be asked at, by how often they are.
 
@@ -123,12 +134,10 @@ def value_rows(stages: Stages, costs: CostToGo, seen: Tensor, visits: Tensor) ->
         seen: [N, K + 1, F].
         visits: [N] bool, whether the policy visits.
     """
-    depth = torch.arange(costs.depth)[None]
-    open_ = (costs.bound[:, None] > depth) & (depth >= stages.first) & ~costs.arrays.cut[:, None]
-    reached = stages.lengths[:, None] >= depth
+    reached = stages.lengths[:, None] >= torch.arange(costs.depth)
     # Twice: anchors that the policy passes over count less, and so do depths that its rounds do not reach.
     weight = visits[:, None].float().clamp_min(UNVISITED) * torch.where(reached, 1.0, UNVISITED)
-    at, j = open_.nonzero(as_tuple=True)
+    at, j = asked_rows(costs, stages.first)
     return ValueRows(seen[at, j], j, stages.gain[at, j], weight[at, j].float())
 
 
@@ -152,7 +161,6 @@ def achievable_estimate(
     profile: Profile,
     features: Sequence[str] | None = None,
     extra: Tensor | None = None,
-    rounds: int = 2,
     seed: int = 0,
 ) -> Achievable:
     """Estimate what could be reached on a trace by a policy that knows all recorded scalars and decides for nothing.
@@ -165,7 +173,6 @@ def achievable_estimate(
         profile: what rounds cost.
         features: scalars; by default all that the trace has, with those of the depth above, and HISTORY.
         extra: [N, K + 1, E] more columns, such as outputs of other heads.
-        rounds: of policy iteration; the fastest counts.
         seed: of folds and trees.
     """
     costs = CostToGo(arrays, profile)
@@ -174,7 +181,7 @@ def achievable_estimate(
     length, played = costs.fixed()
     lengths = torch.full_like(costs.bound, length)
     best: Stages | None = None
-    for _ in range(rounds):
+    for _ in range(ROUNDS):  # the fastest counts
         seen = seen_features(arrays, names, torch.arange(len(lengths)), played.history)
         if features is None:  # the depth above, which a policy may remember
             seen = torch.cat([seen, torch.nn.functional.pad(seen[:, :-1], (0, 0, 1, 0))], -1)

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from ....collect.store.folder import Trace
 from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
-from ....policies.errors import InputError, TraceError, close_match
-from ....policies.features import TOKEN_FEATURES, feature
+from ....policies.errors import InputError, TraceError
+from ....policies.features import TOKEN_FEATURES
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
-from ....policies.limits import check_limits
 from ....policies.progress import Progress, silent
 from ....policies.rules.trees import TreeRule
 from ....policies.storage.folder import save_policy
-from ...heads.crossfit import FOLDS, Folds, own_visits, prompt_folds
-from ...heads.fitting import HEAD_KINDS, FitOptions, FitTask, fitter
-from ...heads.head_specs import form, usual_features
+from ...heads.crossfit import Folds, own_visits, prompt_folds
+from ...heads.fitting import FitTask, fitter
+from ...heads.head_specs import usual_features
 from ...heads.rows import Visits, visits
 from ...replay.bounds.static_tree import best_static_tree
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, trace_arrays
-from ..trained import Trained, claimed
+from ..plan import Plan
+from ..trained import Trained, facts_of
 from .calibrate import fit_paths, sibling_shares
 from .rows import rank_acceptance, tree_rows
 from .scores import tree_scores
@@ -51,92 +47,40 @@ def tree_features(head: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in TOLD) if set(names) & set(TOKEN_FEATURES) else names
 
 
-def train_tree(
-    traces: Trace,
-    profile: Profile,
-    *,
-    head: str = "logistic",
-    out: str | Path | None = None,
-    features: Sequence[str] | None = None,
-    name: str | None = None,
-    seed: int = 0,
-    folds: int = FOLDS,
-    passes: int | None = None,
-    fit: FitOptions | None = None,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> Trained:
+def train_tree(plan: Plan, traces: Trace, profile: Profile, folder: Path | None, progress: Progress) -> Trained:
     """Fit a head on tree traces, calibrate it along paths on prompts that it did not see, and solve its rate.
 
     HISTORY features tell of a policy's own play, and policies skip easy runs: after the first pass, on the rounds of the best
     static tree, all is fitted again on the rounds that the policy itself visits.
 
     Args:
+        plan: checked; its head reads scalars.
         traces: of trees, every anchor, under `match`.
         profile: what rounds cost; best measured with the same tree.
-        head: a kind of head that reads scalars, see `fitting.FITTERS`.
-        out: the policy folder to write; None keeps the policy in memory.
-        features: by default `tree_features` of the head.
-        name: of the policy; by default `tree`.
-        seed: of split and fit.
-        folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
-        passes: times that all is fitted; None = `PASSES`.
-        fit: how heads are fitted.
-        overwrite: replace what is in `out`.
+        folder: the policy folder to write; None keeps the policy in memory.
         progress: see `Progress`.
 
     Raises:
-        InputError: an unknown head or feature, one that does not read scalars only, or a folder that is not empty.
+        InputError: the head does not read scalars only.
         TraceError: the traces cannot be replayed, lack a feature or have too few prompts.
     """
-    if head not in HEAD_KINDS:
-        known = ", ".join(HEAD_KINDS)
-        raise InputError(f"--head: unknown head {head!r}{close_match(head, HEAD_KINDS)}; expected {known}")
-    if form(head).vectors:
-        raise InputError(f"--head: {head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost")
-    passes = PASSES if passes is None else passes
-    check_limits(passes=passes, seed=seed)
-    names = tuple(features) if features else tree_features(head)
-    for wanted in names:
-        feature(wanted)
-    folder = None if out is None else claimed(out, [traces], profile, fit, overwrite=overwrite)
-    needed = dict.fromkeys((*names, "noisy_score", "noisy_margin"))
-    arrays = trace_arrays(traces, [n for n in needed if n in (*names, *traces.header.features)])
-    plan = TreePlan(head, names, name or "tree", seed, passes, fit or FitOptions())
-    policy, files, metrics = fit_tree(plan, arrays, prompt_folds(arrays, folds, seed), profile, progress)
-    header = traces.header
+    if plan.form.vectors:
+        raise InputError(
+            f"--head: {plan.head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost"
+        )
+    needed = dict.fromkeys((*plan.features, "noisy_score", "noisy_margin"))
+    arrays = trace_arrays(traces, [n for n in needed if n in (*plan.features, *traces.header.features)])
+    policy, files, metrics = fit_tree(plan, arrays, prompt_folds(arrays, plan.folds, plan.seed), profile, progress)
+    solved, header = policy.facts, traces.header
     policy.facts = dataclasses.replace(
-        policy.facts,
-        temperature=header.temperature,
-        verification=header.verification,
-        label=header.label,
-        shaping=dict(header.shaping),
-        pair=dict(header.pair),
-        provenance={
-            "traces": str(traces.folder),
-            "tree": header.tree.name,
-            "seed": seed,
-            "specstop": version("specstop"),
-        },
-        metrics=metrics,
-    )
+        facts_of(header, [header.temperature], [str(traces.folder)], plan.seed, tree=header.tree.name),
+        rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics,
+    )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
 
 
-@dataclass(frozen=True)
-class TreePlan:
-    """What `train_tree` was asked for."""
-
-    head: str = "logistic"
-    features: tuple[str, ...] = TREE_FEATURES
-    name: str = "tree"
-    seed: int = 0
-    passes: int = PASSES
-    fit: FitOptions = dataclasses.field(default_factory=FitOptions)
-
-
 def fit_tree(
-    plan: TreePlan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress = silent
+    plan: Plan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress = silent
 ) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
     """Do what `train_tree` does with a trace that has been read; return the policy, files for retraining, and metrics."""
     if arrays.header.verification != "match" or arrays.header.mix or not arrays.header.has_every_anchor:
@@ -148,8 +92,9 @@ def fit_tree(
     playing: Sequence[StopPolicy] = [static]
     # Dinkelbach's iteration starts from the best static tree's rate, in later passes from that of the pass before.
     rate = replay(fit_side, static, profile).rate
-    for turn in range(plan.passes):
-        progress("fit trees", turn, plan.passes)
+    passes = plan.passes or PASSES
+    for turn in range(passes):
+        progress("fit trees", turn, passes)
         policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
         policy = policies[0]
         profile = add_decisions(profile, [policy], arrays.header.vocabulary)
@@ -158,7 +103,7 @@ def fit_tree(
         policy, rate = solve_tree(policy, fit_side, profile)
         # The next pass is fitted on prompts played by heads that have not seen them, under one rule.
         playing = [other.with_rule(policy.rule) for other in policies]
-    progress("fit trees", plan.passes, plan.passes)
+    progress("fit trees", passes, passes)
     mine, theirs = (replay(held_side, one, profile).rate for one in (policy, static))
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
@@ -174,13 +119,13 @@ def fit_tree(
 
 
 def _fitted(
-    plan: TreePlan, arrays: TraceArrays, folds: Folds, visited: Visits
+    plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits
 ) -> tuple[list[TreeGain], dict[str, bytes], int]:
     """Return a policy for each fold under a rule without prices, all but its head alike; files and rows of the first."""
     fold = folds.of_rows(arrays, visited)
     parts = []
     for number in range(folds.count):
-        inside, outside = (_part(visited, (fold == number) == side) for side in (True, False))
+        inside, outside = (visited.part((fold == number) == side) for side in (True, False))
         # A fold whose rounds were all cut has nothing to stop a fit early with.
         rows, held = (
             tree_rows(arrays, plan.features, some) for some in (outside, inside if len(inside.row) else outside)
@@ -198,7 +143,3 @@ def _fitted(
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
     policies = [TreeGain(plan.name, plan.features, one, accept, next_, rule, arrays.depth) for one, _ in parts]
     return policies, files, len(rows.rows)
-
-
-def _part(visited: Visits, use: Tensor) -> Visits:
-    return Visits(visited.row[use], visited.history[use])

@@ -50,9 +50,7 @@ def level_scores(head: Head, seen: Array, level: Sequence[int], depth: int) -> A
 
 def accepted_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
     """Return [R, N + 1] bool, the anchors and the nodes that the target accepts, at these rows."""
-    chain = torch.arange(arrays.depth) < arrays.accepted[row][:, None]
-    path = chain if arrays.path is None else arrays.path[row]
-    return torch.cat([torch.ones(len(row), 1, dtype=torch.bool), path], 1)
+    return torch.cat([torch.ones(len(row), 1, dtype=torch.bool), arrays.accepted_nodes(row)], 1)
 
 
 def askable_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
@@ -80,7 +78,7 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     use = accepted[:, above] & askable_nodes(arrays, visited.row)
     children, width = accepted_children(tree, accepted)
     depth, rank = (torch.tensor(v).expand(len(seen), -1) for v in (tree.depth, node_ranks(tree)))
-    group = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)[visited.row]
+    group = arrays.owner[visited.row]
     fitted = FitRows(seen[use], depth[use], accepted[use], children[..., 0][use], (accepted & (width > 0))[use])
     return TreeRows(fitted, rank[use], group[:, None].expand_as(use)[use])
 

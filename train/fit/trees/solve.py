@@ -14,6 +14,8 @@ from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, typical_context
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
+"""Shares of the mean acceptance that are tried."""
+
 FIRST = (1, 0, 2, 3)
 """Depths of the first decision that are tried."""
 
@@ -57,11 +59,7 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[st
 
 
 def solve_tree(
-    policy: TreeGain,
-    arrays: TraceArrays,
-    profile: Profile,
-    ahead: Sequence[float] = AHEAD,
-    firsts: Sequence[int] = FIRST,
+    policy: TreeGain, arrays: TraceArrays, profile: Profile, firsts: Sequence[int] = FIRST
 ) -> tuple[TreeGain, float]:
     """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
 
@@ -72,7 +70,6 @@ def solve_tree(
         policy: whose head and calibration are used.
         arrays: training traces, never the evaluated ones.
         profile: what rounds cost.
-        ahead: shares of the mean acceptance that are tried.
         firsts: depths of the first decision that are tried.
 
     Returns:
@@ -95,7 +92,7 @@ def solve_tree(
                 break
             rho = rate
 
-    for share in ahead:
+    for share in AHEAD:
         settled(ahead=share)
     for first in firsts:
         if first != best.rule.first and first < policy.max_depth:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from ....policies.baselines.fixed import Confidence, FixedLength
+from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
 from ....policies.heads.base import Array
 from ....policies.latency.profile import Profile
@@ -24,6 +26,12 @@ SETTLED = 3e-3
 
 PRICED = ("derived", "gain")
 """Rules that hold for the costs of one profile, whose rate `solve_rate` solves."""
+
+
+def is_priced(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
+    """Whether a policy's rule holds for the costs of one profile."""
+    return isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
+
 
 CLEARLY = 0.01
 """What another first decision has to gain over the one before: less is as likely a matter of the prompts at hand."""

@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 import xgboost as xgb
 from scipy.special import logit
-from torch import Tensor
 
 from ....policies.errors import InputError
 from ....policies.heads.base import Array
 from ....policies.heads.build import TreesHead
 from ..exported import exported
-from ..fitting import FitOptions, FitTask
+from ..fitting import FitTask
 from ..matrices import OUT_OF_CORE, matrices
-from ..rows import FitRows
 
 DEPTH, TREES, RATE = 4, 150, 0.1
 TUNABLE = ("max_depth", "trees", "eta", "min_child_weight", "lambda", "subsample", "colsample_bytree")
 
 
-def fit_boosted(
-    rows: FitRows, held_out: FitRows, names: Sequence[str], seed: int = 0, options: FitOptions | None = None
-) -> tuple[TreesHead, dict[str, bytes]]:
-    """Fit both outputs, each stopped early on held-out log loss.
+def fit_trees(task: FitTask) -> tuple[TreesHead, dict[str, bytes]]:
+    """Fit both outputs, each stopped early on held-out log loss; see `Fitter`.
 
-    Args:
-        rows, held_out: to fit on, and to stop early on.
-        names: scalar features.
-        seed: of the sampling of rows and columns.
-        options: `device`, `out_of_core`, and `params`: `max_depth`, `trees`, `eta`, `min_child_weight`, `lambda`,
-            `subsample`, `colsample_bytree`.
-
-    Returns:
-        The head, and the boosters' UBJSON by file name, for retraining.
+    Options: `device`, `out_of_core`, and `params`: those of `TUNABLE`. The files are the boosters' UBJSON.
 
     Raises:
         InputError: XGBoost cannot use the device.
     """
-    options = options or FitOptions()
-    boosters = [_boost(rows, held_out, label, names, seed, options) for label in ("accepted", "followed")]
+    boosters = [_boost(task, label) for label in ("accepted", "followed")]
     arrays = [flatten(booster) for booster in boosters]
     # Both ensembles are stacked: one depth and one number of trees, the smaller one padded.
     deepest = max(depth_of(a) for a in arrays)
@@ -52,23 +39,12 @@ def fit_boosted(
     tensors = {name: np.stack([_padded(a[name], count) for a in arrays]) for name in arrays[0] if name != "base"}
     tensors["base"] = np.stack([a["base"] for a in arrays])
     files = {f"{name}.ubj": bytes(b.save_raw("ubj")) for name, b in zip(("accept", "next"), boosters, strict=True)}
-    return TreesHead(names, exported(tensors, names, rows)), files
+    return TreesHead(task.names, exported(tensors, task.names, task.rows)), files
 
 
-def fit_trees(task: FitTask) -> tuple[TreesHead, dict[str, bytes]]:
-    """Fit the boosted ensembles; see `Fitter`."""
-    return fit_boosted(task.rows, task.held_out, task.names, task.seed, task.options)
-
-
-def labelled(part: FitRows, label: str) -> Tensor:
-    """Return [M] bool, the rows that have this label."""
-    return part.drawn if label == "accepted" else part.followed_known
-
-
-def _boost(
-    rows: FitRows, held_out: FitRows, label: str, names: Sequence[str], seed: int, options: FitOptions
-) -> xgb.Booster:
-    share = float(rows.label(label)[labelled(rows, label)].float().mean())
+def _boost(task: FitTask, label: str) -> xgb.Booster:
+    rows, options = task.rows, task.options
+    share = float(rows.label(label)[rows.has(label)].float().mean())
     params = {name: value for name, value in options.params.items() if name in TUNABLE}
     trees = int(params.pop("trees", TREES))
     settings = {
@@ -79,7 +55,7 @@ def _boost(
         "subsample": 0.8,
         "colsample_bytree": 0.8,
         "lambda": 1.0,
-        "seed": seed,
+        "seed": task.seed,
         "tree_method": "hist",
         "eval_metric": "logloss",
         "nthread": torch.get_num_threads(),  # what the user has told torch
@@ -89,7 +65,7 @@ def _boost(
     }
     outside = len(rows) >= OUT_OF_CORE if options.out_of_core is None else options.out_of_core
     try:
-        with matrices((rows, held_out), label, names, outside) as (fitting, stopping):
+        with matrices((rows, task.held_out), label, task.names, outside) as (fitting, stopping):
             booster = xgb.train(
                 settings,
                 fitting,

@@ -6,10 +6,8 @@ Rows are (anchor, depth); the label is what going on saved in hindsight, in toke
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +15,10 @@ import xgboost as xgb
 from torch import Tensor, nn
 
 from ....policies.heads.base import Array
-from ....policies.heads.build import Basis, Head, LinearHead, MLPHead, TreesHead
-from ..basis import basis_columns, fit_basis
+from ....policies.heads.build import Head, LinearHead, MLPHead, TreesHead
+from ..basis import basis_columns, fit_basis, flagged_columns
 from ..exported import exported
+from ..networks import Perceptron, layer_tensors
 from ..rows import FitRows
 from .boosted import flatten
 
@@ -87,11 +86,11 @@ def fit_linear_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
     return LinearHead(names, exported(fitted, names, _as_fit_rows(rows)))
 
 
-def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Array, float]:
+def _ridge(x: Array, y: Array, weight: Array) -> tuple[Array, float]:
     """Return (weight [F'], bias) of the weighted least squares under a small penalty."""
     x = np.append(x, np.ones((len(x), 1)), 1)
     weighted = x.T * weight  # [F' + 1, M]
-    penalty = strength * np.eye(x.shape[1])
+    penalty = np.eye(x.shape[1])
     penalty[-1, -1] = 0.0  # the bias is not drawn to 0
     solved: Array = np.linalg.solve(weighted @ x + penalty, weighted @ np.clip(y, -CLIP, CLIP))
     return solved[:-1], float(solved[-1])
@@ -100,33 +99,33 @@ def _ridge(x: Array, y: Array, weight: Array, strength: float = 1.0) -> tuple[Ar
 def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> MLPHead:
     """Fit a network by least squares and keep the epoch with the least held-out error; torch's random state is kept."""
     basis = fit_basis(_as_fit_rows(rows), names)
-    sides = [(_columns(basis, r), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float()) for r in (rows, held)]
-    sizes = [basis.width + 1, *HIDDEN, 2]
+    sides = [
+        (flagged_columns(basis, r.features, r.depth), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float())
+        for r in (rows, held)
+    ]
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
-        layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
-        best = _descend(layers, sides, torch.Generator().manual_seed(seed))
-    fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
-    fitted |= {f"{part}.{i}": best[f"{i}.{part}"] for i in range(len(layers)) for part in ("weight", "bias")}
-    last = len(layers) - 1
+        network = Perceptron([basis.width + 1, *HIDDEN, 2], nn.functional.silu)
+        best = _descend(network, sides, torch.Generator().manual_seed(seed))
+    fitted = {"mean": basis.mean, "scale": basis.scale, **layer_tensors(best)}
+    last = len(HIDDEN)
     fitted[f"weight.{last}"][0], fitted[f"bias.{last}"][0] = 0.0, 0.0  # `accept` is void, not fitted
     return MLPHead(names, exported(fitted, names, _as_fit_rows(rows)))
 
 
 def _descend(
-    layers: nn.ModuleList, sides: Sequence[tuple[Tensor, Tensor, Tensor]], generator: torch.Generator
+    network: nn.Module, sides: Sequence[tuple[Tensor, Tensor, Tensor]], generator: torch.Generator
 ) -> dict[str, Tensor]:
     def error(part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         x, y, weight = part
-        for index, layer in enumerate(layers):
-            x = layer(x if index == 0 else nn.functional.silu(x))
-        return (weight * (x[:, 1] - y) ** 2).sum() / weight.sum().clamp_min(1e-9)
+        found: Tensor = (weight * (network(x)[:, 1] - y) ** 2).sum() / weight.sum().clamp_min(1e-9)
+        return found
 
     fit, held = sides
     each = -(-len(fit[1]) // BATCH)
     # Of few rows an epoch is few steps: more epochs make up for it.
     epochs = max(EPOCHS, -(-LEAST_STEPS // each))
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=RATE, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, epochs * each)
     best: dict[str, Tensor] = {}
     least = float("inf")
@@ -139,13 +138,8 @@ def _descend(
         with torch.no_grad():
             now = float(error(held))
         if now < least or not best:
-            best, least = {name: t.detach().clone() for name, t in layers.state_dict().items()}, now
+            best, least = {name: t.detach().clone() for name, t in network.state_dict().items()}, now
     return best
-
-
-def _columns(basis: Basis, rows: ValueRows) -> Tensor:
-    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
-    return torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
 
 
 def _as_fit_rows(rows: ValueRows) -> FitRows:

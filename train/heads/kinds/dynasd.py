@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from ....policies.heads.build import HardHead, SoftHead
 from ....policies.heads.dynasd import HARD_LAYERS, SOFT_LAYERS, SOFT_LAYERS_WIDE
 from ..exported import exported
 from ..fitting import FitTask
-from ..networks import Recipe, opening, seeded, states, train_network
+from ..networks import Perceptron, Recipe, layer_tensors, opening, seeded, states, train_network
 from ..rows import FitRows
 
 RECIPE = Recipe(epochs=10, batch=50, rate=1e-3, decay=0.0, constant=True)  # AdamW without decay is Adam
@@ -22,22 +21,6 @@ RECIPE = Recipe(epochs=10, batch=50, rate=1e-3, decay=0.0, constant=True)  # Ada
 
 WIDE = 2048
 """H from which on the soft model has the hidden widths that the published code has for TinyLlama."""
-
-
-class Perceptron(nn.Module):
-    """Linear layers with ReLU between them; the published module ends in a sigmoid, which the loss has in it here."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits [R, 1] of inputs [R, in]."""
-        # Hidden states come as recorded, in float16.
-        x = x.to(self.layers[0].weight.dtype)  # type: ignore[arg-type]
-        for at, layer in enumerate(self.layers):
-            x = layer(nn.functional.relu(x) if at else x)
-        return x
 
 
 def fit_soft(task: FitTask) -> tuple[SoftHead, dict[str, bytes]]:
@@ -88,10 +71,8 @@ def balanced(rows: FitRows, seed: int) -> Tensor:
 
 def _fit(sizes: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]], task: FitTask, name: str) -> dict[str, Tensor]:
     """Train the layers and return the tensors of the head."""
-    network = seeded(Perceptron, task.seed, sizes)
+    # The published module ends in a sigmoid, which the loss has in it here.
+    network = seeded(Perceptron, task.seed, sizes, nn.functional.relu)
     data = [(x, labels, torch.ones_like(labels)) for x, labels in parts]
     weights = train_network(network, data[0], data[1], task, RECIPE, name)
-    layers = {
-        f"{part}.{i}": weights[f"layers.{i}.{part}"] for i in range(len(sizes) - 1) for part in ("weight", "bias")
-    }
-    return {**layers, "first": opening(task)}
+    return {**layer_tensors(weights), "first": opening(task)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
@@ -13,19 +11,15 @@ from ....policies.heads.build import LinearHead
 from ..basis import fit_basis
 from ..exported import exported
 from ..fitting import FitTask
-from ..rows import FitRows
 from ..soft_classes import constant, two_classes
 
 
-def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: float = 1.0) -> LinearHead:
-    """Fit `accept` on drawn tokens, `next` after accepted ones, and `next` at depth 0 on what is known there.
+def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
+    """Fit `accept` on drawn tokens, `next` after accepted ones, and `next` at depth 0 on what is known there; see `Fitter`.
 
-    Args:
-        rows: to fit on.
-        names: scalar features.
-        seed: of the solver.
-        strength: C of scikit-learn's regression, the inverse of the penalty.
+    Options' `params`: `C` of scikit-learn's regression, the inverse of the penalty.
     """
+    rows, names, strength = task.rows, task.names, float(task.options.params.get("C", 1.0))
     basis = fit_basis(rows, names)
     features, drawn, known = rows.features.numpy(), rows.drawn.numpy(), rows.followed_known.numpy()
     accepted, followed = rows.label("accepted").numpy(), rows.label("followed").numpy()
@@ -34,14 +28,9 @@ def fit_linear(rows: FitRows, names: Sequence[str], seed: int = 0, strength: flo
         (basis(features[drawn & known], 1), followed[drawn & known]),
         (basis(features[~drawn & known], 0), followed[~drawn & known]),
     )
-    weights, biases = zip(*(_regress(x, y, seed, strength) for x, y in parts), strict=True)
+    weights, biases = zip(*(_regress(x, y, task.seed, strength) for x, y in parts), strict=True)
     fitted = {"mean": basis.mean, "scale": basis.scale, "weight": np.stack(weights), "bias": np.array(biases)}
-    return LinearHead(names, exported(fitted, names, rows))
-
-
-def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
-    """Fit the logistic head, `params`: `C`; see `Fitter`."""
-    return fit_linear(task.rows, task.names, task.seed, float(task.options.params.get("C", 1.0))), {}
+    return LinearHead(names, exported(fitted, names, rows)), {}
 
 
 def _regress(x: Array, y: Array, seed: int, strength: float) -> tuple[Array, np.float32]:

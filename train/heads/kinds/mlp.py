@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ....policies.heads.build import Basis, MLPHead
-from ....policies.progress import Progress, silent
-from ..basis import basis_columns, fit_basis
+from ..basis import fit_basis, flagged_columns
 from ..exported import exported
-from ..fitting import FitOptions, FitTask
-from ..networks import LabelledModule, RowsDataModule
+from ..fitting import FitTask
+from ..networks import LabelledModule, RowsDataModule, layer_tensors, seeded, train_module
 from ..rows import FitRows
-from ..trainer import Report, best_epoch, work_folder
 
 EPOCHS, BATCH, RATE, DECAY = 20, 1024, 2e-3, 1e-3
 WIDTH, LAYERS = 64, 2
@@ -58,9 +54,7 @@ class StopHeadModule(LabelledModule):
             rows: that the module was fitted on: live, features are held within the range that they had there; None = as
                 they come.
         """
-        fitted: dict[str, Any] = {"mean": basis.mean, "scale": basis.scale}
-        for at, layer in enumerate(self.layers):
-            fitted |= {f"{part}.{at}": getattr(layer, part).detach().float().cpu() for part in ("weight", "bias")}
+        fitted = {"mean": basis.mean, "scale": basis.scale, **layer_tensors(self.state_dict())}
         return MLPHead(names, exported(fitted, names, rows))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,49 +80,20 @@ class TraceDataModule(RowsDataModule):
 
 def _tensors(rows: FitRows, basis: Basis) -> tuple[Tensor, Tensor, Tensor]:
     """Return the columns with the flag for depth 0, labels and which of them are known."""
-    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
-    # Columns that are not known at depth 0 are 0 there, which elsewhere is their mean: the flag tells the two apart.
-    columns = torch.cat([columns, (rows.depth == 0)[:, None].float()], 1)
-    return columns, rows.labels, torch.stack([rows.drawn, rows.followed_known], 1).float()
-
-
-def fit_mlp(
-    rows: FitRows,
-    held_out: FitRows,
-    names: Sequence[str],
-    seed: int = 0,
-    epochs: int | None = None,
-    progress: Progress = silent,
-    options: FitOptions | None = None,
-) -> MLPHead:
-    """Train the network and keep the epoch with the least held-out loss.
-
-    The caller's torch random state is left as it was.
-
-    Args:
-        rows, held_out: to fit on, and to stop early on.
-        names: scalar features.
-        seed: of weights and shuffling.
-        epochs: at most; None = 20, or as the options say.
-        progress: see `Progress`.
-        options: of the Trainer, and `params`: `width`, `layers`, `weight_decay`, `learning_rate`.
-    """
-    options = options or FitOptions()
-    most = epochs or options.epochs or EPOCHS
-    basis = fit_basis(rows, names)
-    params = options.params
-    rate = float(options.learning_rate or params.get("learning_rate", RATE))
-    hidden = (int(params.get("width", WIDTH)),) * int(params.get("layers", LAYERS))
-    with torch.random.fork_rng(), work_folder(options) as folder:
-        torch.manual_seed(seed)
-        module = StopHeadModule(basis.width + 1, hidden, rate, float(params.get("weight_decay", DECAY)))
-        data = TraceDataModule(rows, held_out, basis, options.batch_size or BATCH, seed)
-        state = best_epoch(module, data, options, folder, most, Report("train mlp", progress, most))
-    module.load_state_dict(state)
-    return module.to_head(names, basis, rows)
+    return flagged_columns(basis, rows.features, rows.depth), rows.labels, rows.known
 
 
 def fit_network(task: FitTask) -> tuple[MLPHead, dict[str, bytes]]:
-    """Fit the network; see `Fitter`."""
-    head = fit_mlp(task.rows, task.held_out, task.names, task.seed, progress=task.progress, options=task.options)
-    return head, {}
+    """Train the network and keep the epoch with the least held-out loss; see `Fitter`.
+
+    Options' `params`: `width`, `layers`, `weight_decay`, `learning_rate`.
+    """
+    options, params = task.options, task.options.params
+    basis = fit_basis(task.rows, task.names)
+    rate = float(options.learning_rate or params.get("learning_rate", RATE))
+    hidden = (int(params.get("width", WIDTH)),) * int(params.get("layers", LAYERS))
+    decay = float(params.get("weight_decay", DECAY))
+    module = seeded(StopHeadModule, task.seed, basis.width + 1, hidden, rate, decay)
+    data = TraceDataModule(task.rows, task.held_out, basis, options.batch_size or BATCH, task.seed)
+    module.load_state_dict(train_module(module, data, task, options.epochs or EPOCHS, "mlp"))
+    return module.to_head(task.names, basis, task.rows), {}

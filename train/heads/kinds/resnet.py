@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from ....policies.features import Kind
 from ....policies.features.hidden_states import HIDDEN_STATES
 from ....policies.heads.build import Basis, ResNetHead
-from ..basis import basis_columns, fit_basis
+from ..basis import fit_basis, flagged_columns
 from ..exported import exported
 from ..fitting import FitTask
-from ..networks import Recipe, seeded, train_network
+from ..networks import Recipe, seeded, stacked_blocks, train_network
 from ..rows import FitRows
 
 WIDTH, BLOCKS, DROPOUT = 64, 3, 0.1
@@ -62,8 +62,8 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
     names = [name for name in HIDDEN_STATES if name in task.rows.vectors]
     moments = {name: state_moments(task.rows, name) for name in names}
     inputs = [basis.width + 1, *(len(moments[name][0]) for name in names)]
-    shape = int(params.get("width", WIDTH)), int(params.get("blocks", BLOCKS)), float(params.get("dropout", DROPOUT))
-    network = seeded(ResNet, task.seed, inputs, *shape)
+    width, blocks = int(params.get("width", WIDTH)), int(params.get("blocks", BLOCKS))
+    network = seeded(ResNet, task.seed, inputs, width, blocks, float(params.get("dropout", DROPOUT)))
     parts = [_inputs(rows, basis, moments) for rows in (task.rows, task.held_out)]
     weights = train_network(network, parts[0], parts[1], task, Recipe(), "resnet")
     tensors: dict[str, Any] = {
@@ -71,8 +71,7 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
         "scale": basis.scale,
         "enter.weight": weights["enter.0.weight"],
         "enter.bias": weights["enter.0.bias"],
-        "block.weight": _stack([weights[f"blocks.{i}.weight"] for i in range(shape[1])], (shape[0], shape[0])),
-        "block.bias": _stack([weights[f"blocks.{i}.bias"] for i in range(shape[1])], (shape[0],)),
+        **stacked_blocks(weights, blocks, width),
         "leave.weight": weights["leave.weight"],
         "leave.bias": weights["leave.bias"],
     }
@@ -92,15 +91,8 @@ def state_moments(rows: FitRows, name: str) -> tuple[Tensor, Tensor]:
 def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
     """Return the columns and hidden states, standardised, what is not known yet 0; labels and which are known."""
     first = (rows.depth == 0)[:, None]
-    columns = torch.from_numpy(basis_columns(basis, rows.features, rows.depth))
     states = []
     for name, (mean, scale) in moments.items():
         state = (rows.vectors[name].float() - mean) / scale
         states.append(state if HIDDEN_STATES[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
-    labels = rows.labels
-    known = torch.stack([rows.drawn, rows.followed_known], 1).float()
-    return torch.cat([columns, first.float()], 1), *states, labels, known
-
-
-def _stack(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    return torch.stack(list(parts)) if parts else torch.zeros(0, *shape)
+    return flagged_columns(basis, rows.features, rows.depth), *states, rows.labels, rows.known

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ....policies.heads.build import SpecDecHead
 from ....policies.heads.specdec import BLOCKS, REJECTION_WEIGHT, unbiased
 from ..exported import exported
 from ..fitting import FitTask
-from ..networks import Recipe, opening, seeded, states, train_network
+from ..networks import Recipe, opening, seeded, stacked_blocks, states, train_network
 
 RECIPE = Recipe(epochs=20, batch=256, rate=2e-3, decay=0.0, rejection_weight=REJECTION_WEIGHT)
 """The published run: AdamW of transformers at 5e-5 (no rate is given, so its default), cosine after 3% of warm-up, 3 epochs
@@ -70,12 +69,9 @@ def _fit(task: FitTask, shared: bool, weight: float) -> tuple[SpecDecHead, dict[
         parts.append((states(rows, DRAFT_HIDDEN, "specdec")[use], labels[use, None], torch.ones(int(use.sum()), 1)))
     size, blocks = parts[0][0].shape[1], int(task.options.params.get("blocks", BLOCKS))
     network = seeded(AcceptanceNetwork, task.seed, size, blocks, shared)
-    assert isinstance(network, AcceptanceNetwork)
     weights = train_network(network, parts[0], parts[1], task, RECIPE, "specdec")
-    count = len(network.blocks)
     tensors: dict[str, Any] = {
-        "block.weight": _stack(weights, "weight", count, (size, size)),
-        "block.bias": _stack(weights, "bias", count, (size,)),
+        **stacked_blocks(weights, len(network.blocks), size),
         "order": torch.tensor(network.order, dtype=torch.int64),
         "leave.weight": weights["leave.weight"],
         # In log-odds the weight's bias is a constant, ln w: see `unbiased`.
@@ -83,8 +79,3 @@ def _fit(task: FitTask, shared: bool, weight: float) -> tuple[SpecDecHead, dict[
         "first": opening(task),
     }
     return SpecDecHead((), exported(tensors)), {}
-
-
-def _stack(weights: Mapping[str, Tensor], part: str, count: int, shape: tuple[int, ...]) -> Tensor:
-    parts = [weights[f"blocks.{i}.{part}"] for i in range(count)]
-    return torch.stack(parts) if parts else torch.zeros(0, *shape)

@@ -22,8 +22,9 @@ from torch import Tensor
 from ....policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ....policies.errors import TraceError
 from ....policies.latency.profile import Profile
+from ..known_lengths import draft_bound
 from ..run import replay
-from ..seconds import prompt_seconds, round_seconds
+from ..seconds import round_seconds
 from ..source import Array
 from ..traces.arrays import TraceArrays
 
@@ -96,14 +97,9 @@ class CostToGo:
         self.arrays, self.profile = arrays, profile
         self.depth = min(arrays.depth, profile.max_depth)
         rows = len(arrays.accepted)
-        self.sequence = torch.repeat_interleave(torch.arange(arrays.sequences), arrays.rows)
-        self.anchor = torch.arange(rows) - arrays.offset[self.sequence] + arrays.first_anchor[self.sequence]
-        self.left = arrays.text_tokens[self.sequence] - self.anchor
-        allowed = (arrays.header.max_new_tokens - self.anchor - 1).clamp(max=self.depth)
-        ends = arrays.ends[:, : self.depth]
-        first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, self.depth + 1)
-        self.bound = torch.minimum(allowed, first_end)
-        context = arrays.prompt_tokens[self.sequence] + self.anchor
+        self.left = arrays.text_tokens[arrays.owner] - arrays.every_anchor
+        self.bound = draft_bound(arrays).clamp(max=self.depth)
+        context = arrays.prompt_tokens[arrays.owner] + arrays.every_anchor
         one = torch.ones(rows, dtype=torch.int64)
         each = [round_seconds(profile, context, one * k, one * k, one) for k in range(self.depth + 1)]
         self.cost = torch.stack(each, 1)
@@ -140,12 +136,6 @@ class CostToGo:
             at = (arrays.offset + t)[t < arrays.rows]
             value[at] = seconds[at] + value[row[at]]  # the entry behind the last, at -1, is 0
         return value
-
-    def level(self, lengths: Tensor, decided_s: Array | float = 0.0) -> Tensor:
-        """Return [N + 1] what `value` does if each token still to come takes as long as any other (METHODS D3, no h)."""
-        seconds = self.play(lengths, decided_s).seconds - prompt_seconds(self.profile, self.arrays.prompt_tokens)
-        each = float(seconds.sum() / (self.arrays.text_tokens - self.arrays.first_anchor).sum().clamp_min(1))
-        return torch.cat([each * self.left.double(), torch.zeros(1, dtype=torch.float64)])
 
     def outcomes(self, value: Tensor) -> Tensor:
         """Return [N, K + 1] cost-to-go in seconds if this round is of k tokens and the ones behind it are worth `value`."""

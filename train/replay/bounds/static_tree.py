@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ....decode.topology import Topology
@@ -60,9 +59,7 @@ class StaticTree(StopPolicy):
 
 def node_acceptance(arrays: TraceArrays) -> Tensor:
     """Return [N] float64, the share of uncut anchors at which each node is accepted."""
-    depth = torch.arange(arrays.depth)
-    path = arrays.accepted[:, None] > depth if arrays.path is None else arrays.path
-    return path[~arrays.cut].double().mean(0)
+    return arrays.accepted_nodes()[~arrays.cut].double().mean(0)
 
 
 def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> list[tuple[float, list[int]]]:

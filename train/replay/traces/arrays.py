@@ -85,6 +85,24 @@ class TraceArrays:
         """S."""
         return len(self.prompt_ids)
 
+    @cached_property
+    def owner(self) -> Tensor:
+        """[N] int64, the sequence of each row."""
+        return torch.repeat_interleave(torch.arange(self.sequences), self.rows)
+
+    @cached_property
+    def every_anchor(self) -> Tensor:
+        """[N] int64, the anchor of each row."""
+        if self.anchors is not None:
+            return self.anchors
+        return torch.arange(len(self.owner)) - (self.offset - self.first_anchor)[self.owner]
+
+    def accepted_nodes(self, row: Tensor | slice = slice(None)) -> Tensor:
+        """Return [R, K] bool, the nodes that the target accepts, at these rows."""
+        if self.path is not None:
+            return self.path[row]
+        return torch.arange(self.depth) < self.accepted[row][:, None]
+
     def column(self, name: str) -> Tensor:
         """Return a recorded feature: [N] for ANCHOR, [N, K] for PRE and POST; `TraceError` where it was not recorded."""
         if name in SIBLING_FEATURES and self.tree.is_chain:
@@ -143,32 +161,23 @@ class TraceArrays:
         at = torch.tensor(list(keep), dtype=torch.int64)
         counts = self.rows[at]
         index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
-
-        def part(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index]
-
+        by_row = {name: values[index] for name in BY_ROW if (values := getattr(self, name)) is not None}
         return dataclasses.replace(
             self,
             prompt_ids=[self.prompt_ids[i] for i in keep],
             groups=[self.groups[i] for i in keep],
-            keys=self.keys[at],
             offset=counts.cumsum(0) - counts,
-            rows=counts,
-            first_anchor=self.first_anchor[at],
-            prompt_tokens=self.prompt_tokens[at],
-            text_tokens=self.text_tokens[at],
-            accepted=self.accepted[index],
-            tokens=self.tokens[index],
-            ends=self.ends[index],
-            cut=self.cut[index],
             columns={name: values[index] for name, values in self.columns.items()},
-            path=part(self.path),
-            drawn=part(self.drawn),
-            anchors=part(self.anchors),
             extra={name: values[index] for name, values in self.extra.items()},
             vectors={name: values.subset(index) for name, values in self.vectors.items()},
+            **{name: getattr(self, name)[at] for name in BY_SEQUENCE},
+            **by_row,
         )
 
+
+BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
+BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
+"""Fields of `TraceArrays` that are tensors by sequence, and those by row."""
 
 _FAR = 1 << 32
 """More than any anchor."""

@@ -54,6 +54,12 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
     check_sizes(policy, header.vectors)
 
 
+def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArrays) -> None:
+    """Refuse traces that share prompts with `other`, which are called `others`."""
+    if shared := set(arrays.prompt_ids) & set(other.prompt_ids):
+        raise TraceError(f"{option}: {len(shared)} prompts are in {others} too; split them by prompt")
+
+
 def tell_other_verification(profile: Profile, header: Header) -> None:
     """Warn where a profile timed the rounds of another verification than those that a trace of chains holds."""
     measured, held = profile.verification, header.verification

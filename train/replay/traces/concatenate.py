@@ -12,7 +12,7 @@ from torch import Tensor
 from ....collect.schema import Header
 from ....collect.store.folder import Trace
 from ....policies.errors import TraceError
-from .arrays import TraceArrays, trace_arrays
+from .arrays import BY_ROW, BY_SEQUENCE, TraceArrays, trace_arrays
 from .hidden_states import StoredVectors
 
 _ALIKE = (
@@ -20,8 +20,6 @@ _ALIKE = (
     "mix", "draws", "off_text",
 )  # fmt: skip
 _INSTEAD = {"verification": ", all with --verification match where temperature 0 is among them"}
-_BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
-_BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
 
 
 def temperatures(traces: Sequence[Trace]) -> tuple[float, ...]:
@@ -80,16 +78,14 @@ def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in every}
     # The header is the first part's, so that what parts may differ in has to be a column.
     columns["temperature"] = torch.cat([part.column("temperature") for part in parts])
-    rows = torch.cat([part.rows for part in parts])
-    # One part that misses anchors makes all of them be looked up.
-    anchors = [_anchors(part) for part in parts] if any(part.anchors is not None for part in parts) else None
-    joined = {name: _joined([getattr(part, name) for part in parts]) for name in (*_BY_SEQUENCE, *_BY_ROW)}
-    joined |= {"rows": rows, "anchors": None if anchors is None else torch.cat(anchors)}
+    joined = {name: _joined([getattr(part, name) for part in parts]) for name in (*BY_SEQUENCE, *BY_ROW)}
+    if any(part.anchors is not None for part in parts):  # one that misses anchors makes all of them be looked up
+        joined["anchors"] = torch.cat([part.every_anchor for part in parts])
     return dataclasses.replace(
         first,
         prompt_ids=[name for part in parts for name in part.prompt_ids],
         groups=[name for part in parts for name in part.groups],
-        offset=rows.cumsum(0) - rows,
+        offset=joined["rows"].cumsum(0) - joined["rows"],
         columns=columns,
         extra={name: torch.cat([part.extra[name] for part in parts]) for name in first.extra},
         vectors=_joined_vectors(parts),
@@ -136,10 +132,3 @@ class JoinedVectors(StoredVectors):
 def _joined(values: Sequence[Tensor | None]) -> Any:
     known = [value for value in values if value is not None]
     return torch.cat(known) if len(known) == len(values) else None
-
-
-def _anchors(part: TraceArrays) -> Tensor:
-    if part.anchors is not None:
-        return part.anchors
-    starts = zip(part.rows.tolist(), part.first_anchor.tolist(), strict=True)
-    return torch.cat([torch.arange(count) + first for count, first in starts])

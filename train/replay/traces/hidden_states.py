@@ -56,6 +56,19 @@ class StoredVectors:
         return made
 
 
+def seen_states(stored: StoredVectors, row: Tensor, nodes: Tensor | None) -> np.ndarray[Any, Any]:
+    """Return [R, B, H] float32, what a policy sees of a hidden state at nodes [B] of rows [R]; of None, before any node.
+
+    There one of nodes is 0.
+    """
+    width = 1 if nodes is None else len(nodes)
+    if nodes is None and stored.of_nodes:
+        return np.zeros((len(row), width, stored.width), dtype=np.float32)
+    where = None if nodes is None else nodes.repeat(len(row))
+    found: np.ndarray[Any, Any] = stored.at(row.repeat_interleave(width), where).float().numpy()
+    return found.reshape(len(row), width, stored.width)
+
+
 class _Source:
     """The vector in the order of the trace."""
 

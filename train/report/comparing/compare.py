@@ -11,7 +11,7 @@ from typing import Any
 
 from ..intervals import Resamples
 from ..records import Ratio
-from .read import Read, per_prompt_figures, read_report
+from .read import Read, read_report
 
 PAIRED, UNPAIRED = "paired", "unpaired"
 _TOLD = ("traces", "prompts", "tokens", "temperature", "shaping", "verification", "depth", "topology")
@@ -173,6 +173,3 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items())
     return "-" if value is None else str(value)
-
-
-__all__ = ["PAIRED", "UNPAIRED", "Comparison", "Difference", "compare", "per_prompt_figures", "read_report"]

@@ -114,8 +114,8 @@ class Chart:
             ET.SubElement(made, "title").text = hint
         return made
 
-    def _line(self, a: Point, b: Point, look: str, hint: str = "") -> None:
-        self._add("line", look, hint, x1=float(a[0]), y1=float(a[1]), x2=float(b[0]), y2=float(b[1]))
+    def _line(self, a: Point, b: Point, look: str) -> None:
+        self._add("line", look, x1=float(a[0]), y1=float(a[1]), x2=float(b[0]), y2=float(b[1]))
 
     def words(self, x: float, y: float, words: str, look: str, anchor: str = "start") -> ET.Element:
         """Write words at a place of the drawing."""
@@ -139,7 +139,7 @@ class Chart:
 
     def whisker(self, a: Point, b: Point, look: str) -> None:
         """Draw an interval."""
-        self._line((self.x(a[0]), self.y(a[1])), (self.x(b[0]), self.y(b[1])), f"whisker {look}")
+        self.rule(a, b, f"whisker {look}")
 
     def rule(self, a: Point, b: Point, look: str = "rule") -> None:
         """Draw a line of reference."""
@@ -178,17 +178,14 @@ def rows_chart(
     return chart
 
 
-def stacked_rows(
-    title: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str], x_label: str, unit: str
-) -> Picture:
-    """Return bars of parts, one row a name; negative parts are drawn as nothing.
+def stacked_rows(title: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str]) -> Picture:
+    """Return bars of parts in ms per token, one row a name; negative parts are drawn as nothing.
 
     Args:
-        title, x_label: as of `Chart`.
+        title: as of `Chart`.
         names: by row.
         parts: [row][label] values.
         labels: of the parts.
-        unit: behind a value in the hint.
     """
     most = max((sum(max(v, 0.0) for v in row) for row in parts), default=1.0) or 1.0
 
@@ -196,10 +193,10 @@ def stacked_rows(
         begin = 0.0
         for index, value in enumerate(parts[at]):
             width = max(value, 0.0)
-            hint = f"{names[at]}: {labels[index]} {value:.3g} {unit}"
+            hint = f"{names[at]}: {labels[index]} {value:.3g} ms per token"
             chart.bar((begin, begin + width), (y - 0.16, y + 0.14), series(index), hint)
             begin += width
         chart.words(chart.x(begin) + 4, chart.y(y) + 5, f"{sum(parts[at]):.3g}", "value")
 
-    chart = rows_chart(title, names, (0.0, 1.15 * most), x_label, draw)
+    chart = rows_chart(title, names, (0.0, 1.15 * most), "ms per token", draw)
     return Picture(chart.svg(), title, tuple((series(i), label) for i, label in enumerate(labels)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..records import Ratio
@@ -20,21 +21,29 @@ _KINDS = {"fixed": "s0", "static": "s0", "rule": "s1", "learned": "s2", "achieva
 def speed(data: Data) -> list[Picture]:
     """Every policy against the best fixed length, and the curve of fixed lengths."""
     shown = [x for x in data["lines"] if x["kind"] not in ("bound", "achievable") and x["name"] != "plain decoding"]
-    ratios = [line["to_best_fixed"] for line in shown]
-    limits = room(_ends(ratios), 1.0, share=0.12)
+    title = "Speed of every policy, best fixed length = 1, 95% intervals"
+    rows = []
+    for line in shown:
+        ratio = line["to_best_fixed"]
+        rows.append((line["name"], ratio, _KINDS[line["kind"]], f"{line['name']}: {Ratio(**ratio).text()}"))
+    used = list(dict.fromkeys(line["kind"] for line in shown))
+    return [Picture(_ratio_rows(title, rows), title, tuple((_KINDS[k], k) for k in used)), _fixed_curve(data)]
+
+
+def _ratio_rows(title: str, rows: Sequence[tuple[str, Interval, str, str]]) -> str:
+    """Return a drawing of speeds against the best fixed length, a row each of (name, ratio, class, hint)."""
 
     def draw(chart: Chart, at: int, y: float) -> None:
-        line, ratio, look = shown[at], ratios[at], _KINDS[shown[at]["kind"]]
+        _, ratio, look, hint = rows[at]
         if not at:
-            chart.rule((1.0, 0.0), (1.0, float(len(shown))))
-        _whisker(chart, ratio, y, look)
-        chart.dot((ratio["value"], y), look, f"{line['name']}: {Ratio(**ratio).text()}")
+            chart.rule((1.0, 0.0), (1.0, float(len(rows))))
+        if ratio["low"] is not None and ratio["high"] is not None:
+            chart.whisker((ratio["low"], y), (ratio["high"], y), look)
+        chart.dot((ratio["value"], y), look, hint)
         chart.words(chart.x(ratio["value"]), chart.y(y) + 16, f"{ratio['value']:.3f}", "value", "middle")
 
-    title = "Speed of every policy, best fixed length = 1, 95% intervals"
-    rows = rows_chart(title, [line["name"] for line in shown], limits, "times the best fixed length", draw)
-    used = list(dict.fromkeys(line["kind"] for line in shown))
-    return [Picture(rows.svg(), title, tuple((_KINDS[k], k) for k in used)), _fixed_curve(data)]
+    limits = room(_ends([ratio for _, ratio, *_ in rows]), 1.0, share=0.12)
+    return rows_chart(title, [name for name, *_ in rows], limits, "times the best fixed length", draw).svg()
 
 
 def _fixed_curve(data: Data) -> Picture:
@@ -50,16 +59,17 @@ def _fixed_curve(data: Data) -> Picture:
                   x_ticks=_counts(0, len(rates) - 1))  # fmt: skip
     for line, height in zip(levels, heights, strict=True):
         chart.rule((0.0, height), (max(len(rates) - 1.0, 1.0), height), f"level {_KINDS[line['kind']]}")
-    _series(
-        chart, [(float(k), rate) for k, rate in enumerate(rates)], "s0", "fixed:{0:g}: {1:.3f} times plain decoding"
-    )
+    points = [(float(k), rate) for k, rate in enumerate(rates)]
+    _series(chart, points, "s0", lambda k, rate: f"fixed:{k:g}: {rate:.3f} times plain decoding")
     return Picture(chart.svg(), title, (("s0", "fixed length"), *((_KINDS[x["kind"]], x["name"]) for x in levels)))
 
 
-def _series(chart: Chart, points: Sequence[Point], look: str, hint: str, size: float = 4.0) -> None:
+def _series(
+    chart: Chart, points: Sequence[Point], look: str, hint: Callable[[float, float], str], size: float = 4.0
+) -> None:
     chart.line(points, look)
     for point in points:
-        chart.dot(point, look, hint.format(*point), size)
+        chart.dot(point, look, hint(*point), size)
 
 
 def acceptance(data: Data) -> list[Picture]:
@@ -68,19 +78,13 @@ def acceptance(data: Data) -> list[Picture]:
     title = "Share of positions with at least k accepted tokens, 95% band"
     chart = Chart(title, (0.5, len(bands) + 0.5), (0.0, 1.0), "k", "P(A >= k)", x_ticks=_counts(1, len(bands)))
     _band(chart, bands, "s0")
-    _series(chart, [(float(k), b["value"]) for k, b in bands], "s0", "k = {0:g}: {1:.3f}")
+    _series(chart, [(float(k), b["value"]) for k, b in bands], "s0", lambda k, share: f"k = {k:g}: {share:.3f}")
     return [Picture(chart.svg(), title)]
 
 
 def _ends(ratios: Sequence[Interval]) -> list[float]:
     """Return all values and ends of intervals."""
     return [end for ratio in ratios for end in ratio.values() if end is not None]
-
-
-def _whisker(chart: Chart, ratio: Interval, y: float, look: str) -> None:
-    """Draw an interval; nothing where there is none."""
-    if ratio["low"] is not None and ratio["high"] is not None:
-        chart.whisker((ratio["low"], y), (ratio["high"], y), look)
 
 
 def _band(chart: Chart, rows: Sequence[tuple[float, Interval]], look: str) -> None:
@@ -122,7 +126,7 @@ def reliability(data: Data) -> list[Picture]:
     last = depths[-1]["depth"]
     chart = Chart(title, (0.5, last + 0.5), (0.0, 1.0), "depth", "survival", x_ticks=_counts(1, last))
     predicted = [(float(d["depth"]), d["all"]["predicted"]) for d in depths]
-    _series(chart, predicted, "s1", "depth {0:g}: predicted {1:.3f}")
+    _series(chart, predicted, "s1", lambda depth, share: f"depth {depth:g}: predicted {share:.3f}")
     for d in depths:
         chart.whisker((d["depth"], d["all"]["low"]), (d["depth"], d["all"]["high"]), "s0")
         hint = f"depth {d['depth']}: observed {d['all']['observed']:.3f}"
@@ -136,7 +140,8 @@ def reliability(data: Data) -> list[Picture]:
         for each in d["bins"]:
             chart.whisker((each["predicted"], each["low"]), (each["predicted"], each["high"]), series(at))
         points = [(each["predicted"], each["observed"]) for each in d["bins"]]
-        _series(chart, points, series(at), f"depth {d['depth']}: predicted {{0:.3f}}, observed {{1:.3f}}", 3.0)
+        name = f"depth {d['depth']}"
+        _series(chart, points, series(at), partial("{}: predicted {:.3f}, observed {:.3f}".format, name), 3.0)
     legend = tuple((series(at), f"depth {d['depth']}") for at, d in enumerate(shown))
     return [by_depth, Picture(chart.svg(), title, legend)]
 
@@ -147,7 +152,7 @@ def time(data: Data) -> list[Picture]:
     parts = [[one[key] for key, _ in TIME_PARTS] for one in found]
     labels = [label for _, label in TIME_PARTS]
     title = "Where time goes, ms per token"
-    return [stacked_rows(title, [one["name"] for one in found], parts, labels, "ms per token", "ms per token")]
+    return [stacked_rows(title, [one["name"] for one in found], parts, labels)]
 
 
 def stops(data: Data) -> list[Picture]:
@@ -155,26 +160,18 @@ def stops(data: Data) -> list[Picture]:
     found = data["details"]["stops"]
     title = "Lost against the oracle, ms per token"
     names, parts = [one["name"] for one in found], [one["ms_per_token"] for one in found]
-    return [stacked_rows(title, names, parts, STOP_PARTS, "ms per token", "ms per token")]
+    return [stacked_rows(title, names, parts, STOP_PARTS)]
 
 
 def groups(data: Data) -> list[Picture]:
     """The policy of the report, group by group."""
     found, subject = data["details"]["groups"], data["details"]["subject"]
-    ratios = [group["ratios"][subject] for group in found]
-
-    def draw(chart: Chart, at: int, y: float) -> None:
-        ratio = ratios[at]
-        if not at:
-            chart.rule((1.0, 0.0), (1.0, float(len(found))))
-        _whisker(chart, ratio, y, "s2")
-        chart.dot((ratio["value"], y), "s2", f"{found[at]['name']}: {ratio['value']:.3f}")
-        chart.words(chart.x(ratio["value"]), chart.y(y) + 16, f"{ratio['value']:.3f}", "value", "middle")
-
     title = f"{subject} by group, best fixed length of all prompts = 1"
-    limits = room(_ends(ratios), 1.0, share=0.12)
-    names = [f"{group['name'] or '(no name)'} ({group['prompts']} prompts)" for group in found]
-    return [Picture(rows_chart(title, names, limits, "times the best fixed length", draw).svg(), title)]
+    rows = []
+    for group in found:
+        name, ratio = f"{group['name'] or '(no name)'} ({group['prompts']} prompts)", group["ratios"][subject]
+        rows.append((name, ratio, "s2", f"{group['name']}: {ratio['value']:.3f}"))
+    return [Picture(_ratio_rows(title, rows), title)]
 
 
 def prompts(data: Data) -> list[Picture]:
@@ -195,64 +192,78 @@ def sensitivity(data: Data) -> list[Picture]:
     """The policy of the report under other latencies."""
     found, subject = data["details"]["sensitivity"], data["details"]["subject"]
     centre = next(one for one in found if one["factor"] == 1.0)
-    lines: dict[str, list[tuple[float, Interval]]] = {}
+    lines = []
     for what in ("draft", "verification"):
         rows = sorted([*(one for one in found if one["what"] == what), centre], key=lambda one: float(one["factor"]))
-        lines[what] = [(one["factor"], one["ratios"][subject]) for one in rows]
-    limits = room(_ends([r for rows in lines.values() for _, r in rows]), 1.0)
-    factors = [factor for factor, _ in lines["draft"]]
+        factors = [float(one["factor"]) for one in rows]
+        lines.append((what, [one["ratios"][subject] for one in rows]))
     title = f"{subject} against the best fixed length if calls were more expensive or cheaper"
-    shown = [(f, f"x{f:g}") for f in factors]
-    chart = Chart(title, (factors[0] / 1.05, factors[-1] * 1.05), limits, "cost, profile = 1", "times best fixed",
-                  x_ticks=shown, log_x=True)  # fmt: skip
-    chart.rule((factors[0], 1.0), (factors[-1], 1.0))
-    for at, (what, rows) in enumerate(lines.items()):
-        look = series(2 * at)
-        _band(chart, rows, look)
-        _series(chart, [(f, r["value"]) for f, r in rows], look, f"{what} x{{0:g}}: {{1:.3f}}")
-    return [Picture(chart.svg(), title, tuple((series(2 * at), what) for at, what in enumerate(lines)))]
+    ticks = [(factor, f"x{factor:g}") for factor in factors]
+    looks = [series(0), series(2)]
+    return [_curves(title, "cost, profile = 1", factors, lines, ticks, "{} x{:g}: {:.3f}", looks, size=4.0)]
 
 
 def sweep(data: Data) -> list[Picture]:
     """Each policy over the cost ratio."""
     found: dict[str, Any] = data["details"]["sweep"]
-    x, lines = found["ratios"], found["lines"][:_MOST_LINES]
-    values = [r["value"] for line in lines for r in line["to_best_fixed"]]
+    x, lines = found["ratios"], [(one["name"], one["to_best_fixed"]) for one in found["lines"][:_MOST_LINES]]
     title = "Speed against the best fixed length by the cost of a draft step, target step = 1"
-    low, high = room(values, 1.0)
-    ticks = [(r, f"{r:.2g}") for r in x[:: 1 + (len(x) - 1) // 5]]
-    chart = Chart(
-        title, (x[0] / 1.05, x[-1] * 1.05), (low, high), "cost ratio", "times best fixed", x_ticks=ticks, log_x=True
-    )
-    chart.rule((x[0], 1.0), (x[-1], 1.0))
-    if x[0] <= found["here"] <= x[-1]:
-        chart.rule((found["here"], low), (found["here"], high), "here")
-    for at, line in enumerate(lines):
-        points = [(ratio, r["value"]) for ratio, r in zip(x, line["to_best_fixed"], strict=True)]
-        _series(chart, points, series(at), f"{line['name']} at {{0:.3g}}: {{1:.3f}}", 3.0)
-    return [Picture(chart.svg(), title, tuple((series(at), line["name"]) for at, line in enumerate(lines)))]
+    ticks = [(ratio, f"{ratio:.2g}") for ratio in x[:: 1 + (len(x) - 1) // 5]]
+    return [_curves(title, "cost ratio", x, lines, ticks, "{} at {:.3g}: {:.3f}", banded=False, here=found["here"])]
 
 
 def batches(data: Data) -> list[Picture]:
     """Each policy over the batch size."""
     found: dict[str, Any] = data["details"]["batch"]
-    x, lines = [float(size) for size in found["sizes"]], found["lines"][1:-1][:_MOST_LINES]
-    if len(x) < 2 or not lines:
+    lines = [(one["name"], one["to_best_fixed"]) for one in found["lines"][1:-1][:_MOST_LINES]]
+    if len(found["sizes"]) < 2 or not lines:
         return []
+    sizes = [float(size) for size in found["sizes"]]
     title = "Speed by batch size, best fixed length of that size = 1, 95% intervals"
-    limits = room([end for line in lines for end in _ends(line["to_best_fixed"])], 1.0)
-    ticks = [(size, f"{size:g}") for size in x]
+    ticks = [(size, f"{size:g}") for size in sizes]
+    return [_curves(title, "texts side by side", sizes, lines, ticks, "{} at {:g}: {:.3f}")]
+
+
+def _curves(
+    title: str,
+    x_label: str,
+    x: Sequence[float],
+    lines: Sequence[tuple[str, Sequence[Interval]]],
+    ticks: Sequence[tuple[float, str]],
+    hint: str,
+    looks: Sequence[str] | None = None,
+    size: float = 3.0,
+    banded: bool = True,
+    here: float | None = None,
+) -> Picture:
+    """Return speeds against the best fixed length over x, which is shown on a logarithmic axis.
+
+    Args:
+        title, x_label: as of `Chart`.
+        x: rising.
+        lines: (name, ratio at each x).
+        ticks: of x.
+        hint: of a dot, from name, x and ratio.
+        looks: classes of the lines; None = one after the other.
+        size: of the dots.
+        banded: whether intervals are shown.
+        here: an x to be marked.
+    """
+    ratios = [ratio for _, some in lines for ratio in some]
+    low, high = room(_ends(ratios) if banded else [ratio["value"] for ratio in ratios], 1.0)
     chart = Chart(
-        title, (x[0] / 1.05, x[-1] * 1.05), limits, "texts side by side", "times best fixed", x_ticks=ticks, log_x=True
+        title, (x[0] / 1.05, x[-1] * 1.05), (low, high), x_label, "times best fixed", x_ticks=ticks, log_x=True
     )
     chart.rule((x[0], 1.0), (x[-1], 1.0))
-    for at, line in enumerate(lines):
-        rows = list(zip(x, line["to_best_fixed"], strict=True))
-        _band(chart, rows, series(at))
-        _series(
-            chart, [(size, r["value"]) for size, r in rows], series(at), f"{line['name']} at {{0:g}}: {{1:.3f}}", 3.0
-        )
-    return [Picture(chart.svg(), title, tuple((series(at), line["name"]) for at, line in enumerate(lines)))]
+    if here is not None and x[0] <= here <= x[-1]:
+        chart.rule((here, low), (here, high), "here")
+    looks = looks or [series(at) for at in range(len(lines))]
+    for look, (name, some) in zip(looks, lines, strict=True):
+        if banded:
+            _band(chart, list(zip(x, some, strict=True)), look)
+        points = [(at, ratio["value"]) for at, ratio in zip(x, some, strict=True)]
+        _series(chart, points, look, partial(hint.format, name), size)
+    return Picture(chart.svg(), title, tuple(zip(looks, (name for name, _ in lines), strict=True)))
 
 
 DRAWN: Mapping[str, Callable[[Data], list[Picture]]] = {

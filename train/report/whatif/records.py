@@ -12,9 +12,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.learned.policy import LearnedPolicy
-from ..records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, Ratio
-
-ADVICE = (DEPLOY, NO_GAIN, REFUSE, TOO_FEW)
+from ..records import DEPLOY, NO_GAIN, REFUSE, Ratio
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Cell:
 
     Attributes:
         to_best_fixed: against the best fixed length of this trace.
-        verdict: one of `ADVICE`.
+        verdict: see `records.verdict`.
         own: trained for this temperature, verification and pair.
     """
 
@@ -199,10 +197,14 @@ def unique_names(policies: Sequence[StopPolicy], names: Sequence[str] | None = N
         else name
         for name, policy in zip(names, policies, strict=True)
     ]
-    if len(set(full)) < len(full):
-        again = next(name for name in full if full.count(name) > 1)
-        raise InputError(f"--policy: two policies are called {again!r}; give each once, or rename one")
+    check_apart_names(full)
     return tuple(full)
+
+
+def check_apart_names(names: Sequence[str]) -> None:
+    """Refuse policies that could not be told apart in a report."""
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"--policy: two policies are called {again!r}; give each once, or rename one")
 
 
 def temperature_text(policy: LearnedPolicy) -> str:

@@ -11,13 +11,14 @@ import numpy as np
 from ....collect.store.folder import Trace
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
-from ....policies.errors import InputError, TraceError
+from ....policies.errors import InputError
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ...fit.tuning.rates import PRICED, solve_rate
+from ...fit.tuning.rates import is_priced, solve_rate
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
+from ...replay.traces.checking import check_apart
 from ..decision_costs import with_prices
 from ..intervals import Resamples, Values
 from ..pricing import Change, Draws, Priced
@@ -85,8 +86,8 @@ def sweep(
     ratios = sorted(set(map(float, ratios)))
     arrays = trace_arrays(traces)
     tuning = trace_arrays(train_traces) if train_traces is not None else None
-    if tuning is not None and (shared := set(tuning.prompt_ids) & set(arrays.prompt_ids)):
-        raise TraceError(f"--train-traces: {len(shared)} prompts are in the evaluated traces too; split them by prompt")
+    if tuning is not None:
+        check_apart("--train-traces", tuning, "the evaluated traces", arrays)
     if draws is None:
         profile, _ = with_prices(profile, policies, traces.header)
     context = typical_context(tuning or arrays)
@@ -133,7 +134,7 @@ class _Replays:
         self._fixed, self._kept = len(fixed), self._priced([*fixed, *kept])
 
     def _moves(self, policy: StopPolicy) -> bool:
-        solved = _is_derived(policy) and self._tuning is not None
+        solved = is_priced(policy) and self._tuning is not None
         return solved or type(policy).observe is not StopPolicy.observe  # it hears seconds
 
     def _priced(self, played: Sequence[Played]) -> Priced:
@@ -149,19 +150,15 @@ class _Replays:
 
     def _again(self, policy: StopPolicy, change: Change) -> Values:
         profile = change(self._draws.profile)
-        if self._tuning is not None and isinstance(policy, LearnedPolicy) and _is_derived(policy):
+        if self._tuning is not None and is_priced(policy):
             policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
         # Played under the changed profile; `_priced` has the draws as they were measured, and changes each of them likewise.
         spent: Values = self._priced([play(self._arrays, policy, profile)]).seconds(change=change)[:, 0]
         return spent
 
 
-def _is_derived(policy: StopPolicy) -> bool:
-    return isinstance(policy, LearnedPolicy) and policy.rule.kind in PRICED
-
-
 def _note(policy: StopPolicy, tuning: TraceArrays | None) -> str:
-    if not _is_derived(policy):
+    if not is_priced(policy):
         return ""
     if tuning is None:
         return "rho as saved; give the training traces to solve it at each point"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .model import Cell, Data, Num, Path, Section, Spread, Table
 
 
-def batches(data: Data) -> Section | None:
+def batches(found: Any, data: Data) -> Section:
     """What each policy gains at each batch size."""
-    found = data["details"].get("batch")
-    if not found:
-        return None
     where: Path = ("details", "batch")
     names = [line["name"] for line in found["lines"]]
     sizes = range(len(found["sizes"]))

@@ -105,6 +105,11 @@ class Section:
     open: bool = False
 
 
+def nums(path: Path, *names: str, form: str = ".3f") -> tuple[Num, ...]:
+    """Return figures of one record, all written alike."""
+    return tuple(Num((*path, name), form) for name in names)
+
+
 def cell_text(cell: Cell, data: Data) -> str:
     """Return a cell as text."""
     if isinstance(cell, Spread):

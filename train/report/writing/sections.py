@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from ..records import REFUSE, Ratio
 from .batches import batches
-from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table
+from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
 from .whatif import sensitivity, sweep, transfer
 
 _REFERENCES = ("plain decoding", "best fixed", "oracle bound")
@@ -17,9 +18,9 @@ def speed_table(data: Data) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for at, line in enumerate(data["lines"]):
         path: Path = ("lines", at)
-        counts: list[Cell] = ["", "", ""]
+        counts: tuple[Cell, ...] = ("", "", "")
         if line["kind"] not in ("bound", "achievable"):
-            counts = [Num((*path, name), ".2f") for name in ("block_efficiency", "drafted", "accepted")]
+            counts = nums(path, "block_efficiency", "drafted", "accepted", form=".2f")
         gap = "" if line["name"] in _REFERENCES or not _has_bound(data) else Spread((*path, "oracle_share"), 2)
         told = Mark(line["verdict"]) if line["verdict"] else ""
         ratios = (Spread((*path, "to_plain")), Spread((*path, "to_best_fixed")))
@@ -45,7 +46,7 @@ def _has_bound(data: Data) -> bool:
     return any(line["kind"] == "bound" for line in data["lines"])
 
 
-def speeds(data: Data) -> Section:
+def speeds(found: Any, data: Data) -> Section:
     """Every policy, and every fixed length."""
     fixed = tuple((str(k), Num(("fixed", k), ".1f")) for k in range(len(data["fixed"])))
     return Section(
@@ -70,14 +71,12 @@ PARTS_OF = (
 )
 
 
-def parts(data: Data) -> Section | None:
+def parts(found: Any, data: Data) -> Section:
     """What the intervals behind the verdicts are made of."""
-    asked = [(at, line) for at, line in enumerate(data["lines"]) if line.get("parts")]
-    if not asked:
-        return None
     rows = tuple(
         (line["name"], *(Spread(("lines", at, "parts", part)) for part, _ in PARTS_OF), Mark(line["verdict"]))
-        for at, line in asked
+        for at, line in enumerate(found)
+        if line.get("parts")
     )
     columns = ("policy", *(label for _, label in PARTS_OF), "verdict")
     return Section(
@@ -93,11 +92,9 @@ def parts(data: Data) -> Section | None:
     )
 
 
-def acceptance(data: Data) -> Section | None:
+def acceptance(found: Any, data: Data) -> Section:
     """How long the draft holds."""
-    if not data["bands"]:
-        return None
-    rows = tuple((str(k), Spread(("bands", k - 1))) for k in range(1, len(data["bands"]) + 1))
+    rows = tuple((str(k), Spread(("bands", k - 1))) for k in range(1, len(found) + 1))
     return Section(
         "acceptance",
         "Acceptance by depth",
@@ -108,27 +105,19 @@ def acceptance(data: Data) -> Section | None:
     )
 
 
-def lengths(data: Data) -> Section | None:
+def lengths(found: Any, data: Data) -> Section:
     """Chosen against ideal."""
-    found = data["details"].get("lengths")
-    if not found:
-        return None
     mine = found[0]
     depth = range(len(mine["chosen"]))
     where: Path = ("details", "lengths")
-    rows = tuple(
-        (
-            str(k),
-            Num((*where, 0, "chosen", k), ".0f"),
-            Num((*where, 0, "ideal", k), ".0f"),
-            Num((*where, 1, "chosen", k), ".0f"),
-        )
-        for k in depth
+    columns = ((0, "chosen"), (0, "ideal"), (1, "chosen"))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (str(k), *(Num((*where, i, name, k), ".0f") for i, name in columns)) for k in depth
     )
     most = max(max(row) for row in mine["table"]) or 1
-    table: list[tuple[Cell, ...]] = []
-    for k in depth:
-        table.append((str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)))
+    table: tuple[tuple[Cell, ...], ...] = tuple(
+        (str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)) for k in depth
+    )
     shades = tuple((0.0, *(count / most for count in row)) for row in mine["table"])
     return Section(
         "lengths",
@@ -139,34 +128,24 @@ def lengths(data: Data) -> Section | None:
         ),
         (
             Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),
-            Table("Rounds by chosen (down) and ideal depth (across)", ("", *map(str, depth)), tuple(table), shades),
+            Table("Rounds by chosen (down) and ideal depth (across)", ("", *map(str, depth)), table, shades),
         ),
     )
 
 
-def reliability(data: Data) -> Section | None:
+def reliability(found: Any, data: Data) -> Section:
     """Predicted against observed survival."""
-    found = data["details"].get("reliability")
-    if not found:
-        return None
     tables = []
     for at, policy in enumerate(found):
         path: Path = ("details", "reliability", at)
         rows: list[tuple[Cell, ...]] = []
         for i, depth in enumerate(policy["depths"]):
             here: Path = (*path, "depths", i)
-            all_: Path = (*here, "all")
-            rows.append(
-                (
-                    str(depth["depth"]),
-                    Num((*all_, "count"), ",.0f"),
-                    Num((*all_, "predicted")),
-                    (Num((*all_, "observed")), " [", Num((*all_, "low")), ", ", Num((*all_, "high")), "]"),
-                    Num((*here, "ece")),
-                    Num((*here, "ece_perfect")),
-                )
-            )
-        rows.append(("all", "", "", "", Num((*path, "ece")), Num((*path, "ece_perfect"))))
+            predicted, observed, low, high = nums((*here, "all"), "predicted", "observed", "low", "high")
+            shown = (observed, " [", low, ", ", high, "]")
+            count = Num((*here, "all", "count"), ",.0f")
+            rows.append((str(depth["depth"]), count, predicted, shown, *nums(here, "ece", "ece_perfect")))
+        rows.append(("all", "", "", "", *nums(path, "ece", "ece_perfect")))
         columns = ("depth", "candidates", "predicted", "observed", "calibration error", "if perfect")
         tables.append(Table(policy["name"], columns, tuple(rows)))
     late = tuple(
@@ -198,16 +177,10 @@ TIME_PARTS = (
 STOP_PARTS = ("too early", "too late", "decisions", "catching up")
 
 
-def time(data: Data) -> Section | None:
+def time(found: Any, data: Data) -> Section:
     """Where time goes."""
-    found = data["details"].get("time")
-    if not found:
-        return None
     keys = [key for key, _ in TIME_PARTS]
-    rows = tuple(
-        (one["name"], *(Num(("details", "time", at, key), ".3f") for key in (*keys, "total_ms")))
-        for at, one in enumerate(found)
-    )
+    rows = tuple((one["name"], *nums(("details", "time", at), *keys, "total_ms")) for at, one in enumerate(found))
     columns = ("policy", *(label for _, label in TIME_PARTS), "all")
     return Section(
         "time",
@@ -217,11 +190,8 @@ def time(data: Data) -> Section | None:
     )
 
 
-def stops(data: Data) -> Section | None:
+def stops(found: Any, data: Data) -> Section:
     """What wrong stops cost."""
-    found = data["details"].get("stops")
-    if not found:
-        return None
     rows: list[tuple[Cell, ...]] = []
     for at, one in enumerate(found):
         path: Path = ("details", "stops", at)
@@ -246,11 +216,8 @@ def stops(data: Data) -> Section | None:
     )
 
 
-def groups(data: Data) -> Section | None:
+def groups(found: Any, data: Data) -> Section:
     """By group of prompts."""
-    found = data["details"].get("groups")
-    if not found:
-        return None
     names = list(found[0]["ratios"])
     rows: list[tuple[Cell, ...]] = []
     for at, group in enumerate(found):
@@ -260,7 +227,7 @@ def groups(data: Data) -> Section | None:
             ratio = group["ratios"][name]
             number = Spread((*path, "ratios", name))
             cells.append((number, f" {REFUSE}") if Ratio(**ratio).is_below else number)
-        counts = (Num((*path, "prompts"), ",.0f"), Num((*path, "tokens"), ",.0f"))
+        counts = nums(path, "prompts", "tokens", form=",.0f")
         rows.append((group["name"] or "(no name)", *counts, group["best_fixed"], *cells))
     best = next(line["note"] for line in data["lines"] if line["name"] == "best fixed").partition(",")[0]
     return Section(
@@ -271,16 +238,12 @@ def groups(data: Data) -> Section | None:
     )
 
 
-def prompts(data: Data) -> Section | None:
+def prompts(found: Any, data: Data) -> Section:
     """By prompt."""
-    found = data["details"].get("prompts")
-    if not found:
-        return None
     order = sorted(range(len(found)), key=lambda i: found[i]["policy"] / found[i]["fixed"])
     shown = order if len(order) <= 16 else [*order[:8], *order[-8:]]
     rows = tuple(
-        (found[i]["prompt"], found[i]["group"], *(Num(("details", "prompts", i, key)) for key in ("fixed", "policy")))
-        for i in shown
+        (found[i]["prompt"], found[i]["group"], *nums(("details", "prompts", i), "fixed", "policy")) for i in shown
     )
     subject = data["details"]["subject"]
     slower = sum(one["policy"] < one["fixed"] for one in found)
@@ -295,15 +258,12 @@ def prompts(data: Data) -> Section | None:
     )
 
 
-def losses(data: Data) -> Section | None:
+def losses(found: Any, data: Data) -> Section:
     """The text where it went wrong."""
-    found = data["details"].get("losses")
-    if not found:
-        return None
     rows: list[tuple[Cell, ...]] = []
     for at, one in enumerate(found):
         path: Path = ("details", "losses", at)
-        figures = (Num((*path, "early_ms"), ".1f"), Num((*path, "late_ms"), ".1f"), Num((*path, "to_best_fixed")))
+        figures = (*nums(path, "early_ms", "late_ms", form=".1f"), Num((*path, "to_best_fixed")))
         rows.append((one["prompt"], one["group"], *figures))
     return Section(
         "losses",
@@ -316,10 +276,12 @@ def losses(data: Data) -> Section | None:
     )
 
 
-PARTS: Sequence[Callable[[Data], Section | None]] = (
-    speeds, batches, parts, acceptance, lengths, reliability, time, stops, groups, prompts, sensitivity, sweep, transfer,
-    losses,
-)  # fmt: skip
+SECTIONS: dict[str, Callable[[Any, Data], Section]] = {
+    "speed": speeds, "batch": batches, "parts": parts, "acceptance": acceptance, "lengths": lengths,
+    "reliability": reliability, "time": time, "stops": stops, "groups": groups, "prompts": prompts,
+    "sensitivity": sensitivity, "sweep": sweep, "transfer": transfer, "losses": losses,
+}  # fmt: skip
+"""What writes each section, in order: from what the JSON has of it, and the whole."""
 
 
 def sections(data: Data) -> list[Section]:
@@ -328,5 +290,7 @@ def sections(data: Data) -> list[Section]:
     Args:
         data: `Report.to_dict()` as JSON values.
     """
-    found = (part(data) for part in PARTS)
-    return [section for section in found if section is not None]
+    lines = data["lines"]
+    with_parts = lines if any(line.get("parts") for line in lines) else None
+    found = {**data["details"], "speed": lines, "parts": with_parts, "acceptance": data["bands"]}
+    return [write(found[name], data) for name, write in SECTIONS.items() if found.get(name)]

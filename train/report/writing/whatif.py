@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .model import Cell, Data, Num, Path, Section, Spread, Table
 
 
-def sensitivity(data: Data) -> Section | None:
+def sensitivity(found: Any, data: Data) -> Section:
     """Other latencies."""
-    found = data["details"].get("sensitivity")
-    if not found:
-        return None
     names = list(found[0]["ratios"])
     rows = tuple(
         (
@@ -30,11 +29,8 @@ def sensitivity(data: Data) -> Section | None:
     )
 
 
-def sweep(data: Data) -> Section | None:
+def sweep(found: Any, data: Data) -> Section:
     """Where each policy starts to pay."""
-    found = data["details"].get("sweep")
-    if not found:
-        return None
     where: Path = ("details", "sweep")
     rows: list[tuple[Cell, ...]] = []
     for at in range(len(found["ratios"])):
@@ -57,11 +53,8 @@ def sweep(data: Data) -> Section | None:
     )
 
 
-def transfer(data: Data) -> Section | None:
+def transfer(found: Any, data: Data) -> Section:
     """Trained on one, used on another."""
-    found = data["details"].get("transfer")
-    if not found:
-        return None
     rows: list[tuple[Cell, ...]] = []
     for at, name in enumerate(found["rows"]):
         cells: list[Cell] = []
