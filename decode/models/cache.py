@@ -234,7 +234,7 @@ class CachedModel:
 
     def _uploaded(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Return tokens as a row of their own."""
-        return tokens[None] if isinstance(tokens, Tensor) else upload([list(tokens)], self._device)
+        return tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
 
     def _masks(self, topology: Topology) -> TreeMasks:
         if topology not in self._trees:

@@ -62,9 +62,24 @@ class FixedLayer(SlotLayer):
         return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
 
 
+@dataclass(kw_only=True)
+class _Recorded:
+    """Calls of one shape: the first is made as it is, which warms up; the next is recorded, and played from then on."""
+
+    used: bool = False
+    play: Callable[[], Answer] | None = None
+
+    def answer(self, recorder: Recorder, forward: Callable[[], Answer]) -> Answer:
+        """Make a call, whose tensors the next one of this shape writes to again."""
+        if self.play is None and self.used:
+            self.play = recorder.record(forward)
+        self.used = True
+        return forward() if self.play is None else self.play()
+
+
 @dataclass
-class _Call:
-    """What calls of one shape read, and how they are made; `mask` and `positions` where they are not those of a text.
+class _Call(_Recorded):
+    """What calls of one shape read; `mask` and `positions` where they are not those of a text.
 
     `mask` is [B, 1, n, seen] boolean, `positions` [B, n].
     """
@@ -75,32 +90,21 @@ class _Call:
     seen: int
     mask: Tensor | None = None
     positions: Tensor | None = None
-    used: bool = False
-    play: Callable[[], Answer] | None = None
 
 
 @dataclass
-class _Packed:
-    """What packed calls of one shape read, and how they are made."""
+class _Packed(_Recorded):
+    """What packed calls of one shape read."""
 
     call: PackedCall
     mask: Tensor  # [S, 1, n, seen] boolean
-    used: bool = False
-    play: Callable[[], Answer] | None = None
 
     def take(self, call: PackedCall, mask: Tensor) -> None:
         """Take over the numbers of a call of this shape."""
         own, seen = self.call, mask.shape[-1]
         self.mask[..., :seen] = mask if mask.dtype == torch.bool else mask == 0
         self.mask[..., seen:] = False  # where an earlier call saw more
-        pairs: list[tuple[Any, Any]] = [
-            (own.tokens, call.tokens),
-            (own.positions, call.positions),
-            (own.wanted, call.wanted),
-        ]
-        pairs += [(own.query_positions, call.query_positions), (own.packing.stream, call.packing.stream)]
-        pairs += [(own.packing.slot, call.packing.slot), (own.packing.place, call.packing.place)]
-        for mine, new in pairs:
+        for mine, new in zip(_numbers(own), _numbers(call), strict=True):
             if isinstance(mine, Tensor) and isinstance(new, Tensor):
                 mine.copy_(new)
 
@@ -114,6 +118,12 @@ class _Packed:
         wanted = call.wanted.clone() if isinstance(call.wanted, Tensor) else call.wanted
         wide = torch.zeros(*mask.shape[:-1], seen, dtype=torch.bool, device=mask.device)
         return _Packed(replace(call, packing=own, wanted=wanted, **copies), wide)
+
+
+def _numbers(call: PackedCall) -> tuple[Tensor | int | None, ...]:
+    """Return what a packed call brings anew."""
+    packing = call.packing
+    return call.tokens, call.positions, call.wanted, call.query_positions, packing.stream, packing.slot, packing.place
 
 
 @dataclass
@@ -233,10 +243,7 @@ class CapturedModel(CachedModel):
             self._memory.packed[key] = _Packed.like(call, mask, seen)
         made = self._memory.packed[key]
         made.take(call, mask)
-        if made.play is None and made.used:
-            made.play = recorder.record(lambda: self._forward_packed(made))
-        made.used = True
-        logits, states = self._forward_packed(made) if made.play is None else made.play()
+        logits, states = made.answer(recorder, lambda: self._forward_packed(made))
         return logits.clone(), None if states is None else states.clone()
 
     def _forward_packed(self, made: _Packed) -> Answer:
@@ -256,15 +263,10 @@ class CapturedModel(CachedModel):
         return self._memory.calls[key]
 
     def _answer(self, call: _Call) -> Answer:
-        """Make a call: the first time as it is, which warms up, then recorded."""
+        """Make a call; the first that an earlier model has recorded is compared with what the model says now."""
         memory = self._memory
-        if call.play is None and call.used:
-            call.play = memory.recorder.record(lambda: self._forward(call))
-        call.used = True
-        if call.play is None:
-            return self._forward(call)
-        answer = call.play()
-        if memory.unchecked:
+        answer = call.answer(memory.recorder, lambda: self._forward(call))
+        if memory.unchecked and call.play is not None:
             # An adapter switched on or off, a hook: nothing tells but the logits.
             now = self._forward(call)
             memory.unchecked = False
