@@ -222,23 +222,17 @@ class ModelSource:
         streams = self.streams
         for own in streams:
             own.latest, own.ended = [], set()
-        asked, places = streams, fed
-        if not all(fed):
-            asked, places = (
-                [own for own, some in zip(streams, fed, strict=True) if some],
-                [some for some in fed if some],
-            )
+        asked, places = _feeding(streams, fed)
         proposal = self.feed(asked, places)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
         sampled, untruncated = sampled_rows(asked, places, raw)
         if proposal.ids is not None:  # it may know of no token
             known = torch.isfinite(sampled).any(-1).tolist()
             rows = iter(known)
-            places = [[place for place in some if next(rows)] for some in places]
+            asked, places = _feeding(asked, [[place for place in some if next(rows)] for some in places])
             raw, sampled = raw[known], sampled[known]
             untruncated = None if untruncated is None else untruncated[known]
             states = None if states is None else states[known]
-            asked, places = [o for o, some in zip(asked, places, strict=True) if some], [s for s in places if s]
             if not asked:
                 return [own.latest for own in streams], None
         children = self.topology.children
@@ -344,3 +338,10 @@ class ModelSource:
     def _extend(self, text: Text, new: Sequence[int]) -> int:
         settings = self.settings
         return text.extend(new, settings.max_new_tokens, self.eos, settings.stops)
+
+
+def _feeding(streams: list[Stream], places: list[list[int]]) -> tuple[list[Stream], list[list[int]]]:
+    """Return the streams that have places, and these."""
+    if all(places):
+        return streams, places
+    return [own for own, some in zip(streams, places, strict=True) if some], [some for some in places if some]

@@ -4,7 +4,6 @@ live on whatever the policy does.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -23,9 +22,8 @@ from ...policies.contract import (
     checked_select,
     checked_start,
 )
-from ...policies.errors import SpecstopWarning
 from ...policies.features.history import History
-from ...policies.plugin_code import reason
+from ..policy.runner import tell_failed
 
 
 class Asking:
@@ -155,13 +153,7 @@ class Asking:
 
     def _fail(self, error: Exception) -> None:
         """Say once what failed and go on with the fixed fallback length."""
-        name = self.policy.name
-        warnings.warn(
-            f"policy {name} failed ({reason(error).removeprefix(f'{name}: ')}); drafting {self._fallback} tokens a step "
-            "from here on",
-            SpecstopWarning,
-            stacklevel=2,
-        )
+        tell_failed(self.policy, error, f"{self._fallback} tokens a step")
         self._take_charge(FixedLength(self._fallback))
         # What the one before remembers means nothing to its successor.
         self._kept, self._state = [(None, 0)] * self._rows, None
