@@ -46,9 +46,9 @@ class Band:
 class AcceptanceWatch:
     """Compares the last rounds with what was predicted for them."""
 
-    def __init__(self, window: int = WINDOW, least: int = LEAST) -> None:
+    def __init__(self, least: int = LEAST) -> None:
         self._least = least
-        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=window)  # mean, variance, accepted, known
+        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=WINDOW)  # mean, variance, accepted, known
         self._survival: list[list[float]] = []  # of the round, by stream
 
     def decided(self, depth: int, survival: Array, asked: Array) -> None:

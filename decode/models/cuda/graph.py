@@ -68,6 +68,7 @@ class _Recorded:
 
     used: bool = False
     play: Callable[[], Answer] | None = None
+    inherited: bool = False  # recorded for an earlier `CapturedModel`
 
     def answer(self, recorder: Recorder, forward: Callable[[], Answer]) -> Answer:
         """Make a call, whose tensors the next one of this shape writes to again."""
@@ -214,7 +215,7 @@ class CapturedModel(CachedModel):
             call.mask[..., :end] = mask if mask.dtype == torch.bool else mask == 0
             call.mask[..., end:] = False  # where an earlier call saw more
             call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
-        logits, states = self._answer(call)
+        logits, states = self._answer(call, lambda: self._forward(call))
         self._slots.lengths[0] = end
         self.states = None if states is None else states.clone()
         return logits.clone()  # the next call of this shape writes there again
@@ -232,8 +233,8 @@ class CapturedModel(CachedModel):
 
     def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
         """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
-        packing, recorder = call.packing, self._memory.recorder
-        if not recorder.works or call.tokens.shape[1] > MOST_TOKENS:
+        packing = call.packing
+        if not self._memory.recorder.works or call.tokens.shape[1] > MOST_TOKENS:
             return super()._run_packed(call, mask)
         wanted = len(call.wanted) if isinstance(call.wanted, Tensor) else 0
         seen = min(_seen(packing.seen), self.capacity)
@@ -243,7 +244,7 @@ class CapturedModel(CachedModel):
             self._memory.packed[key] = _Packed.like(call, mask, seen)
         made = self._memory.packed[key]
         made.take(call, mask)
-        logits, states = made.answer(recorder, lambda: self._forward_packed(made))
+        logits, states = self._answer(made, lambda: self._forward_packed(made))
         return logits.clone(), None if states is None else states.clone()
 
     def _forward_packed(self, made: _Packed) -> Answer:
@@ -262,13 +263,13 @@ class CapturedModel(CachedModel):
             self._memory.calls[key] = call
         return self._memory.calls[key]
 
-    def _answer(self, call: _Call) -> Answer:
-        """Make a call; the first that an earlier model has recorded is compared with what the model says now."""
+    def _answer(self, call: _Recorded, forward: Callable[[], Answer]) -> Answer:
+        """Make a call; the first one recorded for an earlier `CapturedModel` is compared with what the model says now."""
         memory = self._memory
-        answer = call.answer(memory.recorder, lambda: self._forward(call))
-        if memory.unchecked and call.play is not None:
+        answer = call.answer(memory.recorder, forward)
+        if memory.unchecked and call.inherited:
             # An adapter switched on or off, a hook: nothing tells but the logits.
-            now = self._forward(call)
+            now = forward()
             memory.unchecked = False
             if not torch.equal(answer[0], now[0]):
                 memory.calls.clear()
@@ -309,6 +310,8 @@ def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
     alive = model()
     if alive is not None and (memory.calls or memory.packed):
         memory.unchecked = True
+        for call in (*memory.calls.values(), *memory.packed.values()):
+            call.inherited = call.play is not None
         _KEPT[alive] = memory
 
 
