@@ -51,18 +51,15 @@ class Asking:
         self._kept: list[tuple[State, int]] = [(None, 0)] * rows
         self._state: State = None
         self._take_charge(policy.limited(depth))
-        self._guarded(lambda: self._start_all())
+        # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
+        every = np.arange(rows, dtype=np.int64)
+        self._guarded(lambda: self._start(every, every))
 
     def _take_charge(self, policy: StopPolicy) -> None:
         self.policy = policy
         self.first, self.trims, self.depth = policy.first, policy.trims, min(policy.max_depth, self._depth)
         self.selects = type(policy).select is not StopPolicy.select
         self._observes = type(policy).observe is not StopPolicy.observe
-
-    def _start_all(self) -> None:
-        # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
-        every = np.arange(self._rows, dtype=np.int64)
-        self._store(every, checked_start(self.policy, self._rows, every))
 
     def _store(self, rows: Array, found: State) -> None:
         """Keep the state of rows [n] until they are wanted again."""

@@ -213,22 +213,19 @@ def load_pair(
         PairError: a folder is missing or no model, its config or a tensor is not what it must be, the tokenizers differ, or
             the models do not fit together.
     """
-    kind = check_dtype(dtype)
-    where, places = check_device(device), check_device_map(device_map)
-    if draft is None:
-        alone = open_checkpoint(target, "--target")
-        tokenizer = load_tokenizer(alone)
-        pair = join(load_model(alone, where, kind, attention, places), None, tokenizer)
-        return with_engine(dataclasses.replace(pair, home=where), engine)
-    sides = [open_checkpoint(target, "--target"), open_checkpoint(draft, "--draft")]
-    first, second = (load_tokenizer(side) for side in sides)
-    if first.get_vocab() != second.get_vocab():
-        raise PairError(
-            f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
-            f"{len(second)}, not the same ones; choose a draft of the target's family"
-        )
-    small = load_model(sides[1], where, kind, attention)  # first: the target is shared out among what memory it leaves
-    return with_engine(join(load_model(sides[0], where, kind, attention, places), small, first), engine)
+    kind, where, places = check_dtype(dtype), check_device(device), check_device_map(device_map)
+    sides = [open_checkpoint(target, "--target"), *([] if draft is None else [open_checkpoint(draft, "--draft")])]
+    first, *others = (load_tokenizer(side) for side in sides)
+    for other in others:
+        if first.get_vocab() != other.get_vocab():
+            raise PairError(
+                f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
+                f"{len(other)}, not the same ones; choose a draft of the target's family"
+            )
+    # The draft first: the target is shared out among what memory it leaves.
+    small = None if draft is None else load_model(sides[1], where, kind, attention)
+    pair = join(load_model(sides[0], where, kind, attention, places), small, first)
+    return with_engine(dataclasses.replace(pair, home=where) if small is None else pair, engine)
 
 
 def with_engine(pair: Pair, engine: str = "auto") -> Pair:
@@ -236,13 +233,11 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
 
     A packed model is changed in place: it can no longer be saved, trained or used by itself.
     """
-    # Hashes first: weights in another layout are no parameters any more.
-    target, hashes = choose_engine(pair.target, engine), _hashes(pair.target, pair.draft)
-    if pair.draft is None:
-        return dataclasses.replace(pair, target=speed_up(pair.target, target), engines=(target, "plain"), hashes=hashes)
-    names = (target, choose_engine(pair.draft, engine))
-    fast = [speed_up(model, name) for model, name in zip((pair.target, pair.draft), names, strict=True)]
-    return dataclasses.replace(pair, target=fast[0], draft=fast[1], engines=names, hashes=hashes)
+    names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
+    hashes = _hashes(pair.target, pair.draft)  # first: weights in another layout are no parameters any more
+    target = speed_up(pair.target, names[0])
+    draft = None if pair.draft is None else speed_up(pair.draft, names[1])
+    return dataclasses.replace(pair, target=target, draft=draft, engines=names, hashes=hashes)
 
 
 def check_dtype(name: str) -> torch.dtype:
