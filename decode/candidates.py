@@ -98,6 +98,11 @@ def draft_tree(found: Sequence[Candidates | None], sent: Array, hide_tokens: boo
     for stream, own in enumerate(found):
         if own is not None and not hide_tokens:
             tokens[stream, own.rows] = own.tokens
+    return shown_tree(topology, tokens[:, first:], drawn)
+
+
+def shown_tree(topology: Topology, tokens: Array, drawn: Array) -> DraftTree:
+    """Return nodes [S, N] as a policy sees them: -1 in the place of tokens that are not `drawn`."""
     # Copies, not views or slices: compiled policies take contiguous [S, N] arrays.
-    parent, depth = (values[None].repeat(streams, 0) for values in (topology.node_parents, topology.node_depths))
-    return DraftTree(np.where(drawn, tokens[:, first:], -1), parent, depth, drawn.copy())
+    parent, depth = (values[None].repeat(len(drawn), 0) for values in (topology.node_parents, topology.node_depths))
+    return DraftTree(np.where(drawn, tokens, -1), parent, depth, drawn.copy())

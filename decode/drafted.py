@@ -44,7 +44,7 @@ class Drafted:
         """Work out `sent`, the sums and the steps."""
         tree, marks = self._tree, self._marks
         streams = marks.shape[1]
-        self.sent, counts = np.empty_like(marks[0]), np.empty((3, streams), dtype=np.int64)
+        self.sent, counts = np.empty_like(self.drawn), np.empty((3, streams), dtype=np.int64)
         # One column at least: the first draft step is priced by itself (`latency.costs`).
         self.steps = np.empty((streams, max(tree.deepest, 1)), dtype=np.int64)
         kernels().count_round(tree.parents, tree.depths, marks, self.sent, counts, self.steps)

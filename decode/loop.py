@@ -277,7 +277,7 @@ class Speculator:
         if self._observer is not None:
             for played in source.streams:
                 record = running[played.number].rounds[-1]
-                self._observer.round(Seen.of(played, record, self._runner.state, self.batch))
+                self._observer.round(Seen.of(played, source.rows, record, self._runner.state, self.batch))
         if on_commit:
             for stream, own in running.items():
                 on_commit(own.number, own.text.tokens[own.text.prompt + before[stream] :])

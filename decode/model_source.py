@@ -27,7 +27,7 @@ from .models.pair import Pair, readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
-from .stream import Stream, Text, sampled_rows
+from .stream import Anchor, Stream, Text, sampled_rows
 from .topology import Topology
 from .verify.base import Verification
 from .verify.noise import KeyedSource, Source
@@ -53,10 +53,12 @@ class ModelSource:
     Attributes:
         texts: S, those that are decoded; None where there is none.
         streams: of the round that is played, those that have one.
+        rows: [R, V] each, the target's logits after all places sent in it, stream by stream, and the processed ones.
     """
 
     texts: list[Text | None]
     streams: list[Stream]
+    rows: tuple[Tensor, Tensor]
 
     def __init__(
         self,
@@ -132,8 +134,7 @@ class ModelSource:
         self.drafter.begin(number)
         self.drafter.committed(number, prompt, self._told(told))
         sampler = Sampler(processors, settings.temperature, padding)
-        hidden = None if told is None else self._hidden(told[-1:])
-        text = Text(prompt, len(prompt), self._open_source(key), sampler, [], logits, hidden)
+        text = Text(prompt, len(prompt), self._open_source(key), sampler, [], Anchor(logits, 0, self._hidden(told)))
         self.texts[number] = text
         sampled = sampler(logits, lambda: [prompt])[0]
         choices = text.choices(len(prompt), self._temperature == 0.0)
@@ -148,12 +149,12 @@ class ModelSource:
             return self._source(key, window)
         return KeyedSource(key, pair.vocabulary, window, pair.logits_dtype, pair.device)
 
-    def _hidden(self, states: Tensor) -> Tensor | None:
-        """Return [n, H], the target's last hidden states among [n, layers x H], if a policy or an observer wants them."""
-        if not self._keeps[0]:
+    def _hidden(self, states: Tensor | None) -> Tensor | None:
+        """Return [1, H], the last layer's of the last of [n, layers x H] states, if a policy or an observer wants it."""
+        if states is None or not self._keeps[0]:
             return None
         width, at = states.shape[-1] // len(self._layers), self._layers.index(-1)
-        return states[:, at * width : (at + 1) * width]
+        return states[-1:, at * width : (at + 1) * width]
 
     def _told(self, states: Tensor | None) -> Tensor | None:
         """Return [n, layers x H], what the drafter is told of the target's states [n, .]."""
@@ -166,7 +167,7 @@ class ModelSource:
         """See `rounds.RoundSource`."""
         deferred, greedy, deepest = self.mode.deferred, self._temperature == 0.0, self.topology.deepest
         begun = [(number, text) for number, text in enumerate(self.texts) if text is not None and not text.ended]
-        self.streams = [Stream.begin(number, text, self.topology, deferred, greedy) for number, text in begun]
+        self.streams = [Stream.begin(number, text, self.topology, deferred, greedy, self.eos) for number, text in begun]
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
         limit: Array | None = None
         for number, text in begun:
@@ -176,8 +177,7 @@ class ModelSource:
                 limit = np.full(self._size, deepest) if limit is None else limit
                 limit[number] = allowed
         self.reader.begin(self.streams)
-        roots = [[p for p in own.latest if own.found.tokens[p] not in self.eos] for own in self.streams]
-        alive = self._grown = self._marked(0, roots)  # known again in `grow`
+        alive = self._grown = self._marked(0, [own.latest for own in self.streams])  # known again in `grow`
         return active, alive, context, self.drafter.backlog(), limit
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
@@ -222,23 +222,17 @@ class ModelSource:
         streams = self.streams
         for own in streams:
             own.latest, own.ended = [], set()
-        asked, places = streams, fed
-        if not all(fed):
-            asked, places = (
-                [own for own, some in zip(streams, fed, strict=True) if some],
-                [some for some in fed if some],
-            )
+        asked, places = _feeding(streams, fed)
         proposal = self.feed(asked, places)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
         sampled, untruncated = sampled_rows(asked, places, raw)
         if proposal.ids is not None:  # it may know of no token
             known = torch.isfinite(sampled).any(-1).tolist()
             rows = iter(known)
-            places = [[place for place in some if next(rows)] for some in places]
+            asked, places = _feeding(asked, [[place for place in some if next(rows)] for some in places])
             raw, sampled = raw[known], sampled[known]
             untruncated = None if untruncated is None else untruncated[known]
             states = None if states is None else states[known]
-            asked, places = [o for o, some in zip(asked, places, strict=True) if some], [s for s in places if s]
             if not asked:
                 return [own.latest for own in streams], None
         children = self.topology.children
@@ -292,10 +286,9 @@ class ModelSource:
         sampled, _ = sampled_rows(streams, [own.sent for own in streams], raw)
         with finite:  # on a device it is checked while it is waited for anyway
             results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
-        first = 0
+        self.rows, first = (raw, sampled), 0
         for own, (path, roots) in zip(streams, results, strict=True):
-            rows = slice(first, first := first + len(own.sent))
-            own.raw, own.sampled = raw[rows], sampled[rows]
+            own.first, first = first, first + len(own.sent)
             own.path, own.text.roots, own.found.accepted = path, roots, path
             accepted[own.number] = len(path) - 1
         return accepted
@@ -329,22 +322,26 @@ class ModelSource:
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """Append accepted paths, and the next roots unless they are deferred; compact both caches along the paths."""
         committed, ended = np.zeros(self._size, dtype=np.int64), np.zeros(self._size, dtype=bool)
-        states, first = self.target.states, 0
+        states, (raw, _) = self.target.states, self.rows
         for own in self.streams:
             text, path, sent = own.text, own.path, own.sent
             rows = path if len(sent) == len(own.found.rows) else [sent.index(place) for place in path]
             self.target.keep(own.base, [own.base + row for row in rows], own.number)
             accepted = [own.found.tokens[place] for place in path]
-            told = None if states is None else states[0, [first + row for row in rows]]  # [path, layers x H]
+            told = None if states is None else states[0, [own.first + row for row in rows]]  # [path, layers x H]
             self.drafter.committed(own.number, accepted, self._told(told))
-            assert own.raw is not None
-            text.anchor_row = own.raw[rows[-1] : rows[-1] + 1]  # that the next roots were drawn from
-            text.hidden = None if told is None else self._hidden(told[-1:])
+            text.anchor = Anchor(raw, own.first + rows[-1], self._hidden(told))  # that the next roots were drawn from
             new = accepted if self.mode.deferred else [*accepted[1:], *text.roots]  # one root is text already
             committed[own.number], ended[own.number] = self._extend(text, new), text.ended
-            first += len(sent)
         return committed, ended
 
     def _extend(self, text: Text, new: Sequence[int]) -> int:
         settings = self.settings
         return text.extend(new, settings.max_new_tokens, self.eos, settings.stops)
+
+
+def _feeding(streams: list[Stream], places: list[list[int]]) -> tuple[list[Stream], list[list[int]]]:
+    """Return the streams that have places, and these."""
+    if all(places):
+        return streams, places
+    return [own for own, some in zip(streams, places, strict=True) if some], [some for some in places if some]

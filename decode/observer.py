@@ -47,21 +47,22 @@ class Seen:
     stream: int = 0
 
     @staticmethod
-    def of(own: Stream, record: Round, state: State, streams: int) -> Seen:
+    def of(own: Stream, rows: tuple[Tensor, Tensor], record: Round, state: State, streams: int) -> Seen:
         """Return what is seen of a stream that has played its round.
 
         Args:
             own: the stream.
+            rows: [R, V] each, the target's logits of the round and the processed ones, of all streams.
             record: of the round.
             state: of the policy, for all of them.
             streams: S.
         """
-        row, hidden = own.before
-        assert own.raw is not None and own.sampled is not None
+        raw, sampled = (part[own.first : own.first + len(own.sent)] for part in rows)
         alone = state if streams == 1 else take(state, np.array([own.number]))
         return Seen(
-            own.text, row, own.found, own.sent, own.path, own.raw, own.sampled, record, hidden, alone, own.number
-        )
+            own.text, own.before.row, own.found, own.sent, own.path, raw, sampled, record, own.before.hidden, alone,
+            own.number,
+        )  # fmt: skip
 
 
 class Observer(Protocol):

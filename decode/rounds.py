@@ -100,9 +100,6 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
     """
     tree = source.topology
     found = Drafted(len(alive), tree)
-    # Where every root ends the text, that ends the draft, not the policy.
-    if np.count_nonzero(alive) < alive.size:
-        found.capped |= ~alive.any(1)
     going = alive  # what has not drawn an end of text
     nearest = tree.deepest if limit is None else int(limit.min())  # before it no limit need be looked at
     first, deepest, selects = runner.first, tree.deepest, runner.selects

@@ -134,8 +134,6 @@ def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, 
         raise InputError("--stop: expected strings that are not empty, and a pair with a tokenizer")
     try:
         return (StopStringCriteria(pair.tokenizer, list(strings)),)
-    except (
-        ValueError,
-        KeyError,
-    ) as error:  # a tokenizer of whole words, say, loses the text that transformers tries it with
+    # A tokenizer of whole words, say, loses the text that transformers tries it with.
+    except (ValueError, KeyError) as error:
         raise InputError(f"--stop: this pair's tokenizer cannot be searched for strings ({error})") from None

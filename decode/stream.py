@@ -16,6 +16,26 @@ from .verify.noise import Choices, Source
 from .verify.sampling import Sampler
 
 
+@dataclass(slots=True)
+class Anchor:
+    """What the target said where the roots of a round were drawn: kept as it came, since most policies do not read it.
+
+    Attributes:
+        rows: [R, V] raw logits of the call.
+        at: which of them is the anchor's.
+        hidden: [1, H] its last hidden state there, for drafters and policies that read it.
+    """
+
+    rows: Tensor
+    at: int
+    hidden: Tensor | None
+
+    @property
+    def row(self) -> Tensor:
+        """[1, V]."""
+        return self.rows[self.at : self.at + 1]
+
+
 @dataclass
 class Text:
     """One sequence while it is decoded.
@@ -26,8 +46,7 @@ class Text:
         source: of its random numbers.
         sampler: of its logits.
         roots: tokens that the next round starts from: the last committed one, or alternatives for the one to come.
-        anchor_row: [1, V] raw logits of the target that the roots were drawn from.
-        hidden: [1, H] the target's last hidden state there, for drafters and policies that read it.
+        anchor: what they were drawn from.
         round: of the next choices; 0 while the prompt is read.
     """
 
@@ -36,8 +55,7 @@ class Text:
     source: Source
     sampler: Sampler
     roots: list[int]
-    anchor_row: Tensor
-    hidden: Tensor | None = None
+    anchor: Anchor
     round: int = 0
     ended: bool = False
 
@@ -72,7 +90,7 @@ class Text:
         return len(self.tokens) - before
 
     def _stops(self, stops: Sequence[StoppingCriteria]) -> bool:
-        ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor_row.device)
+        ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor.rows.device)
         return any(bool(torch.as_tensor(stop(ids, None)).all()) for stop in stops)
 
 
@@ -87,9 +105,9 @@ class Stream:
         choices: the round's random ones.
         found: its candidates.
         latest: places of the deepest level, and those of them that end their branch.
-        before: anchor row and hidden state that its roots were drawn from.
+        before: what its roots were drawn from: `commit` sets the text's for the next round.
         sent, path: places that the target read, and those that it accepted.
-        raw, sampled: [len(sent), V] the target's logits there, and the processed ones.
+        first: which of the rows that the target gave for the round is that of the first place sent.
     """
 
     number: int
@@ -98,15 +116,16 @@ class Stream:
     choices: Choices
     found: Candidates
     latest: list[int]
-    before: tuple[Tensor, Tensor | None]
+    before: Anchor
     ended: set[int] = field(default_factory=set)
     sent: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
-    raw: Tensor | None = None
-    sampled: Tensor | None = None
+    first: int = 0
 
     @staticmethod
-    def begin(number: int, text: Text, topology: Topology, deferred: bool, greedy: bool) -> Stream:
+    def begin(
+        number: int, text: Text, topology: Topology, deferred: bool, greedy: bool, eos: Collection[int]
+    ) -> Stream:
         """Return a text at the beginning of a round.
 
         Args:
@@ -114,13 +133,13 @@ class Stream:
             topology: of the round.
             deferred: whether the roots are alternatives for the token to come (`Verification.deferred`).
             greedy: temperature 0.
+            eos: ids that end the text: what is drawn so is not drafted from.
         """
         # A single root is the last token of the text; alternatives stand after the text.
         base = len(text.tokens) - (not deferred)
         found = Candidates.at(text.roots, topology)
-        # Put aside for observers: `commit` sets those of the next round.
-        before = text.anchor_row, text.hidden
-        return Stream(number, text, base, text.choices(base, greedy), found, list(range(len(text.roots))), before)
+        going = [place for place, root in enumerate(text.roots) if root not in eos]
+        return Stream(number, text, base, text.choices(base, greedy), found, going, text.anchor)
 
     def turn(self, places: Sequence[int]) -> Turn:
         """Return this stream's share of a call for `places`."""

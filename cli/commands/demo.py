@@ -14,6 +14,7 @@ from ..options.shared import Json, Overwrite, Quiet, Seed, Temperature, Verifica
 
 if TYPE_CHECKING:
     from ...train.demo.demo import Demo
+    from ...train.demo.live import LiveLine
 
 
 def demo(
@@ -58,10 +59,7 @@ def _free(base: Path) -> Path:
     return next(p for p in names if not p.exists())
 
 
-def _record(line: object) -> dict[str, object]:
-    from ...train.demo.live import LiveLine
-
-    assert isinstance(line, LiveLine)
+def _record(line: LiveLine) -> dict[str, object]:
     return {
         "policy": line.name,
         "tokens_per_s": line.tally.tokens_per_s,

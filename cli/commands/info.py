@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,24 +164,20 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def states_text(sizes: Mapping[str, int]) -> str:
-    """Return hidden states with their sizes, as `draft_hidden (768 numbers)`."""
-    return ", ".join(f"{name} ({size} numbers)" for name, size in sizes.items())
-
-
 def _policy(path: Path) -> dict[str, Any]:
     from ...policies.learned.conditions import shaping_text
     from ...policies.storage.folder import load_policy_folder
 
     policy = load_policy_folder(path)
     facts = policy.facts
+    hidden = ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items())
     return {
         "kind": "policy",
         "name": policy.name,
         "head": policy.head.kind,
         "rule": policy.rule.kind,
         "features": ", ".join(policy.features),
-        **({"hidden states": hidden} if (hidden := states_text(policy.sizes)) else {}),
+        **({"hidden states": hidden} if hidden else {}),
         "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
         "first decision at depth": policy.first,
         "max depth": policy.max_depth,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -98,39 +98,22 @@ def profile(
         rules = [load_policy(spec).limited(depth) for spec in policy]
         chosen = find_prompts(prompts, found.demo, "train", 32)
         pair = models.open(found)
-        ids, effort = fitting(chosen, pair, 1, chat, long)[1], Effort(budget, repetitions=repeats)
+        ids = fitting(chosen, pair, 1, chat, long)[1]
+        shared: dict[str, Any] = {
+            "depth": depth,
+            "temperature": temperature,
+            "batch": sizes,
+            "policies": rules,
+            "effort": Effort(budget, repetitions=repeats),
+            "facts": facts(pair),
+            "progress": progress,
+        }
         if through is not None:
             from ...collect.engines.vllm_profile import measure_vllm
 
-            measured = measure_vllm(
-                found.target,
-                found.draft or "",
-                ids,
-                depth=depth,
-                temperature=temperature,
-                batch=sizes,
-                policies=rules,
-                readable=pair.readable,
-                dtype=str(pair.target.dtype).removeprefix("torch."),
-                effort=effort,
-                facts=facts(pair),
-                progress=progress,
-            )
+            measured = measure_vllm(found.target, found.draft or "", ids, **_of_pair(pair), **shared)
         else:
-            measured = measure_profile(
-                pair,
-                ids,
-                depth=depth,
-                tree=tree,
-                temperature=temperature,
-                policies=rules,
-                effort=effort,
-                facts=facts(pair),
-                progress=progress,
-                shaping=shaping,
-                batch=sizes,
-                verification=verification,
-            )
+            measured = measure_profile(pair, ids, tree=tree, shaping=shaping, verification=verification, **shared)
     with uninterrupted:  # a signal leaves both files or neither
         measured.save(out)
         save_config(saved.parent, saved.name)
@@ -196,8 +179,7 @@ def _decisions(
             depth=costs.max_depth,
             temperature=costs.temperature,
             most=streams_of(costs)[-1],
-            readable=pair.readable,
-            dtype=str(pair.target.dtype).removeprefix("torch."),
+            **_of_pair(pair),
         )
     from ...decode.profile import loop_decisions
     from ...decode.settings import Settings
@@ -208,6 +190,11 @@ def _decisions(
         costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification="auto"
     )
     return loop_decisions(pair, rules, tokens, settings)
+
+
+def _of_pair(pair: Pair) -> dict[str, Any]:
+    """Return what vLLM is told of a pair beside its names."""
+    return {"readable": pair.readable, "dtype": str(pair.target.dtype).removeprefix("torch.")}
 
 
 def _show(path: Path, json: bool) -> None:

@@ -100,11 +100,9 @@ def _ray(address: str) -> Any:
     except ImportError:
         raise InputError("--ray: Ray is not installed; python -m pip install 'specstop[ray]'") from None
     options = {"logging_level": "ERROR", "log_to_driver": False}
+    where = {"include_dashboard": False} if address == LOCAL else {"address": address}
     try:
-        if address == LOCAL:
-            ray.init(include_dashboard=False, **options)
-        else:
-            ray.init(address=address, **options)
+        ray.init(**where, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(f"--ray: no cluster at {address!r}: {str(error).splitlines()[0]}") from None
     return ray

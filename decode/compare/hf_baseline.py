@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
+from ..hf.stopping import assistant_set
 from ..loop import Request
 from ..models.pair import Pair
 from ..plain import cut_at
@@ -135,23 +136,14 @@ class Assisted:
     @contextlib.contextmanager
     def _set(self, draft: PreTrainedModel) -> Iterator[None]:
         """Give the assistant its setting for one text, and its own back afterwards."""
-        config, setting = draft.generation_config, self._setting
-        wanted = {
-            "num_assistant_tokens": setting.tokens or None,
-            "num_assistant_tokens_schedule": setting.schedule,
-            "assistant_confidence_threshold": setting.threshold,
-        }
-        before = {name: getattr(config, name, None) for name in wanted}
+        setting = self._setting
         # The stock loop fits the threshold anew wherever it finds scikit-learn; there is no option against it.
         library: Any = candidate_generator
         found = library.is_sklearn_available
         try:
-            for name, value in wanted.items():
-                setattr(config, name, value)
             if not setting.adapts:
                 library.is_sklearn_available = lambda: False
-            yield
+            with assistant_set(draft, setting.tokens, setting.schedule, setting.threshold):
+                yield
         finally:
             library.is_sklearn_available = found
-            for name, value in before.items():
-                setattr(config, name, value)

@@ -4,7 +4,6 @@ live on whatever the policy does.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -23,9 +22,8 @@ from ...policies.contract import (
     checked_select,
     checked_start,
 )
-from ...policies.errors import SpecstopWarning
 from ...policies.features.history import History
-from ...policies.plugin_code import reason
+from ..policy.runner import tell_failed
 
 
 class Asking:
@@ -53,18 +51,15 @@ class Asking:
         self._kept: list[tuple[State, int]] = [(None, 0)] * rows
         self._state: State = None
         self._take_charge(policy.limited(depth))
-        self._guarded(lambda: self._start_all())
+        # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
+        every = np.arange(rows, dtype=np.int64)
+        self._guarded(lambda: self._start(every, every))
 
     def _take_charge(self, policy: StopPolicy) -> None:
         self.policy = policy
         self.first, self.trims, self.depth = policy.first, policy.trims, min(policy.max_depth, self._depth)
         self.selects = type(policy).select is not StopPolicy.select
         self._observes = type(policy).observe is not StopPolicy.observe
-
-    def _start_all(self) -> None:
-        # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
-        every = np.arange(self._rows, dtype=np.int64)
-        self._store(every, checked_start(self.policy, self._rows, every))
 
     def _store(self, rows: Array, found: State) -> None:
         """Keep the state of rows [n] until they are wanted again."""
@@ -155,13 +150,7 @@ class Asking:
 
     def _fail(self, error: Exception) -> None:
         """Say once what failed and go on with the fixed fallback length."""
-        name = self.policy.name
-        warnings.warn(
-            f"policy {name} failed ({reason(error).removeprefix(f'{name}: ')}); drafting {self._fallback} tokens a step "
-            "from here on",
-            SpecstopWarning,
-            stacklevel=2,
-        )
+        tell_failed(self.policy, error, f"{self._fallback} tokens a step")
         self._take_charge(FixedLength(self._fallback))
         # What the one before remembers means nothing to its successor.
         self._kept, self._state = [(None, 0)] * self._rows, None

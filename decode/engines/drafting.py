@@ -128,8 +128,8 @@ class Drafting:
         grown = np.array([1 if sent is None else len(sent.tokens) + 1 for sent in self._waits])
         placed = self._rows.place(texts, grown, names)
         self._hear([one for one in placed if one is not None and one.same], begin)
-        fresh = [at for at, one in enumerate(placed) if one is not None and not one.same]
-        self._begin([placed[at] for at in fresh], [None if names is None else names[at] for at in fresh])
+        known: Sequence[str | None] = [None] * len(texts) if names is None else names
+        self._begin([(one, name) for one, name in zip(placed, known, strict=True) if one is not None and not one.same])
         drafts: list[list[int]] = [[] for _ in texts]
         longest = self.options.readable - self.asking.depth
         # Features read the token before the anchor too, so a text of one token is not drafted for.
@@ -175,11 +175,10 @@ class Drafting:
         active = np.ones(len(heard), dtype=bool)
         self.asking.heard(rows, RoundOutcome(active, drafted, verified, accepted, cut, seconds))
 
-    def _begin(self, placed: Sequence[Placed | None], names: Sequence[str | None]) -> None:
-        """Begin new texts in rows; what they begin with alike the draft model need not read again."""
-        rows = [one.row for one in placed if one is not None]
-        for one, name in zip(placed, names, strict=True):
-            assert one is not None
+    def _begin(self, placed: Sequence[tuple[Placed, str | None]]) -> None:
+        """Begin new texts, each with its name, in rows; what they begin with alike the draft model need not read again."""
+        rows = [one.row for one, _ in placed]
+        for one, name in placed:
             self._waits[one.row] = None
             self._forget(one.row, one.kept)
             if self._observer is not None:

@@ -35,9 +35,8 @@ class CostedSteps:
         self._sizes = list(self._candidates)
         self._prior = [float(p) for p in rule["acceptance"]]
         self._strength = float(rule["strength"])
-        self._seconds = {
-            int(size): [float(s) for s in row] for size, row in sorted(rule["seconds"].items(), key=_number)
-        }
+        seconds = {int(size): [float(s) for s in row] for size, row in rule["seconds"].items()}
+        self._seconds = dict(sorted(seconds.items()))
         longest, known = max(max(steps) for steps in self._candidates.values()), len(self._prior)
         if longest > known or any(len(row) <= longest for row in self._seconds.values()) or not self._seconds:
             raise ValueError(f"{KEY}: expected acceptance and seconds of all steps up to {longest}")
@@ -103,10 +102,6 @@ class CostedSteps:
         low, high = known[at - 1], known[at]
         share = (size - low) / (high - low)
         return (1 - share) * self._seconds[low][steps] + share * self._seconds[high][steps]
-
-
-def _number(item: tuple[str, Any]) -> int:
-    return int(item[0])
 
 
 def in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...policies.contract import Array, DraftStep, DraftTree
 from ...policies.features import Columns, Drawn, Layout
 from ...policies.features.history import History
+from ..candidates import shown_tree
 from ..policy.summaries import read_columns
 from ..topology import Topology
 
@@ -145,8 +146,4 @@ class Chains:
 
     def tree(self, sent: Array) -> DraftTree:
         """Return the tokens drawn [S, K] as a policy sees them."""
-        drawn = sent[:, 1:]
-        parent, depth = (
-            np.tile(values, (len(sent), 1)) for values in (self.topology.node_parents, self.topology.node_depths)
-        )
-        return DraftTree(np.where(drawn, self.tokens, -1), parent, depth, drawn.copy())
+        return shown_tree(self.topology, self.tokens, sent[:, 1:])

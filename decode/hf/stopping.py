@@ -22,6 +22,25 @@ from ..policy.summaries import read_columns
 from ..verify.modes import is_trimming
 
 
+@contextlib.contextmanager
+def assistant_set(assistant: PreTrainedModel, tokens: int | None, schedule: str, threshold: float) -> Iterator[None]:
+    """Have the assistant of the stock loop draft so, until the block ends: its own options of these names are put back."""
+    config: Any = assistant.generation_config
+    wanted = {
+        "num_assistant_tokens": tokens,
+        "num_assistant_tokens_schedule": schedule,
+        "assistant_confidence_threshold": threshold,
+    }
+    before = {name: getattr(config, name, None) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
 class PolicyStoppingCriteria(StoppingCriteria):
     """Lets a policy end the drafts of transformers' own assisted generation.
 
@@ -61,9 +80,6 @@ class PolicyStoppingCriteria(StoppingCriteria):
     @contextlib.contextmanager
     def riding(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
         """Add this criterion to every draft of `assistant` and switch its stock stop rules off, until the block ends."""
-        config = assistant.generation_config
-        names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-        before = {name: getattr(config, name, None) for name in names}
         stock: Any = assistant.generate
 
         def generate(*args: Any, **kwargs: Any) -> Any:
@@ -71,15 +87,12 @@ class PolicyStoppingCriteria(StoppingCriteria):
             kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs.get("stopping_criteria", ()), self])
             return stock(*args, **kwargs)
 
-        config.num_assistant_tokens = self.policy.max_depth
-        config.num_assistant_tokens_schedule, config.assistant_confidence_threshold = "constant", 0.0
         setattr(assistant, "generate", generate)  # noqa: B010 - the type checker knows no other way
         try:
-            yield self
+            with assistant_set(assistant, self.policy.max_depth, "constant", 0.0):
+                yield self
         finally:
             del assistant.generate  # the method of its class shows again
-            for name, value in before.items():
-                setattr(config, name, value)
 
     def _begin(self, input_ids: Tensor) -> None:
         """Start a round; a text that does not continue the last one is a new sequence."""

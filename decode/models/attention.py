@@ -48,18 +48,20 @@ def grouped_attention(
 
 
 @contextlib.contextmanager
-def attending_grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model that attends by `sdpa` attend so; its masks must be four-dimensional and additive."""
+def _attending(model: PreTrainedModel, backend: str) -> Iterator[None]:
+    """Have a model attend by a backend of another name."""
     config = model.config.get_text_config()
-    before = config._attn_implementation
-    if before != "sdpa":
-        yield
-        return
-    config._attn_implementation = GROUPED
+    before, config._attn_implementation = config._attn_implementation, backend
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def attending_grouped(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Have a model that attends by `sdpa` attend so; its masks must be four-dimensional and additive."""
+    own = model.config.get_text_config()._attn_implementation
+    return _attending(model, GROUPED if own == "sdpa" else own)
 
 
 class _Call:
@@ -94,17 +96,10 @@ def packed_attention(
     return packing.gather(out), None
 
 
-@contextlib.contextmanager
-def attending_packed(model: PreTrainedModel, packing: Packing) -> Iterator[None]:
+def attending_packed(model: PreTrainedModel, packing: Packing) -> contextlib.AbstractContextManager[None]:
     """Have a model's attention take the streams of a packed call apart."""
-    config = model.config.get_text_config()
-    before = config._attn_implementation
-    _Call.packing, _Call.eager = packing, before == "eager"
-    config._attn_implementation = PACKED
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    _Call.packing, _Call.eager = packing, model.config.get_text_config()._attn_implementation == "eager"
+    return _attending(model, PACKED)
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

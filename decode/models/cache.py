@@ -206,18 +206,18 @@ class CachedModel:
         if self._hidden:
             layers = [out.hidden_states[layer] for layer in self._hidden]
             states = layers[0] if len(layers) == 1 else torch.cat(layers, -1)
+        logits = out.logits
+        # Some models return all rows whatever they are told.
         if isinstance(rows, Tensor):
-            # Some models return all rows whatever they are told.
-            scored = out.logits if out.logits.shape[1] == len(rows) else out.logits[:, rows]
-            return self._scores(scored, len(rows)), states
-        return self._scores(out.logits, rows or tokens.shape[1]), states
+            logits = logits if logits.shape[1] == len(rows) else logits[:, rows]
+        elif 0 < rows < logits.shape[1]:
+            logits = logits[:, -rows:]
+        return self._scores(logits), states
 
-    def _scores(self, logits: Tensor, rows: int) -> Tensor:
-        """Return the last `rows` of a model's logits [1, rows, V] in the precision that is computed with."""
-        if (
-            logits.shape[1] > rows or logits.shape[2] > self.vocabulary
-        ):  # some models return all rows whatever they are told
-            logits = logits[:, -rows:, : self.vocabulary]
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Return a model's logits [1, rows, V] of the vocabulary, in the precision that is computed with."""
+        if logits.shape[2] > self.vocabulary:
+            logits = logits[..., : self.vocabulary]
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return functional.pad(logits, (0, self._lacks), value=-math.inf) if self._lacks else logits
 
@@ -234,7 +234,7 @@ class CachedModel:
 
     def _uploaded(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Return tokens as a row of their own."""
-        return tokens[None] if isinstance(tokens, Tensor) else upload([list(tokens)], self._device)
+        return tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
 
     def _masks(self, topology: Topology) -> TreeMasks:
         if topology not in self._trees:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,8 +87,7 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
         choose_layouts(compact.products, partial(_steps_of, compact))
         return compact  # type: ignore[return-value]
     if engine == "packed":
-        _pack(model)
-        choose_layouts(_packed(model), partial(_steps_of, model))
+        pack(model, partial(_steps_of, model))
     return model
 
 
@@ -120,10 +120,15 @@ def layouts_of(model: PreTrainedModel) -> str:
     return ", ".join(f"{layouts} ({count})" for layouts, count in counts.most_common()) or "linear"
 
 
-def pack(module: nn.Module) -> None:
-    """Have every linear layer multiply in the fastest layout, in place: the module cannot be saved, trained or moved then."""
+def pack(module: nn.Module, steps: Callable[[], Step] | None = None) -> None:
+    """Have every linear layer multiply in the fastest layout, in place: the module cannot be saved, trained or moved then.
+
+    Args:
+        module: a model, or a part of one.
+        steps: see `choose_layouts`.
+    """
     _pack(module)
-    choose_layouts(_packed(module))
+    choose_layouts(_packed(module), steps)
 
 
 def _packed(module: nn.Module) -> list[Product]:

@@ -33,28 +33,26 @@ class FiniteRows(contextlib.AbstractContextManager[None]):
 
     Args:
         logits, role: as of `check_rows`. On the CPU it raises at once.
-        void: [...] rows that nothing is drawn from.
     """
 
-    def __init__(self, logits: Tensor, role: str = "target", void: Tensor | None = None) -> None:
+    def __init__(self, logits: Tensor, role: str = "target") -> None:
         self._role = role
         best = logits.amax(-1)  # NaN where the row has one
-        if void is not None:
-            best = best.masked_fill(void, 0.0)
-        if best.device.type == "cpu":
-            self._best, self._copied = best, None
-            self._check()
+        self._coming: Tensor | None = None  # what is yet to be looked at
+        if best.is_cpu:
+            self._check(best)
         else:
-            self._best = best.to("cpu", non_blocking=True)
+            self._coming = best.to("cpu", non_blocking=True)
             self._copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def __exit__(self, *error: object) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._check()
+        if self._coming is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._check(self._coming)
 
-    def _check(self) -> None:
-        if not all(map(math.isfinite, self._best.flatten().tolist())):
+    def _check(self, best: Tensor) -> None:
+        if not all(map(math.isfinite, best.flatten().tolist())):
             raise broken(self._role)
 
 

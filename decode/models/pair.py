@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,35 +128,29 @@ def join(
         PairError: they lie on different devices (a target that accelerate has placed is called from the draft's), or one is
             of a kind that cannot be rolled back or read a tree.
     """
-    tell_once("target", target)
+    roles = {"target": target} if draft is None else {"target": target, "draft": draft}
+    for role, model in roles.items():
+        tell_once(role, model)
     if is_placed(target):
         call_from(target, place_of(target))
-    if draft is None:
-        _check_kind("target", target)
-        _check_tokens(tokenizer, [target])
-        return Pair(target.eval(), None, tokenizer, _width(target), _eos(target, tokenizer), home=place_of(target))
-    tell_once("draft", draft)
-    if target.device != draft.device and not is_placed(target):
+    elif draft is not None and target.device != draft.device:
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
-    for role, model in (("target", target), ("draft", draft)):
+    for role, model in roles.items():
         _check_kind(role, model)
-    widths = [_width(model) for model in (target, draft)]
-    if tokenizer is None and widths[0] != widths[1] and not _differ_by_padding(target, draft):
+    widths = [_width(model) for model in roles.values()]
+    if draft is not None and tokenizer is None and widths[0] != widths[1] and not _differ_by_padding(target, draft):
         raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
-    _check_tokens(tokenizer, [target, draft])
-    return Pair(target.eval(), draft.eval(), tokenizer, widths[0], _eos(target, tokenizer))
+    if tokenizer is not None and len(tokenizer) > min(widths):
+        raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {min(widths)}")
+    for model in roles.values():
+        model.eval()
+    home = place_of(target) if draft is None else None
+    return Pair(target, draft, tokenizer, widths[0], _eos(target, tokenizer), home=home)
 
 
 def _width(model: PreTrainedModel) -> int:
     """Return the number of tokens that a model scores."""
     return int(model.config.get_text_config().vocab_size)
-
-
-def _check_tokens(tokenizer: PreTrainedTokenizerBase | None, models: Sequence[PreTrainedModel]) -> None:
-    """Refuse a tokenizer with tokens that a model does not score."""
-    least = min(map(_width, models))
-    if tokenizer is not None and len(tokenizer) > least:
-        raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {least}")
 
 
 def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
@@ -166,9 +159,8 @@ def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
     Qwen2.5 has 152,064 rows at 7B and 151,936 at 0.5B, for the same 151,665 tokens. Of other tokenizers of about one size the
     end of text differs.
     """
-    widths = [_width(model) for model in (target, draft)]
-    ends = [set(_eos(model, None)) for model in (target, draft)]
-    return abs(widths[0] - widths[1]) < _PADDED and bool(ends[0] & ends[1])
+    close = abs(_width(target) - _width(draft)) < _PADDED
+    return close and not set(_eos(target, None)).isdisjoint(_eos(draft, None))
 
 
 def _check_kind(role: str, model: PreTrainedModel) -> None:
@@ -221,22 +213,19 @@ def load_pair(
         PairError: a folder is missing or no model, its config or a tensor is not what it must be, the tokenizers differ, or
             the models do not fit together.
     """
-    kind = check_dtype(dtype)
-    where, places = check_device(device), check_device_map(device_map)
-    if draft is None:
-        alone = open_checkpoint(target, "--target")
-        tokenizer = load_tokenizer(alone)
-        pair = join(load_model(alone, where, kind, attention, places), None, tokenizer)
-        return with_engine(dataclasses.replace(pair, home=where), engine)
-    sides = [open_checkpoint(target, "--target"), open_checkpoint(draft, "--draft")]
-    first, second = (load_tokenizer(side) for side in sides)
-    if first.get_vocab() != second.get_vocab():
-        raise PairError(
-            f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
-            f"{len(second)}, not the same ones; choose a draft of the target's family"
-        )
-    small = load_model(sides[1], where, kind, attention)  # first: the target is shared out among what memory it leaves
-    return with_engine(join(load_model(sides[0], where, kind, attention, places), small, first), engine)
+    kind, where, places = check_dtype(dtype), check_device(device), check_device_map(device_map)
+    sides = [open_checkpoint(target, "--target"), *([] if draft is None else [open_checkpoint(draft, "--draft")])]
+    first, *others = (load_tokenizer(side) for side in sides)
+    for other in others:
+        if first.get_vocab() != other.get_vocab():
+            raise PairError(
+                f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
+                f"{len(other)}, not the same ones; choose a draft of the target's family"
+            )
+    # The draft first: the target is shared out among what memory it leaves.
+    small = None if draft is None else load_model(sides[1], where, kind, attention)
+    pair = join(load_model(sides[0], where, kind, attention, places), small, first)
+    return with_engine(dataclasses.replace(pair, home=where) if small is None else pair, engine)
 
 
 def with_engine(pair: Pair, engine: str = "auto") -> Pair:
@@ -244,13 +233,11 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
 
     A packed model is changed in place: it can no longer be saved, trained or used by itself.
     """
-    # Hashes first: weights in another layout are no parameters any more.
-    target, hashes = choose_engine(pair.target, engine), _hashes(pair.target, pair.draft)
-    if pair.draft is None:
-        return dataclasses.replace(pair, target=speed_up(pair.target, target), engines=(target, "plain"), hashes=hashes)
-    names = (target, choose_engine(pair.draft, engine))
-    fast = [speed_up(model, name) for model, name in zip((pair.target, pair.draft), names, strict=True)]
-    return dataclasses.replace(pair, target=fast[0], draft=fast[1], engines=names, hashes=hashes)
+    names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
+    hashes = _hashes(pair.target, pair.draft)  # first: weights in another layout are no parameters any more
+    target = speed_up(pair.target, names[0])
+    draft = None if pair.draft is None else speed_up(pair.draft, names[1])
+    return dataclasses.replace(pair, target=target, draft=draft, engines=names, hashes=hashes)
 
 
 def check_dtype(name: str) -> torch.dtype:

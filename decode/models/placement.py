@@ -71,17 +71,14 @@ def call_from(model: PreTrainedModel, device: torch.device) -> None:
         return
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    for module in (model, model.get_input_embeddings(), model.get_output_embeddings()):
+    modules: tuple[Any, ...] = (model, model.get_input_embeddings(), model.get_output_embeddings())
+    for module in modules:
         hook: Any = getattr(module, "_hf_hook", None)
         if hook is None:
-            hook = AlignDevicesHook(_place(module), skip_keys=model._skip_keys_device_placement)
+            place = next(module.parameters()).device
+            hook = AlignDevicesHook(place, skip_keys=model._skip_keys_device_placement)
             add_hook_to_module(module, hook)
         hook.io_same_device = True  # what it returns goes back to where its input was
-
-
-def _place(module: Any) -> torch.device:
-    device: torch.device = next(module.parameters()).device
-    return device
 
 
 def kept_as_is(model: PreTrainedModel) -> str:

@@ -46,9 +46,9 @@ class Band:
 class AcceptanceWatch:
     """Compares the last rounds with what was predicted for them."""
 
-    def __init__(self, window: int = WINDOW, least: int = LEAST) -> None:
+    def __init__(self, least: int = LEAST) -> None:
         self._least = least
-        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=window)  # mean, variance, accepted, known
+        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=WINDOW)  # mean, variance, accepted, known
         self._survival: list[list[float]] = []  # of the round, by stream
 
     def decided(self, depth: int, survival: Array, asked: Array) -> None:
@@ -103,12 +103,10 @@ def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | 
     """
     if mode not in MODES:
         raise InputError(f"--guard: expected one of {', '.join(MODES)}, not {mode!r}")
-    learned = isinstance(policy, LearnedPolicy) and policy.first <= 1  # else it does not know S_1
-    learned = learned and not isinstance(policy, TreeGain)  # its state is that of a tree
-    learned = learned and not (
-        isinstance(policy, LearnedPolicy) and policy.rule.kind == "continuation"
-    )  # predicts no S
-    return AcceptanceWatch() if mode != "off" and chain and learned else None
+    if mode == "off" or not chain or not isinstance(policy, LearnedPolicy) or isinstance(policy, TreeGain):
+        return None  # the state of `TreeGain` is that of a tree
+    # One that is first asked at depth 2 does not know S_1, and a continuation value is no S.
+    return AcceptanceWatch() if policy.first <= 1 and policy.rule.kind != "continuation" else None
 
 
 def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:

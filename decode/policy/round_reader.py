@@ -76,8 +76,8 @@ class RoundReader:
         playing = None if len(streams) == self._size else [own.number for own in streams]
         if not self._reader.reads_target:
             return self._reader.base(history, self._temperature, streams=playing)
-        rows = [own.text.anchor_row for own in streams]
-        states = [own.text.hidden for own in streams if own.text.hidden is not None]
+        rows = [own.text.anchor.row for own in streams]
+        states = [own.text.anchor.hidden for own in streams if own.text.anchor.hidden is not None]
         return self._reader.base(
             history,
             self._temperature,

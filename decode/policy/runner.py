@@ -117,6 +117,13 @@ def outcome(made: Finished, seconds: Array) -> RoundOutcome:
     return RoundOutcome(made.active, found.drafted, found.verified, made.accepted, made.cut & made.active, seconds)
 
 
+def tell_failed(policy: StopPolicy, error: Exception, instead: str) -> None:
+    """Warn that a policy has failed, and what is drafted instead of what it says."""
+    cause = reason(error).removeprefix(f"{policy.name}: ")
+    text = f"policy {policy.name} failed ({cause}); drafting {instead} from here on"
+    warnings.warn(text, SpecstopWarning, stacklevel=3)
+
+
 class GuardedRunner(PolicyRunner):
     """Streams under a policy that cannot harm their texts: one that raises or breaks the contract is named once and replaced.
 
@@ -234,13 +241,7 @@ class GuardedRunner(PolicyRunner):
     def _fail(self, error: Exception) -> None:
         """Warn once and go on with the fixed fallback length."""
         if not self._warned:
-            name = self.policy.name
-            warnings.warn(
-                f"policy {name} failed ({reason(error).removeprefix(f'{name}: ')}); drafting "
-                f"{self._fallback} tokens a round from here on",
-                SpecstopWarning,
-                stacklevel=2,
-            )
+            tell_failed(self.policy, error, f"{self._fallback} tokens a round")
         self._warned = True
         self._watch = None
         self._replace(FixedLength(self._fallback))

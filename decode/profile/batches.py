@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from ...policies.baselines.fixed import FixedLength
-from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ...policies.contract import Array, DraftStep, State
 from ...policies.latency.estimate import (
     BATCH_DRAFTS,
     BATCH_FIRST,
@@ -28,20 +27,17 @@ from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..records import Generation, Round
 from ..settings import Settings
-from .script import TWICE, shuffled
+from .script import TWICE, Script, shuffled, streams_of_script
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
 """Depths that rounds of a batch are drafted to, as far as the profile goes, and its last one."""
 
 
-class BatchScript(StopPolicy):
+class BatchScript(Script):
     """Has some streams draft, all equally deep, from a shuffled deck; each card twice in a row, whatever the texts are.
 
-    The state is, by stream, the key of the text and the number of its round: the same for all streams that began together.
+    Keys and numbers of rounds are the same for all streams that began together.
     """
-
-    reads_seconds: ClassVar[bool] = False
-    first = 0
 
     def __init__(self, streams: int, depth: int) -> None:
         self.max_depth, self._streams = depth, streams
@@ -51,24 +47,14 @@ class BatchScript(StopPolicy):
         lengths = range(1, depth + 1) if streams == 1 else sorted({*(n for n in LENGTHS if n < depth), depth})
         self.deck = [(0, 0), *((r, length) for r in some for length in lengths)]  # (streams that draft, how deep)
 
-    def start(self, streams: int, keys: Array) -> State:
-        """Return the state of streams in their first round."""
-        return keys, np.zeros(streams, dtype=np.int64)
-
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the card, in the streams whose turn it is."""
-        keys, numbers = state
-        lengths = np.zeros(len(keys), dtype=np.int64)
-        for stream, (key, number) in enumerate(zip(keys.tolist(), numbers.tolist(), strict=True)):
+        lengths = np.zeros(len(step.alive), dtype=np.int64)
+        for stream, (key, number) in enumerate(streams_of_script(state)):
             deck, place = divmod(number // TWICE, len(self.deck))
             some, length = self.deck[shuffled(len(self.deck), key, deck)[place]]
             lengths[stream] = length * ((stream - number) % self._streams < some)  # moves on by a stream each round
         return step.alive & (step.depth < lengths)[:, None], state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        """Turn to the next card."""
-        keys, numbers = state
-        return keys, numbers + outcome.active
 
 
 class BatchRun:

@@ -87,23 +87,13 @@ def measure_profile(
     check_limits(depth=depth, temperature=temperature)
     check_limit("depth", depth, least=1)
     effort = effort or Effort()
-
-    def calibration(tokens: int) -> CalibrationRun:
-        return CalibrationRun(
-            pair,
-            prompts,
-            depth=depth,
-            temperature=temperature,
-            new_tokens=tokens,
-            tree=tree,
-            shaping=shaping,
-            batch=batch,
-            verification=verification,
-        )
-
+    calibration = partial(
+        CalibrationRun, pair, prompts, depth=depth, temperature=temperature, tree=tree, shaping=shaping, batch=batch,
+        verification=verification,
+    )  # fmt: skip
     if effort.repetitions is None:
-        new_tokens = _affordable(calibration(min(PROBED, new_tokens)), new_tokens, effort, clock)
-    run = calibration(new_tokens)
+        new_tokens = _affordable(calibration(new_tokens=min(PROBED, new_tokens)), new_tokens, effort, clock)
+    run = calibration(new_tokens=new_tokens)
     cases = {  # by `cost_name`: of policies that share one the last is timed, for all
         **run.cases(),
         **decision_cases(pair, policies, prompts, run.settings, sizes=batch),

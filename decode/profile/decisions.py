@@ -35,41 +35,23 @@ def decision_case(
     policy: StopPolicy,
     prompts: Sequence[Sequence[int]],
     settings: Settings,
-    profile: Profile | None = None,
-) -> Case:
-    """Return the case of a policy's decisions in the live loop, a text each time."""
-    speculator = Speculator(pair, policy, settings, profile)
-
-    def case(number: int) -> Seconds:
-        seconds: dict[Key, list[float]] = defaultdict(list)
-        for r in speculator.generate(prompts[number % len(prompts)], number).rounds:
-            if r.decisions:
-                seconds[Key(DECISIONS, policy.cost_name, (r.decisions,))].append(r.policy_s)
-        return seconds
-
-    return case
-
-
-def batch_decision_case(
-    pair: Pair,
-    policy: StopPolicy,
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
     streams: int,
-    profile: Profile | None = None,
+    profile: Profile | None,
 ) -> Case:
-    """Return the case of a policy's decisions about texts that are decoded side by side, as many each time."""
+    """Return the case of a policy's decisions in the live loop, about as many texts side by side each time."""
     speculator = Speculator(pair, policy, settings, profile, batch=streams)
 
     def case(number: int) -> Seconds:
         seconds: dict[Key, list[float]] = defaultdict(list)
         some = [prompts[(number * streams + at) % len(prompts)] for at in range(streams)]
-        texts = list(speculator.run([Request(prompt, number) for prompt in some]))
-        for played in whole_rounds(texts):
+        texts = speculator.run([Request(prompt, number) for prompt in some])
+        # A text by itself is asked about in the round that ends it as in any other.
+        for played in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             asked = [r.decisions for r in played]
             if any(asked):
-                key = Key(DECISIONS, policy.cost_name, (max(asked), sum(asked)))
-                seconds[key].append(sum(r.policy_s for r in played))  # each stream's record bears its share
+                counts = (asked[0],) if streams == 1 else (max(asked), sum(asked))
+                # Each stream's record bears its share.
+                seconds[Key(DECISIONS, policy.cost_name, counts)].append(sum(r.policy_s for r in played))
         return seconds
 
     return case
@@ -100,14 +82,13 @@ def decision_cases(
     sizes: Sequence[int] = (),
 ) -> dict[str, Case]:
     """Return the cases of policies' decisions by name: about one text, and about as many as the largest of `sizes`."""
-    most = max(sizes, default=1)
-    cases = {policy.cost_name: decision_case(pair, policy, prompts, settings, profile) for policy in policies}
-    if most > 1:
-        cases |= {
-            f"{policy.cost_name}, {most} texts": batch_decision_case(pair, policy, prompts, settings, most, profile)
-            for policy in policies
-        }
-    return cases
+    return {
+        policy.cost_name + f", {texts} texts" * (texts > 1): decision_case(
+            pair, policy, prompts, settings, texts, profile
+        )
+        for texts in sorted({1, max(sizes, default=1)})
+        for policy in policies
+    }
 
 
 def add_decisions(

@@ -1,4 +1,4 @@
-"""The script that drives calibration runs in the place of a policy: every length equally often, whatever the text is."""
+"""Scripts that drive calibration runs in the place of a policy, whatever the text is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,29 @@ TWICE = 2
 """Times in a row that a length comes."""
 
 
-class Scripted(StopPolicy):
+class Script(StopPolicy):
+    """Counts the rounds: the state is, by stream, its key and the number of its round."""
+
+    reads_seconds: ClassVar[bool] = False
+    first = 0
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams in their first round."""
+        return keys, np.zeros(streams, dtype=np.int64)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Count the round."""
+        keys, numbers = state
+        return keys, numbers + outcome.active
+
+
+def streams_of_script(state: State) -> list[tuple[int, int]]:
+    """Return (key, number of the round) of each stream."""
+    keys, numbers = state
+    return list(zip(keys.tolist(), numbers.tolist(), strict=True))
+
+
+class Scripted(Script):
     """Drafts lengths from a shuffled deck of 0..K, each twice in a row, whatever the text is; K = 0 is plain decoding.
 
     A size that comes again is a little cheaper, and with real policies about every other one does. It does little else:
@@ -22,16 +44,13 @@ class Scripted(StopPolicy):
     number of its round and the length of this one.
     """
 
-    reads_seconds: ClassVar[bool] = False
-    first = 0
-
     def __init__(self, depth: int) -> None:
         self.max_depth = depth
         self.name = f"scripted:{depth}"
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams in their first round."""
-        return self._turned(keys, np.zeros(streams, dtype=np.int64))
+        return self._turned(super().start(streams, keys))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the deck."""
@@ -40,12 +59,10 @@ class Scripted(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Turn to the next card."""
-        keys, numbers, _ = state
-        return self._turned(keys, numbers + outcome.active)
+        return self._turned(super().observe(outcome, state[:2]))
 
-    def _turned(self, keys: Array, numbers: Array) -> State:
-        lengths = [[self._length(*stream)] for stream in zip(keys.tolist(), numbers.tolist(), strict=True)]
-        return keys, numbers, np.array(lengths)
+    def _turned(self, state: State) -> State:
+        return *state, np.array([[self._length(*stream)] for stream in streams_of_script(state)])
 
     def _length(self, key: int, number: int) -> int:
         deck, place = divmod(number // TWICE, self.max_depth + 1)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ...policies.contract import Array, DraftStep, DraftTree, State
 from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_VERIFY
 from ...policies.latency.measurements import Key
 from ..candidates import Candidates
@@ -28,6 +27,7 @@ from ..settings import Settings
 from ..verify.noise import mix_one
 from ..verify.sampling import UNCHANGED, Shaping
 from .carry_over import TREE_ROUND, Before
+from .script import Script, streams_of_script
 
 PATHS = 3
 """One of so many rounds is a single path."""
@@ -36,23 +36,18 @@ GOES_ON, WHOLE = 5, 1.25
 """One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
 
 
-class RandomTree(StopPolicy):
+class RandomTree(Script):
     """Extends and verifies branches at random, whatever the text is.
 
     Some rounds are a single path. Others extend at most 1, 2, 4, ... branches of a depth, each as often as the others, and
-    verify a number of nodes whose logarithm is even. The state is, by stream, its key and the number of the round.
+    verify a number of nodes whose logarithm is even.
     """
 
-    reads_seconds: ClassVar[bool] = False
     name = "random-tree"
 
     def __init__(self, depth: int, widest: int) -> None:
         self.max_depth, self._widest = depth, widest
         self.first = min(1, depth)
-
-    def start(self, streams: int, keys: Array) -> State:
-        """Return the state of streams in their first round."""
-        return keys, np.zeros(streams, dtype=np.int64)
 
     def _width(self, depth: int, key: int, number: int) -> int:
         """Return how many branches of a depth a round extends."""
@@ -61,7 +56,7 @@ class RandomTree(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the first branches, up to the round's own width, or none."""
-        widths = [[self._width(step.depth, *stream)] for stream in _streams(state)]
+        widths = [[self._width(step.depth, *stream)] for stream in streams_of_script(state)]
         return step.alive & (step.alive.cumsum(1) <= np.array(widths)), state
 
     def select(self, tree: DraftTree, state: State) -> Array:
@@ -69,22 +64,11 @@ class RandomTree(StopPolicy):
         drawn = tree.drawn.sum(1).tolist()
         most = [
             [int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]  # all, for a fifth of the tosses
-            for count, stream in zip(drawn, _streams(state), strict=True)
+            for count, stream in zip(drawn, streams_of_script(state), strict=True)
         ]
-        paths = np.array([[_is_path(*stream)] for stream in _streams(state)])
+        paths = np.array([[_is_path(*stream)] for stream in streams_of_script(state)])
         deeper = np.diff(tree.depth, prepend=0) > 0
         return tree.drawn & np.where(paths, deeper, tree.drawn.cumsum(1) <= np.array(most))
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        """Count the round."""
-        keys, numbers = state
-        return keys, numbers + outcome.active
-
-
-def _streams(state: State) -> list[tuple[int, int]]:
-    """Return (key, number of the round) of each stream."""
-    keys, numbers = state
-    return list(zip(keys.tolist(), numbers.tolist(), strict=True))
 
 
 def _is_path(key: int, number: int) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..candidates import Candidates
-from .noise import Choices
+from .noise import Choices, Purpose
 
 
 @dataclass(slots=True)
@@ -72,9 +73,9 @@ class Verification(ABC):
             turns: of the streams, whose places, all of one depth, are R in all.
         """
 
-    @abstractmethod
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
         """Return the roots of the first round from the target's scores [V] behind the prompt; `count` if `deferred`."""
+        return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
 
     def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
         """Return the accepted path and the next roots of each stream.

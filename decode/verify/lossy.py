@@ -96,10 +96,6 @@ class Typical(Verification):
         """Propose the draft's best tokens; see `Verification.draw`."""
         return Drawn(best_tokens(sampled, widths))
 
-    def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
-        """Draw the first token from p."""
-        return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
-
     def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
         """Return the longest path of typical tokens, the likeliest of equals; see `Verification.accept_one`."""
         found, sent, choices = turn.found, turn.places, turn.choices

@@ -31,7 +31,7 @@ class Rejection(Verification):
 
     def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
         """Draw from q, each candidate from what the ones before have left of it; see `Verification.draw`."""
-        probs = torch.softmax(sampled.double(), -1)  # double: what is left of p is a difference
+        probs = list(torch.softmax(sampled.double(), -1))  # double: what is left of p is a difference
         tokens: list[list[int]] = []
         for turn in turns:
             # Choices are keyed by the places that the candidates will have (`Candidates.add`), so that no two share a number.
@@ -40,7 +40,7 @@ class Rejection(Verification):
                 at = len(tokens)
                 tokens.append(self._draw_below(probs[at], widths[at], node, turn.choices))
                 node += len(tokens[at])
-        return Drawn(tokens, None, list(probs))
+        return Drawn(tokens, None, probs)
 
     def _draw_below(self, q: Tensor, width: int, node: int, choices: Choices) -> list[int]:
         """Return the candidates of one place, numbered from `node` on."""
@@ -51,10 +51,6 @@ class Rejection(Verification):
             if not self.replacement and len(tokens) < width:
                 left = without(left, tokens[-1])
         return tokens
-
-    def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
-        """Draw the first token from p."""
-        return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
 
     def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
         """Go down from the root; see `Verification.accept_one`."""

@@ -111,15 +111,7 @@ class CTCDrafter(LayerReader):
 
     def _draw(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Tensor:
         """Return [R, T, V + 1], the chances of the symbols at T positions behind each of R roots."""
-        rows = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            read = self._take_unread(stream)
-            rows.append([*read, *(self._row(stream, here, place) for place in places)])
-        states = self._read(rows, streams)
-        roots = [some[len(some) - len(places) :] for places, some in zip(feeding, rows, strict=True)]
-        last = [
-            states[at, len(some) - len(own) : len(some)] for at, (some, own) in enumerate(zip(rows, roots, strict=True))
-        ]
+        last, roots = self._read_places(streams, found, feeding)
         most, counts = max(map(len, roots)), [len(own) for own in roots]
         # Streams with fewer roots than others are filled up with their last one, which is cut off again at the end.
         state = torch.stack([torch.cat([some, some[-1:].expand(most - len(some), -1)]) for some in last])

@@ -68,18 +68,15 @@ class HeadsDrafter:
         states = [state for state in (self._before[stream] for stream in streams) if state is not None]
         hidden = torch.cat(states) if len(states) > 1 else states[0]
         owner = np.repeat(np.arange(len(states)), counts).tolist()  # [R], by place the row of `hidden` that it reads
+        rows = upload(owner, self._device) if len(owner) > len(states) else None
+        path: Tensor | None = None
         if self._network.reads_path:
             paths = [here.tokens_to(p) for here, places in zip(found, feeding, strict=True) for p in places]
-            if len(owner) > len(states):
-                hidden = hidden[upload(owner, self._device)]
-            read = self._network.state(head, hidden, self._embedding(upload(paths, self._device)))
-            logits = self._network.logits(head, read)
-        else:  # the same for all places of a stream
-            read = self._network.state(head, hidden, None)
-            logits = self._network.logits(head, read)
-            if len(owner) > len(states):
-                rows = upload(owner, self._device)
-                logits, read = logits[rows], read[rows]
+            path, hidden = self._embedding(upload(paths, self._device)), hidden if rows is None else hidden[rows]
+        read = self._network.state(head, hidden, path)
+        logits = self._network.logits(head, read)
+        if path is None and rows is not None:  # the same for all places of a stream
+            logits, read = logits[rows], read[rows]
         return Proposal(scores(logits), None, read if self._keeps else None)
 
 

@@ -92,6 +92,22 @@ class LayerReader:
         path = tuple(fed[before] for before in here.path(place))
         return Row(here.tokens[place], state, slot, base + depth, base, path)
 
+    def _read_places(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> tuple[list[Tensor], list[list[Row]]]:
+        """Read places, at the roots what is unread of the text before them; return their states [n, H] and rows by stream."""
+        read, fed = [], []
+        for stream, here, places in zip(streams, found, feeding, strict=True):
+            read.append([] if here.depth[places[0]] else self._take_unread(stream))
+            fed.append([self._row(stream, here, place) for place in places])
+        states = self._read([[*before, *rows] for before, rows in zip(read, fed, strict=True)], streams)
+        # Rows of the backlog come first: nothing is proposed after them.
+        last = [
+            states[at, len(before) : len(before) + len(rows)]
+            for at, (before, rows) in enumerate(zip(read, fed, strict=True))
+        ]
+        return last, fed
+
     def _read(self, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> Tensor:
         """Return [S, n, H], the states of rows."""
         most = max(map(len, rows))
@@ -127,15 +143,7 @@ class LayerDrafter(LayerReader):
         self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
     ) -> Proposal:
         """See `Drafter`."""
-        rows = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            depth = here.depth[places[0]]
-            read = [] if depth else self._take_unread(stream)
-            rows.append([*read, *(self._row(stream, here, place) for place in places)])
-        states = self._read(rows, streams)
-        # Rows of the backlog come first: nothing is proposed after them.
-        last = [states[at, len(some) - len(places) : len(some)]
-                for at, (places, some) in enumerate(zip(feeding, rows, strict=True))]  # fmt: skip
+        last, _ = self._read_places(streams, found, feeding)
         for stream, places, some in zip(streams, feeding, last, strict=True):
             self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
         new = last[0] if len(last) == 1 else torch.cat(last)

@@ -75,7 +75,7 @@ def _known_or_measured(products: Sequence[Product], steps: Callable[[], Step] | 
     """Return the layouts of each product: those that were kept for such a model, or those measured now."""
     shapes = [shape_of(product) for product in products]
     model = ", ".join(f"{count} of {shape}" for shape, count in sorted(Counter(shapes).items()))
-    known = _read().get(model)
+    known = _entries().get(machine(), {}).get(model)
     if known is None:
         # A step of a large model takes too long, and its weights outweigh what is around the products.
         small = sum(product.weights.nbytes for product in products) <= SAMPLE
@@ -156,12 +156,8 @@ def _file() -> Path:
     return cache_folder() / "weight_layouts.json"
 
 
-def _read() -> dict[str, Choice]:
-    """Return what is known of this machine, by model; nothing where the file is not there or is damaged."""
-    return _entries().get(machine(), {})
-
-
 def _entries() -> dict[str, dict[str, Choice]]:
+    """Return what is known, by machine and model; nothing where the file is not there or is damaged."""
     try:
         raw = json.loads(_file().read_text(encoding="utf-8"))
         return {

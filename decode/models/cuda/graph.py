@@ -62,9 +62,25 @@ class FixedLayer(SlotLayer):
         return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
 
 
+@dataclass(kw_only=True)
+class _Recorded:
+    """Calls of one shape: the first is made as it is, which warms up; the next is recorded, and played from then on."""
+
+    used: bool = False
+    play: Callable[[], Answer] | None = None
+    inherited: bool = False  # recorded for an earlier `CapturedModel`
+
+    def answer(self, recorder: Recorder, forward: Callable[[], Answer]) -> Answer:
+        """Make a call, whose tensors the next one of this shape writes to again."""
+        if self.play is None and self.used:
+            self.play = recorder.record(forward)
+        self.used = True
+        return forward() if self.play is None else self.play()
+
+
 @dataclass
-class _Call:
-    """What calls of one shape read, and how they are made; `mask` and `positions` where they are not those of a text.
+class _Call(_Recorded):
+    """What calls of one shape read; `mask` and `positions` where they are not those of a text.
 
     `mask` is [B, 1, n, seen] boolean, `positions` [B, n].
     """
@@ -75,32 +91,21 @@ class _Call:
     seen: int
     mask: Tensor | None = None
     positions: Tensor | None = None
-    used: bool = False
-    play: Callable[[], Answer] | None = None
 
 
 @dataclass
-class _Packed:
-    """What packed calls of one shape read, and how they are made."""
+class _Packed(_Recorded):
+    """What packed calls of one shape read."""
 
     call: PackedCall
     mask: Tensor  # [S, 1, n, seen] boolean
-    used: bool = False
-    play: Callable[[], Answer] | None = None
 
     def take(self, call: PackedCall, mask: Tensor) -> None:
         """Take over the numbers of a call of this shape."""
         own, seen = self.call, mask.shape[-1]
         self.mask[..., :seen] = mask if mask.dtype == torch.bool else mask == 0
         self.mask[..., seen:] = False  # where an earlier call saw more
-        pairs: list[tuple[Any, Any]] = [
-            (own.tokens, call.tokens),
-            (own.positions, call.positions),
-            (own.wanted, call.wanted),
-        ]
-        pairs += [(own.query_positions, call.query_positions), (own.packing.stream, call.packing.stream)]
-        pairs += [(own.packing.slot, call.packing.slot), (own.packing.place, call.packing.place)]
-        for mine, new in pairs:
+        for mine, new in zip(_numbers(own), _numbers(call), strict=True):
             if isinstance(mine, Tensor) and isinstance(new, Tensor):
                 mine.copy_(new)
 
@@ -114,6 +119,12 @@ class _Packed:
         wanted = call.wanted.clone() if isinstance(call.wanted, Tensor) else call.wanted
         wide = torch.zeros(*mask.shape[:-1], seen, dtype=torch.bool, device=mask.device)
         return _Packed(replace(call, packing=own, wanted=wanted, **copies), wide)
+
+
+def _numbers(call: PackedCall) -> tuple[Tensor | int | None, ...]:
+    """Return what a packed call brings anew."""
+    packing = call.packing
+    return call.tokens, call.positions, call.wanted, call.query_positions, packing.stream, packing.slot, packing.place
 
 
 @dataclass
@@ -204,7 +215,7 @@ class CapturedModel(CachedModel):
             call.mask[..., :end] = mask if mask.dtype == torch.bool else mask == 0
             call.mask[..., end:] = False  # where an earlier call saw more
             call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
-        logits, states = self._answer(call)
+        logits, states = self._answer(call, lambda: self._forward(call))
         self._slots.lengths[0] = end
         self.states = None if states is None else states.clone()
         return logits.clone()  # the next call of this shape writes there again
@@ -222,8 +233,8 @@ class CapturedModel(CachedModel):
 
     def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
         """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
-        packing, recorder = call.packing, self._memory.recorder
-        if not recorder.works or call.tokens.shape[1] > MOST_TOKENS:
+        packing = call.packing
+        if not self._memory.recorder.works or call.tokens.shape[1] > MOST_TOKENS:
             return super()._run_packed(call, mask)
         wanted = len(call.wanted) if isinstance(call.wanted, Tensor) else 0
         seen = min(_seen(packing.seen), self.capacity)
@@ -233,10 +244,7 @@ class CapturedModel(CachedModel):
             self._memory.packed[key] = _Packed.like(call, mask, seen)
         made = self._memory.packed[key]
         made.take(call, mask)
-        if made.play is None and made.used:
-            made.play = recorder.record(lambda: self._forward_packed(made))
-        made.used = True
-        logits, states = self._forward_packed(made) if made.play is None else made.play()
+        logits, states = self._answer(made, lambda: self._forward_packed(made))
         return logits.clone(), None if states is None else states.clone()
 
     def _forward_packed(self, made: _Packed) -> Answer:
@@ -255,18 +263,13 @@ class CapturedModel(CachedModel):
             self._memory.calls[key] = call
         return self._memory.calls[key]
 
-    def _answer(self, call: _Call) -> Answer:
-        """Make a call: the first time as it is, which warms up, then recorded."""
+    def _answer(self, call: _Recorded, forward: Callable[[], Answer]) -> Answer:
+        """Make a call; the first one recorded for an earlier `CapturedModel` is compared with what the model says now."""
         memory = self._memory
-        if call.play is None and call.used:
-            call.play = memory.recorder.record(lambda: self._forward(call))
-        call.used = True
-        if call.play is None:
-            return self._forward(call)
-        answer = call.play()
-        if memory.unchecked:
+        answer = call.answer(memory.recorder, forward)
+        if memory.unchecked and call.inherited:
             # An adapter switched on or off, a hook: nothing tells but the logits.
-            now = self._forward(call)
+            now = forward()
             memory.unchecked = False
             if not torch.equal(answer[0], now[0]):
                 memory.calls.clear()
@@ -307,6 +310,8 @@ def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
     alive = model()
     if alive is not None and (memory.calls or memory.packed):
         memory.unchecked = True
+        for call in (*memory.calls.values(), *memory.packed.values()):
+            call.inherited = call.play is not None
         _KEPT[alive] = memory
 
 

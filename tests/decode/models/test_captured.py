@@ -198,6 +198,25 @@ def test_recordings_of_a_model_that_has_changed_are_not_played(model: PreTrained
     assert graphs.recorded > recorded
 
 
+def side_by_side(cache: CachedModel, extra: int = 0) -> list[torch.Tensor]:
+    """Return the logits of two streams' steps, each size several times; `extra` single steps first."""
+    out = [cache.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])]
+    out += [cache.read_parts([Part(0, [4]), Part(1, [step])]) for step in range(extra)]
+    return out + [cache.read_parts([Part(0, [step, 4], 1), Part(1, [2])]) for step in range(3)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("extra", [0, 2])
+def test_recordings_of_several_streams_are_not_played_either(
+    model: PreTrainedModel, graphs: Graphs, extra: int
+) -> None:
+    """Nor where calls of another shape are recorded anew before the old ones come again."""
+    side_by_side(CapturedModel(model, 120, VOCABULARY, False, 2, recorder))
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output + inputs[0].sum(-1, keepdim=True))
+    expected = side_by_side(CachedModel(model, 120, VOCABULARY, False, 2), extra)
+    same(expected, side_by_side(CapturedModel(model, 120, VOCABULARY, False, 2, recorder), extra))
+
+
 @torch.no_grad()
 def test_grouped_queries_repeat_no_keys(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(num_attention_heads=4, num_key_value_heads=2)
