@@ -298,7 +298,7 @@ def _later_by_streams(groups: Groups) -> tuple[Points, Points]:
     """
     second, later = [], []
     for n in sorted({streams for streams, _ in groups}):
-        own = {(steps + 1,): seconds for (streams, steps), seconds in groups.items() if streams == n}
+        own: Groups = {(steps + 1,): seconds for (streams, steps), seconds in groups.items() if streams == n}
         if found := _later(own):
             # One that came out as nothing was lost in noise, as no step takes no time.
             second.append((n, found[0] or found[1]))
