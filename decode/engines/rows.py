@@ -14,6 +14,10 @@ import numpy as np
 
 from ...policies.contract import Array
 
+_LATELY = 8
+"""Steps: a request that was left out of fewer may be back at once. Attention reads the rows up to the last one in use, so the
+first ones are used again as soon as that can be ruled out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -70,8 +74,13 @@ class Rows:
         self._step += 1
         rows = self._by_tokens(texts, grown) if names is None else self._by_name(texts, names)
         same = [row >= 0 for row in rows]
-        # Taken from the end: the row that was not seen for longest.
-        free = sorted(set(range(len(self.length))).difference(rows), key=lambda row: (-int(self.seen[row]), -row))
+        # Taken from the end: the first of those that were not seen lately, else the one that was not seen for longest.
+        since = self._step - _LATELY
+        free = sorted(
+            set(range(len(self.length))).difference(rows),
+            key=lambda row: (max(0, int(self.seen[row]) - since), row),
+            reverse=True,
+        )
         for at, row in enumerate(rows):
             if row < 0 and names is not None and self._named.get(names[at]) in free:
                 rows[at] = self._named[names[at]]  # another text under the name of an older one

@@ -280,7 +280,7 @@ class CachedModel:
 
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
         slots = self._slots
-        call = pack(parts, slots, self._device)
+        call = pack(parts, slots, self._rows_for(parts), self._device)
         mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
         # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
         # where windows are yet to be cut out, else in the backend's form.
@@ -297,9 +297,13 @@ class CachedModel:
         self.states = states[:, rows] if states is not None and isinstance(rows, Tensor) else states
         return logits[0]
 
+    def _rows_for(self, parts: Sequence[Part]) -> int:
+        """Return how many rows of the buffers attention reads: up to the last stream that takes part."""
+        return 1 + max(part.stream for part in parts)
+
     def _run_packed(self, call: PackedCall, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""
-        position_at = self._position_at[:, : call.packing.seen]
+        position_at = self._position_at[: call.packing.rows, : call.packing.seen]
         by_layer = self._by_layer(mask, call.query_positions, position_at)
         self._slots.packing = call.packing
         try:

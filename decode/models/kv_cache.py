@@ -25,14 +25,14 @@ class Packing:
     Attributes:
         stream, slot: [T] int64, of each token.
         place: [T] int64, in the rectangle, row by row; None where the tokens fill it in their order.
-        streams, count: S and n.
-        seen: slots that attention reads.
+        rows, count: S, of the buffers that attention reads, from the first on; and n.
+        seen: slots of each that it reads.
     """
 
     stream: Tensor
     slot: Tensor
     place: Tensor | None
-    streams: int
+    rows: int
     count: int
     seen: int
 
@@ -48,18 +48,18 @@ class Packing:
         # Indices with a slice between them put their own dimension first: [T, heads, width].
         keys[self.stream, :, self.slot] = new_keys[0].transpose(0, 1)
         values[self.stream, :, self.slot] = new_values[0].transpose(0, 1)
-        return keys.narrow(2, 0, self.seen), values.narrow(2, 0, self.seen)
+        return keys[: self.rows, :, : self.seen], values[: self.rows, :, : self.seen]
 
     def spread(self, queries: Tensor) -> Tensor:
         """Return queries [1, heads, T, width] as the rectangle [S, heads, n, width]; places of no token hold zeros."""
         rows = queries[0].transpose(0, 1)  # [T, heads, width]
         if self.place is not None:
-            rows = rows.new_zeros(self.streams * self.count, *rows.shape[1:]).index_copy_(0, self.place, rows)
-        return rows.reshape(self.streams, self.count, *rows.shape[1:]).transpose(1, 2)
+            rows = rows.new_zeros(self.rows * self.count, *rows.shape[1:]).index_copy_(0, self.place, rows)
+        return rows.reshape(self.rows, self.count, *rows.shape[1:]).transpose(1, 2)
 
     def gather(self, out: Tensor) -> Tensor:
         """Return [1, T, heads, width] of a rectangle [S, n, heads, width]."""
-        rows = out.reshape(1, self.streams * self.count, *out.shape[2:])  # [1, S n, heads, width]
+        rows = out.reshape(1, self.rows * self.count, *out.shape[2:])  # [1, S n, heads, width]
         return rows if self.place is None else rows.index_select(1, self.place)
 
 

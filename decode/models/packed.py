@@ -51,7 +51,7 @@ class PackedCall:
         wanted: [R] which tokens' logits are wanted; 0 = all.
         sees: [S, n] the last slot that each query sees; of a tree's rows the last one before the tree.
         query_positions: [S, n].
-        packing: where everything lies.
+        packing: where everything lies; S is its rows.
         ends: slots in use by stream, once it is done.
     """
 
@@ -69,11 +69,18 @@ class PackedCall:
         return (slots <= self.sees[..., None])[:, None]
 
 
-def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCall:
-    """Return the call that reads `parts`, of a stream each, behind what `slots` hold."""
+def pack(parts: Sequence[Part], slots: Slots, rows: int, device: torch.device) -> PackedCall:
+    """Return the call that reads `parts`, of a stream each, behind what `slots` hold.
+
+    Args:
+        parts: of streams below `rows`.
+        slots: of all streams.
+        rows: of the buffers that attention reads.
+        device: of the model.
+    """
     count, total = max(len(part.tokens) for part in parts), sum(len(part.tokens) for part in parts)
     line = np.zeros((5, total), dtype=np.int64)  # token, position, stream, slot, place in the rectangle
-    rectangle = np.zeros((2, slots.streams, count), dtype=np.int64)  # a query of no token sees the first slot
+    rectangle = np.zeros((2, rows, count), dtype=np.int64)  # a query of no token sees the first slot
     wanted: list[int] = []
     ends, first = {}, 0
     for part in parts:
@@ -95,10 +102,10 @@ def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCal
         tokens = torch.cat(own)
     sees, query_positions = upload(rectangle, device)
     # Every stream has its row full and in its place: the line of tokens is the rectangle.
-    filled = total == slots.streams * count and [part.stream for part in parts] == list(range(slots.streams))
-    packing = Packing(stream, slot, None if filled else place, slots.streams, count, max(ends.values()))
-    rows = upload(wanted, device) if len(wanted) < total else 0
-    return PackedCall(tokens[None], positions[None], rows, sees, query_positions, packing, ends)
+    filled = total == rows * count and [part.stream for part in parts] == list(range(rows))
+    packing = Packing(stream, slot, None if filled else place, rows, count, max(ends.values()))
+    logits = upload(wanted, device) if len(wanted) < total else 0
+    return PackedCall(tokens[None], positions[None], logits, sees, query_positions, packing, ends)
 
 
 def split(parts: Sequence[Part]) -> Array:

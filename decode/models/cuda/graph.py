@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from ..attention import attending_grouped
 from ..cache import CachedModel
 from ..kv_cache import SlotLayer, Slots
-from ..packed import PackedCall
+from ..packed import PackedCall, Part
 from ..placement import is_placed
 from .recorder import Recorder
 
@@ -231,6 +231,10 @@ class CapturedModel(CachedModel):
                     self.read(torch.zeros(1, count, dtype=torch.int64, device=self.model.device), rows)
         self.roll_back(0)
 
+    def _rows_for(self, parts: Sequence[Part]) -> int:
+        """See `CachedModel`; rounded up, so that batches that shrink and grow take few recordings."""
+        return min(1 << (super()._rows_for(parts) - 1).bit_length(), self.streams)
+
     def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
         """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
         packing = call.packing
@@ -239,7 +243,7 @@ class CapturedModel(CachedModel):
         wanted = len(call.wanted) if isinstance(call.wanted, Tensor) else 0
         seen = min(_seen(packing.seen), self.capacity)
         # All that shapes depend on, and whether queries are spread out or fill the rectangle as they are.
-        key = (call.tokens.shape[1], packing.count, wanted, seen, packing.place is None)
+        key = (call.tokens.shape[1], packing.rows, packing.count, wanted, seen, packing.place is None)
         if key not in self._memory.packed:
             self._memory.packed[key] = _Packed.like(call, mask, seen)
         made = self._memory.packed[key]

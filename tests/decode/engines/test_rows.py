@@ -74,3 +74,16 @@ def test_long_texts_and_many_steps(names: bool) -> None:
         for i, one in zip(order, placed, strict=True):
             assert one is not None and found.setdefault(int(i), one.row) == one.row
             assert rows.text(one.row).tolist() == held[i]
+
+
+def test_the_first_rows_are_used_again_once_their_requests_have_been_away() -> None:
+    """Attention reads the rows up to the last in use; a request that was left out of a step keeps its row for a while."""
+    rows = Rows(4)
+    first, second = [1, 1], [2, 2]
+    rows.place(texts(first, second), grown(4))
+    (late,) = (one for one in rows.place(texts([3, 3], second), grown(4)) if one and not one.same)
+    assert late.row == 2  # the first one may be back at once
+    for step in range(9):
+        rows.place(texts([3] * (3 + step)), grown(4))
+    (new, _) = rows.place(texts([4, 4], [3] * 12), grown(4))
+    assert new is not None and new.row == 0
