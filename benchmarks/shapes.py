@@ -2,7 +2,7 @@
 
 A target says a fixed successor of each token, a draft the same one for a chosen share of the tokens. So the share of
 accepted drafts is known, the right text too, and no rounding ever decides: the successor leads by far. Embedding and output
-layer are the same vectors, permuted; the layers in between compute as always, and add next to nothing.
+layer are the same numbers, permuted; the layers in between compute as always, and add next to nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ..decode.candidates import Candidates
 from ..decode.drafters import Drafter
 from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
-from ..decode.models.hidden import stored, vector_widths
+from ..decode.models.hidden import hidden_widths, stored
 from ..decode.models.pair import Pair
 from ..decode.observer import Seen
 from ..decode.policy.reader import Logits
@@ -169,7 +169,7 @@ class LiveCollector:
         explore: share of the rounds that are drafted to full depth whatever the policy says.
         profile: supplies the modelled seconds that some policies observe.
         drafter: the pair's draft model by default.
-        vectors: hidden states to record (`features.hidden_states`).
+        hidden: hidden states to record (`features.hidden_states`).
         batch: texts that are decoded side by side.
     """
 
@@ -181,7 +181,7 @@ class LiveCollector:
         explore: float = 0.0,
         profile: Profile | None = None,
         drafter: Drafter | None = None,
-        vectors: Sequence[str] = (),
+        hidden: Sequence[str] = (),
         batch: int = 1,
     ) -> None:
         check_limits(explore=explore)
@@ -192,7 +192,7 @@ class LiveCollector:
         names = node_features(self.tree)
         self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
         self.label, self.verification = mode.label, name
-        widths = vector_widths(pair, check_hidden(vectors))
+        widths = hidden_widths(pair, check_hidden(hidden))
         match = mode.name == "match"
         self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)

@@ -36,7 +36,7 @@ def mixed_rows(
     batch: Sequence[tuple[int, str, str, list[int], int]],
     settings: Settings,
     share: float,
-    vectors: Sequence[str] = (),
+    hidden: Sequence[str] = (),
 ) -> list[Mapping[str, Any]]:
     """Return the rows of a batch of prompts: one candidate a position.
 
@@ -45,14 +45,12 @@ def mixed_rows(
         batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
         settings: temperature, what else changes the distribution that is sampled from, and the limit of each text.
         share: of the target's tokens in what the draft reads.
-        vectors: hidden states to record; the draft's are those behind the mixed text as well.
+        hidden: hidden states to record; the draft's are those behind the mixed text as well.
     """
     temperature, shaping = settings.temperature, settings.shaping
-    unroller = Unroller(
-        pair, 1, temperature, vectors=[name for name in vectors if name != DRAFT_HIDDEN], shaping=shaping
-    )
+    unroller = Unroller(pair, 1, temperature, hidden=[name for name in hidden if name != DRAFT_HIDDEN], shaping=shaping)
     ids, keys, limit = [b[3] for b in batch], [b[4] for b in batch], settings.max_new_tokens + 1
-    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in vectors, shaping=shaping)
+    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in hidden, shaping=shaping)
     states = [None] * len(batch) if texts.states is None else texts.states
     chunks = []
     for one, text, rows, state in zip(batch, texts.tokens, texts.logits, states, strict=True):
@@ -61,7 +59,7 @@ def mixed_rows(
             continue
         anchor = torch.arange(1, last, device=pair.device)
         columns = text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, state))
-        chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in vectors))
+        chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in hidden))
     return chunks
 
 

@@ -68,7 +68,7 @@ def _facts(header: Header) -> dict[str, Any]:
 
 def hidden_text(header: Header) -> str:
     """Return which hidden states a trace has, with their shape in a row."""
-    shapes = {name: " x ".join(map(str, header.vector_shape(name))) for name in header.vectors}
+    shapes = {name: " x ".join(map(str, header.hidden_shape(name))) for name in header.hidden}
     return ", ".join(f"{name} ({shape}, float16)" for name, shape in shapes.items()) or "none"
 
 

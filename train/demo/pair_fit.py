@@ -182,10 +182,10 @@ def _depth(step: int, recipe: PairRecipe) -> int:
 
 def _adam(model: LlamaForCausalLM, recipe: PairRecipe) -> torch.optim.AdamW:
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in model.parameters() if weight.ndim <= 1]
+    not_decayed = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 

@@ -54,7 +54,7 @@ class TraceSource:
         anchors, nodes = arrays.tensors(policy.features)
         # The kernel takes nodes with strides: a contiguous copy would hold them in memory twice.
         self._anchors, self._nodes = anchors.float().contiguous().numpy(), nodes.float().numpy()
-        self._hidden = {name: arrays.vector(name) for name in policy.hidden}
+        self._hidden = {name: arrays.hidden_state(name) for name in policy.hidden}
         self._accepted, self._tokens = arrays.accepted.numpy(), arrays.tokens.numpy()
         self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
         self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()

@@ -99,7 +99,7 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
             np.ones((streams, len(level)), dtype=bool),  # after a rejection too: a live one does not know
             np.tile(tree.above_in_level[depth], (streams, 1)),
             np.ascontiguousarray(seen[:, level + 1]),
-            {name: seen_states(arrays.vector(name), row, nodes if depth else None) for name in policy.hidden},
+            {name: seen_states(arrays.hidden_state(name), row, nodes if depth else None) for name in policy.hidden},
             np.arange(streams),
         )
         _, state = policy.keep(step, state)

@@ -72,7 +72,7 @@ class Heads(nn.Module, ABC):
         self.outputs = nn.ModuleList([nn.Linear(shape.hidden, shape.vocabulary, bias=False) for _ in inputs])
 
     def _parts(self, head: int) -> int:
-        """Return how many vectors of width H a head reads."""
+        """Return how many hidden states of width H a head reads."""
         return head + 2 if self.reads_path else 1  # the state, the root, a token for each head before
 
     @torch.no_grad()
