@@ -36,7 +36,7 @@ from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
-from specstop.decode.models.cuda import graph as captured_module
+from specstop.decode.models.cuda import graph as graph_module
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
@@ -157,7 +157,7 @@ def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bar
     figures = bars.figures[name] = {}
     forms: dict[str, contextlib.AbstractContextManager[Any]] = {
         "whole": contextlib.nullcontext(),
-        "keys repeated": mock.patch.object(captured_module, "attending_grouped", contextlib.nullcontext),
+        "keys repeated": mock.patch.object(graph_module, "attending_grouped", contextlib.nullcontext),
         "half head": mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext()),
         "not recorded": mock.patch(f"{__name__}.open_cache", CachedModel),
     }
@@ -182,7 +182,7 @@ def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bar
 
 def calls(model: Any, context: int, size: Size) -> dict[int, float]:
     """Return the seconds of a call by its tokens, behind `context` tokens."""
-    captured_module._KEPT.clear()  # what another form has recorded
+    graph_module._KEPT.clear()  # what another form has recorded
     cache = open_cache(model, context + max(size.rows), model.config.vocab_size)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(size.device)
@@ -328,7 +328,7 @@ def flips(size: Size, bars: Bars) -> None:
     heads["rounded head"] = mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext())
     for head, changed in heads.items():
         with changed:
-            captured_module._KEPT.clear()
+            graph_module._KEPT.clear()
             single, together = (argmaxes(model, tokens, step) for step in (1, 4))
         flipped = 1e3 * float((single != together).float().mean())
         bars.figures[f"flips per 1,000, {head}"] = flipped

@@ -131,8 +131,8 @@ def mixed(automaton: SuffixAutomaton, state: int) -> dict[int, float]:
     share, count, known = 1.0, automaton.count, False
     # Along the links to shorter suffixes, while what is left to them can still matter.
     while state >= 0 and share > 1e-6:
-        following = automaton.next[state]
-        some = list(islice(following.items(), SINGLE)) if state == START else list(following.items())
+        successors = automaton.next[state]
+        some = list(islice(successors.items(), SINGLE)) if state == START else list(successors.items())
         if some and (known or state != START):  # single tokens alone say nothing
             known = True
             counts = [count[after] for _, after in some]

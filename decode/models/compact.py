@@ -134,7 +134,7 @@ class CompactModel(nn.Module):
             input_ids: [1, n].
             attention_mask: [1, 1, n, length + n] additive or boolean, of a packed call that of its rectangle; None = causal.
             position_ids: [1, n].
-            past_key_values: a cache of `SlotLayer`s, which gets the new states and says whether the call is a packed one.
+            past_key_values: a cache of `KVLayer`s, which gets the new states and says whether the call is a packed one.
             use_cache: always.
             logits_to_keep: how many of the last rows are wanted, 0 = all; or which ones, [rows].
             output_hidden_states: also return the last hidden states.
@@ -150,9 +150,9 @@ class CompactModel(nn.Module):
         cos, sin = self._cos[position_ids], self._sin[position_ids]
         x = functional.embedding(input_ids, self._embed)
         shape = (x.shape[-1],)
-        for layer, slots in zip(self._layers, past_key_values.layers, strict=True):
+        for layer, kv in zip(self._layers, past_key_values.layers, strict=True):
             h = functional.rms_norm(x, shape, layer.before, self._eps)
-            x = x + self._attend(layer, slots, layer.qkv(h), cos, sin, attention_mask, count > 1 and not start)
+            x = x + self._attend(layer, kv, layer.qkv(h), cos, sin, attention_mask, count > 1 and not start)
             h = functional.rms_norm(x, shape, layer.between, self._eps)
             gate, up = layer.gate_up(h).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
@@ -162,7 +162,7 @@ class CompactModel(nn.Module):
         return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
 
     def _attend(
-        self, layer: _Layer, slots: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool
+        self, layer: _Layer, kv: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool
     ) -> Tensor:
         """Return [B, n, H] from the projections [B, n, .]."""
         batch, count, _ = qkv.shape
@@ -176,8 +176,8 @@ class CompactModel(nn.Module):
             qk = torch.cat([q, k], 2)
         # x cos + rotate_half(x) sin, of queries and keys at once; the sign of rotate_half lies in the sine (`_rotate`).
         qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)  # [B, heads + groups, n, width]
-        keys, values = slots.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
-        q, packing = qk[:, :heads], slots.packing
+        keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
+        q, packing = qk[:, :heads], kv.packing
         out = functional.scaled_dot_product_attention(
             q if packing is None else packing.spread(q),
             keys,

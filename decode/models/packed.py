@@ -12,7 +12,7 @@ from torch import Tensor
 from ...policies.contract import Array
 from ..topology import Topology
 from .cuda.transfer import upload
-from .kv_cache import Packing, Slots
+from .kv_cache import Packing, KVCache
 
 
 @dataclass(slots=True)
@@ -69,15 +69,15 @@ class PackedCall:
         return (slots <= self.sees[..., None])[:, None]
 
 
-def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCall:
-    """Return the call that reads `parts`, of a stream each, behind what `slots` hold."""
+def pack(parts: Sequence[Part], kv: KVCache, device: torch.device) -> PackedCall:
+    """Return the call that reads `parts`, of a stream each, after what `kv` holds."""
     count, total = max(len(part.tokens) for part in parts), sum(len(part.tokens) for part in parts)
     line = np.zeros((5, total), dtype=np.int64)  # token, position, stream, slot, place in the rectangle
-    rectangle = np.zeros((2, slots.streams, count), dtype=np.int64)  # a query of no token sees the first slot
+    rectangle = np.zeros((2, kv.streams, count), dtype=np.int64)  # a query of no token sees the first slot
     wanted: list[int] = []
     ends, first = {}, 0
     for part in parts:
-        start, tree, size = slots.lengths[part.stream], part.tree, len(part.tokens)
+        start, tree, size = kv.lengths[part.stream], part.tree, len(part.tokens)
         end = first + size
         slot = np.arange(start, start + size)
         # Candidates of one depth share a position, each in a slot of its own.
@@ -95,8 +95,8 @@ def pack(parts: Sequence[Part], slots: Slots, device: torch.device) -> PackedCal
         tokens = torch.cat(own)
     sees, query_positions = upload(rectangle, device)
     # Every stream has its row full and in its place: the line of tokens is the rectangle.
-    filled = total == slots.streams * count and [part.stream for part in parts] == list(range(slots.streams))
-    packing = Packing(stream, slot, None if filled else place, slots.streams, count, max(ends.values()))
+    filled = total == kv.streams * count and [part.stream for part in parts] == list(range(kv.streams))
+    packing = Packing(stream, slot, None if filled else place, kv.streams, count, max(ends.values()))
     rows = upload(wanted, device) if len(wanted) < total else 0
     return PackedCall(tokens[None], positions[None], rows, sees, query_positions, packing, ends)
 

@@ -96,7 +96,7 @@ class AcceptanceState:
     Attributes:
         key, batch: [S] int64.
         weights: [S, 1 + K] float64, the slope and the intercept of each depth.
-        refits: [S] int64, how often they were fitted.
+        updates: [S] int64, how often they were fitted.
         rounds: [S] int64, since then.
         sums: [S, K, 6] float64 of this stream since then: w z z, w z, w, r z, r and the number of tokens known.
         odds: [S, K] float64 log-odds of this round by depth; infinite = not seen.
@@ -106,7 +106,7 @@ class AcceptanceState:
     key: Array
     batch: Array
     weights: Array
-    refits: Array
+    updates: Array
     rounds: Array
     sums: Array
     odds: Array
@@ -165,7 +165,7 @@ class AdaptiveVerification(StopPolicy):
         if step.depth == 0:
             # Streams that were not in the batch for some rounds have missed its fits.
             groups, weights = batches_of(step.batch, state.key), state.weights.copy()
-            fits().share_latest(groups.members, groups.starts, state.refits, state.weights, weights)
+            fits().share_latest(groups.members, groups.starts, state.updates, state.weights, weights)
             return step.alive.copy(), replace(
                 state, batch=step.batch, weights=weights, odds=np.full_like(state.odds, np.inf)
             )
@@ -211,10 +211,10 @@ class AdaptiveVerification(StopPolicy):
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with what the round has shown, fitted anew where it is time."""
         stale = self._confidences(state)
-        weights, refits, rounds, sums = (a.copy() for a in (state.weights, state.refits, state.rounds, state.sums))
+        weights, updates, rounds, sums = (a.copy() for a in (state.weights, state.updates, state.rounds, state.sums))
         # Where nobody was asked in this round, the state still has the batches of an older one.
         groups = batches_of(np.where(outcome.active, state.batch, -1), state.key)
         told = outcome.active, outcome.cut, outcome.accepted, outcome.verified
         constants = np.array((self.EVERY, self.RIDGE, self.DAMPING))
-        fits().learn(*told, state.odds, constants, groups.members, groups.starts, weights, refits, rounds, sums)
-        return replace(state, weights=weights, refits=refits, rounds=rounds, sums=sums, stale=stale)
+        fits().learn(*told, state.odds, constants, groups.members, groups.starts, weights, updates, rounds, sums)
+        return replace(state, weights=weights, updates=updates, rounds=rounds, sums=sums, stale=stale)

@@ -108,15 +108,15 @@ def train(
         TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
     kernels.load(progress)
-    several = [traces] if isinstance(traces, Trace) else list(traces)
-    if not several:
+    opened = [traces] if isinstance(traces, Trace) else list(traces)
+    if not opened:
         raise TraceError("--traces: expected at least one trace")
-    tell_other_verification(profile, several[0].header)
+    tell_other_verification(profile, opened[0].header)
     if host is not None:
-        check_host(host, several, rule, [*(hidden or ()), *head_spec(head).hidden])
-        features = features_for(host, several, head, features, default_features(several))
+        check_host(host, opened, rule, [*(hidden or ()), *head_spec(head).hidden])
+        features = features_for(host, opened, head, features, default_features(opened))
     if rule == "gain":
-        if len(several) != 1 or threshold is not None or hidden or mixed is not None:
+        if len(opened) != 1 or threshold is not None or hidden or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
         from .trees.fit import train_tree, tree_features
 
@@ -125,28 +125,28 @@ def train(
             fit=fit or FitOptions(),
         )  # fmt: skip
         check_plan(plan)
-        folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
-        return train_tree(plan, several[0], profile, folder, progress)
+        folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
+        return train_tree(plan, opened[0], profile, folder, progress)
     wanted = head_spec(head)
     names = (
         tuple(features)
         if features
-        else without_noise(usual_features(head, default_features(several)), several[0].header)
+        else without_noise(usual_features(head, default_features(opened)), opened[0].header)
     )
     if not features and rule == "continuation":
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
         head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
-        fit or FitOptions(), () if host is not None else read_hidden(head, several, hidden),
+        fit or FitOptions(), () if host is not None else read_hidden(head, opened, hidden),
     )  # fmt: skip
     check_plan(plan)
-    folder = None if out is None else claimed(out, [*several, mixed], profile, fit, overwrite=overwrite)
-    extra = label_columns([trace.header for trace in several], wanted.soft)
-    arrays = joined_arrays(several, names, plan.hidden, extra)
-    sources = [str(trace.folder) for trace in (*several, mixed) if trace is not None]
+    folder = None if out is None else claimed(out, [*opened, mixed], profile, fit, overwrite=overwrite)
+    extra = label_columns([trace.header for trace in opened], wanted.soft)
+    arrays = joined_arrays(opened, names, plan.hidden, extra)
+    sources = [str(trace.folder) for trace in (*opened, mixed) if trace is not None]
     return train_arrays(
-        plan, arrays, profile, temperatures(several), sources, folder, progress,
-        None if mixed is None else mixed_arrays(mixed, several[0], names, plan.hidden),
+        plan, arrays, profile, temperatures(opened), sources, folder, progress,
+        None if mixed is None else mixed_arrays(mixed, opened[0], names, plan.hidden),
     )  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def _train_continuation(
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
         "policy_iterations": len(settled.rates),
-        "best_refit": settled.best,
+        "best_iteration": settled.best,
         "visits_moved": settled.moved[-1],
     } | _held_out_speed(policy, held_side, profile)
     played = replay(fit_side, policy, profile)

@@ -179,11 +179,11 @@ def known_chances(arrays: TraceArrays, visited: Visits) -> Tensor | None:
     """Return [R, K + 1, 2] the chances that x_j and x_{j+1} are accepted; None without `CHANCE_COLUMNS`."""
     if not set(CHANCE_COLUMNS) <= set(arrays.extra):
         return None
-    accept, following = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
+    accept, next_ = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
     pad = torch.nn.functional.pad
     # Node j's `next_chance` is of x_j before it was drawn: the label of `next` at depth j - 1. At depth 0 nothing was drawn,
     # at depth K nothing follows.
-    return torch.stack([pad(accept, (1, 0)), pad(following, (0, 1))], -1)
+    return torch.stack([pad(accept, (1, 0)), pad(next_, (0, 1))], -1)
 
 
 def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:

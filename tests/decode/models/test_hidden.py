@@ -14,7 +14,7 @@ from small_drafters import small_drafter
 from specstop.decode import model_source
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as drafters_module
 from specstop.decode.loop import Speculator
-from specstop.decode.models.cuda.graph import CapturedModel
+from specstop.decode.models.cuda.graph import CudaGraphModel
 from specstop.decode.models.engine import speed_up
 from specstop.decode.models.hidden import hidden_width, seen, stored
 from specstop.decode.models.pair import Pair
@@ -116,7 +116,7 @@ def test_fixed_shapes_show_the_same_states(
 
     grown = shown()
     for module in (model_source, drafters_module):
-        monkeypatch.setattr(module, "open_cache", CapturedModel)
+        monkeypatch.setattr(module, "open_cache", CudaGraphModel)
     fixed = shown()
     assert len(grown) == len(fixed) > 20
     for one, other in zip(grown, fixed, strict=True):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from made import telling_trace, told
+from synthetic import telling_trace, told
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable

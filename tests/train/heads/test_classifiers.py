@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made import NAMES, TRUE_BIAS, TRUE_WEIGHT
+from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT
 from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from specstop.policies.contract import DraftStep

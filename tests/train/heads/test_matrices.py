@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xgboost as xgb
-from made import NAMES, made_rows
+from synthetic import NAMES, synthetic_rows
 from scipy.special import expit
 from specstop.policies.errors import InputError
 from specstop.train.heads.calibration.logits import log_loss
@@ -24,7 +24,7 @@ CLOSE = 0.003  # nats: quantiles of pieces are merged, so a split may lie a rank
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[FitRows, FitRows]:
-    return made_rows(6000, 1), made_rows(3000, 2)
+    return synthetic_rows(6000, 1), synthetic_rows(3000, 2)
 
 
 def _put(found: list[dict[str, Any]], **piece: Any) -> None:

@@ -8,7 +8,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from made import NAMES, made_rows, made_trace, true_logits
+from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.build import Head
 from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
@@ -33,7 +33,7 @@ def hidden_rows(count: int, seed: int) -> tuple[FitRows, Tensor, Tensor]:
 
     The draft's state moves the log-odds of `accept`, the target's those of `next`, and the scalars both.
     """
-    base = made_rows(count, seed)
+    base = synthetic_rows(count, seed)
     generator = torch.Generator().manual_seed(seed + 100)
     draft, target = (torch.randn(count, size, generator=generator) for size in (DRAFT, TARGET))
     first = base.depth == 0
@@ -151,7 +151,7 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected() -> 
 
 
 def test_rows_of_one_kind_are_all_kept() -> None:
-    rows = made_rows(50)
+    rows = synthetic_rows(50)
     flat = dataclasses.replace(rows, accepted=torch.ones_like(rows.accepted))
     assert len(balanced(flat, 0)) == int(flat.drawn.sum())
 
@@ -247,7 +247,7 @@ def test_options_come_before_the_recipe() -> None:
 
 
 def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
-    arrays = made_trace([[1, 0, 2, 3, 1, 0, 0, 0]], 3, ((), ("top1",)))
+    arrays = synthetic_trace([[1, 0, 2, 3, 1, 0, 0, 0]], 3, ((), ("top1",)))
     generator = torch.Generator().manual_seed(0)
     q, p = (torch.rand(8, 3, generator=generator) for _ in range(2))
     q[0, 0] = 0.0
@@ -267,7 +267,7 @@ def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
 
 def test_a_lagging_head_has_no_row_for_the_last_token() -> None:
     """The state after x_K is not recorded, for x_K is never fed."""
-    arrays = made_trace([[3, 3, 3, 0, 0, 0]], 3, ((), ("top1",)))
+    arrays = synthetic_trace([[3, 3, 3, 0, 0, 0]], 3, ((), ("top1",)))
     visited = Visits(torch.arange(2), torch.zeros(2, 4))
     assert fit_rows(arrays, ("top1",), visited).depth.tolist() == [0, 1, 2, 3] * 2
     assert fit_rows(arrays, ("top1",), visited, lag=1).depth.tolist() == [0, 1, 2] * 2

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from made import made_trace
+from synthetic import synthetic_trace
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 from specstop.collect.store.folder import Trace
@@ -23,7 +23,7 @@ from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
 
-def made_rows(count: int, seed: int) -> FitRows:
+def synthetic_rows(count: int, seed: int) -> FitRows:
     generator = torch.Generator().manual_seed(seed)
     token = torch.randint(0, 12, (count,), generator=generator)
     chance = 0.1 + 0.8 * (token % 2).double()
@@ -32,12 +32,12 @@ def made_rows(count: int, seed: int) -> FitRows:
 
 
 def test_each_token_gets_the_weight_that_it_has() -> None:
-    head, files = fit_tokens(FitTask(made_rows(4000, 0), made_rows(1000, 1), ("drawn_token",)))
+    head, files = fit_tokens(FitTask(synthetic_rows(4000, 0), synthetic_rows(1000, 1), ("drawn_token",)))
     assert files == {}
     odds = expit(head.scores(np.arange(12, dtype=np.float32)[:, None], 1))
     assert odds[1::2, 0].min() > 0.8 > 0.2 > odds[::2, 0].max()
     assert odds[::2, 1].min() > 0.65 > 0.35 > odds[1::2, 1].max()  # of the second output few rows are known
-    held = made_rows(1000, 2)
+    held = synthetic_rows(1000, 2)
     assert (auc(head.scores(held.features.numpy(), 1)[:, 0], held.accepted.numpy()) or 0.0) > 0.85
 
 
@@ -74,7 +74,7 @@ def test_pairs_tell_what_neither_token_tells() -> None:
 
 
 def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:
-    arrays = made_trace([[1, 2, 0]], 3, (("anchor_token",), ()))
+    arrays = synthetic_trace([[1, 2, 0]], 3, (("anchor_token",), ()))
     arrays = dataclasses.replace(
         arrays, tokens=torch.arange(9).view(3, 3), columns={"anchor_token": torch.tensor([7.0, 8.0, 9.0])}
     )
@@ -104,4 +104,4 @@ def test_it_is_fitted_again_on_its_own_rounds(sides: tuple[Trace, Trace], full_p
 
 def test_a_fit_without_token_features_is_refused() -> None:
     with pytest.raises(InputError, match="the tokens head needs one of before_token"):
-        fit_tokens(FitTask(made_rows(40, 0), made_rows(40, 1), ("entropy",)))
+        fit_tokens(FitTask(synthetic_rows(40, 0), synthetic_rows(40, 1), ("entropy",)))

@@ -77,7 +77,7 @@ def path_chances(
         tree: of N nodes.
         seen: [R, N + 1, F] float32, what the head reads of R rounds.
     """
-    survival, following = np.ones(seen.shape[:2]), np.empty(seen.shape[:2])
+    survival, next_chance = np.ones(seen.shape[:2]), np.empty(seen.shape[:2])
     ranks = np.array(node_ranks(tree))
     for depth, level in enumerate(tree.levels):
         scores = level_scores(head, seen, level, depth)
@@ -85,8 +85,8 @@ def path_chances(
             above = survival[:, [tree.parent[row] for row in level]]
             survival[:, level] = accept.of(above, scores[..., 0], depth, ranks[level])
         here = survival[:, level]
-        following[:, level] = next_.of(here, scores[..., 1], depth, ranks[level]) / np.maximum(here, LEAST_SURVIVAL)
-    return survival, following
+        next_chance[:, level] = next_.of(here, scores[..., 1], depth, ranks[level]) / np.maximum(here, LEAST_SURVIVAL)
+    return survival, next_chance
 
 
 def sibling_shares(
@@ -104,11 +104,11 @@ def sibling_shares(
     found = []
     for head, visited in parts:
         seen = seen_features(arrays, features, visited.row, visited.history).numpy()
-        _, following = path_chances(head, accept, next_, arrays.tree, seen)
+        _, next_chance = path_chances(head, accept, next_, arrays.tree, seen)
         accepted = accepted_nodes(arrays, visited.row)
         children, width = accepted_children(arrays.tree, accepted)
         use = accepted & askable_nodes(arrays, visited.row) & (width > 0)
-        found.append((torch.from_numpy(following)[use], children[use], width.expand_as(use)[use]))
+        found.append((torch.from_numpy(next_chance)[use], children[use], width.expand_as(use)[use]))
     return fit_shares(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 

@@ -110,22 +110,22 @@ def train_best(
         overwrite: replace what is in `out`.
         progress: see `Progress`.
     """
-    several = [traces] if isinstance(traces, Trace) else list(traces)
+    opened = [traces] if isinstance(traces, Trace) else list(traces)
     for head in options.heads:
         check_plan(Plan(head, features=tuple(features or FEATURES)))
-    folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
-    names = tuple(features) if features else default_features(several)
+    folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
+    names = tuple(features) if features else default_features(opened)
     plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
     asked = [head_spec(head) for head in options.heads]
-    kept = {v for head in options.heads for v in read_hidden(head, several, None)}
+    kept = {v for head in options.heads for v in read_hidden(head, opened, None)}
     usual = [n for head in options.heads for n in usual_features(head, names)]
-    read = dict.fromkeys([*names, *without_noise(usual, several[0].header)])
+    read = dict.fromkeys([*names, *without_noise(usual, opened[0].header)])
     plan = dataclasses.replace(plan, hidden=tuple(sorted(kept)))
-    extra = label_columns([trace.header for trace in several], any(one.soft for one in asked))
-    arrays = joined_arrays(several, tuple(read), plan.hidden, extra)
-    sampled_at = temperatures(several)
+    extra = label_columns([trace.header for trace in opened], any(one.soft for one in asked))
+    arrays = joined_arrays(opened, tuple(read), plan.hidden, extra)
+    sampled_at = temperatures(opened)
     found = search(plan, arrays, profile, sampled_at, options, progress)
-    sources = [str(trace.folder) for trace in several]
+    sources = [str(trace.folder) for trace in opened]
     trained = train_arrays(
         found.plan, arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()}
     )  # fmt: skip
