@@ -134,7 +134,10 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
             f"  {rule:<20}{_interval(was):<23}{was.oracle_share.value:>6.2f}{cost:>6.0f}   "
             f"{_interval(now):<23}{now.oracle_share.value:>6.2f}{unpaid.to_best_fixed.value:>7.3f}   {changed}"
         )
-        table[rule] = {prices: _numbers(lines[prices][rule]) for prices in lines} | {"setting": changed, "decision_us": cost}
+        table[rule] = {prices: _numbers(lines[prices][rule]) for prices in lines} | {
+            "setting": changed,
+            "decision_us": cost,
+        }
         lost = was.to_best_fixed.value - now.to_best_fixed.value
         if lost > WORSE:
             missed.append(f"{name}: {rule} loses {lost:.3f} by tuning")

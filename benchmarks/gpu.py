@@ -181,7 +181,7 @@ def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bar
 
 
 def calls(model: Any, context: int, size: Size) -> dict[int, float]:
-    """Return the seconds of a call by its tokens, behind `context` tokens."""
+    """Return the seconds of a call by its tokens, after `context` tokens."""
     graph_module._KEPT.clear()  # what another form has recorded
     cache = open_cache(model, context + max(size.rows), model.config.vocab_size)
     generator = torch.Generator().manual_seed(1)
@@ -336,7 +336,7 @@ def flips(size: Size, bars: Bars) -> None:
 
 
 def argmaxes(model: Any, tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the most likely token behind each but the first 16, read `step` at a time."""
+    """Return the most likely token after each but the first 16, read `step` at a time."""
     cache = open_cache(model, tokens.shape[1], model.config.vocab_size)
     cache.read(tokens[:, :16], 1)
     read = range(16, tokens.shape[1], step)

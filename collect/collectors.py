@@ -111,10 +111,10 @@ def choose_collector(
         verification=mode.name, off_text=off_text, draws=draws,
     )  # fmt: skip
     if completions is not None:
-        given = dict(completions)
+        texts = dict(completions)
         header["texts"] = "sampled" if settings.temperature > 0 else "completions"
         return Collector(
-            features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header, memory=memory
+            features, lambda batch: completion_rows(pair, unroller, batch, texts, limit), header, memory=memory
         )
     return Collector(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 

@@ -109,22 +109,22 @@ class Recorder:
         text = seen.text.tokens
         after = {place: at for at, place in enumerate(path)}
         for place in drawn:
-            above = found.parent[place]
-            if above not in after:
+            parent = found.parent[place]
+            if parent not in after:
                 continue
             if self.match:  # the text says it, also of tokens that were not sent
-                at = start + after[above]  # of the text's token below `above`
+                at = start + after[parent]  # of the text's token after `parent`
                 if at < len(text):
                     row["labelled"][node[place]] = True
                     row["accepted"][node[place]] = found.tokens[place] == text[at]
             elif row["sent"][node[place]]:  # else it is known of what was sent and tried alone
-                chosen = path[after[above] + 1] if after[above] + 1 < len(path) else None
+                chosen = path[after[parent] + 1] if after[parent] + 1 < len(path) else None
                 row["accepted"][node[place]] = place == chosen
                 row["labelled"][node[place]] = chosen is None or place <= chosen  # later siblings are not tried
 
     def _measure(self, row: Row, seen: Seen, node: Sequence[int], levels: Sequence[tuple[list[int], Logits]]) -> None:
         """Fill in features and probabilities of the drawn nodes."""
-        found, behind = seen.found, {place: at for at, place in enumerate(seen.sent)}
+        found, sent = seen.found, {place: at for at, place in enumerate(seen.sent)}
         path: dict[int, float] = {}
         for places, logits in levels:
             check_rows(logits.raw, "draft")
@@ -144,10 +144,10 @@ class Recorder:
             if DRAFT_HIDDEN in self._widths:
                 assert logits.states is not None
                 row[DRAFT_HIDDEN][at] = stored(logits.states[owner]).cpu().numpy()
-            known = [i for i, place in enumerate(places) if found.parent[place] in behind]
+            known = [i for i, place in enumerate(places) if found.parent[place] in sent]
             if not known:
                 continue
-            p = torch.softmax(seen.sampled[[behind[found.parent[places[i]]] for i in known]], -1)
+            p = torch.softmax(seen.sampled[[sent[found.parent[places[i]]] for i in known]], -1)
             weights = logits.raw / (self.temperature or 1.0) if logits.sampled is None else logits.sampled
             q = torch.softmax(weights[owner[known]], -1)
             here = [at[i] for i in known]

@@ -281,7 +281,7 @@ def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: in
 
 
 def reading_room(pair: Pair, new_tokens: int) -> int:
-    """Return the longest prompt that both models can read with `new_tokens` behind it."""
+    """Return the longest prompt that both models can read with `new_tokens` after it."""
     return pair.readable - new_tokens
 
 

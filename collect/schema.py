@@ -2,12 +2,12 @@
 
 A row is one anchor, or one round of a live run. Per-node columns are fixed-size lists over the topology's N nodes, by depth,
 siblings in falling order of their scores (for a chain: depths 1..K); where a filter leaves fewer tokens than there are
-siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also behind a
+siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also after a
 rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
-`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (In live traces of
+`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and after an EOS. (In live traces of
 verifications other than `match`, `target_prob` is known wherever the target has read the node.)
 
-Hidden states are columns of their own where they were asked for: float16, the nodes' one behind the other.
+Hidden states are columns of their own where they were asked for: float16, the nodes' one after the other.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Header:
     @property
     def tree(self) -> Topology:
         """The topology as the loop knows it: row 0 is the anchor, row i + 1 node i."""
-        return Topology([-1, *(above + 1 for above in self.topology)])
+        return Topology([-1, *(parent + 1 for parent in self.topology)])
 
     @property
     def depth(self) -> int:
@@ -221,7 +221,7 @@ def chain(depth: int) -> tuple[int, ...]:
 
 def parents(tree: Topology) -> tuple[int, ...]:
     """Return a tree of one root as a header keeps it."""
-    return tuple(above - 1 for above in tree.parent[1:])
+    return tuple(parent - 1 for parent in tree.parent[1:])
 
 
 def arrow_schema(header: Header) -> pa.Schema:

@@ -123,7 +123,7 @@ class Stopwatch:
 
 
 def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, ...]:
-    """Return the criterion that ends a text behind any of `strings`; none for none.
+    """Return the criterion that ends a text after any of `strings`; none for none.
 
     Raises:
         InputError: the pair has no tokenizer or one that cannot tell where a string ends, or a string is empty.

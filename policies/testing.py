@@ -285,8 +285,8 @@ def reach(
     policy: StopPolicy, depth: int, state: State, branches: int, streams: Sequence[int] = range(STREAMS)
 ) -> State:
     """Return the state of a round that has been asked about all depths above `depth`."""
-    for above in range(policy.first, depth):
-        state = checked_keep(policy, make_step(policy, above, streams, 0, branches), state)[1]
+    for earlier in range(policy.first, depth):
+        state = checked_keep(policy, make_step(policy, earlier, streams, 0, branches), state)[1]
     return state
 
 

@@ -57,8 +57,14 @@ def batch_policy(
 JOINT: dict[str, Callable[[], StopPolicy]] = {
     "load": partial(LoadLength, "1:3,2:2,3:1"),
     "tetris": partial(Tetris, 1, 2),
-    **{f"smartspec {name}": partial(SmartSpec, profile=synthetic_profile(COSTS[name]), max_depth=MOST) for name in COSTS},
-    **{f"adaptive {name}": partial(AdaptiveVerification, MOST, profile=synthetic_profile(COSTS[name])) for name in COSTS},
+    **{
+        f"smartspec {name}": partial(SmartSpec, profile=synthetic_profile(COSTS[name]), max_depth=MOST)
+        for name in COSTS
+    },
+    **{
+        f"adaptive {name}": partial(AdaptiveVerification, MOST, profile=synthetic_profile(COSTS[name]))
+        for name in COSTS
+    },
     **{
         f"batch {send} {costs}": partial(batch_policy, costs, send, names)
         for costs in COSTS

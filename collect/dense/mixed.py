@@ -1,8 +1,8 @@
 """Token mixing (SpecDec++, arXiv 2405.19715): the draft reads a text in which most tokens are its own samples.
 
-At each position i of the target's text X the draft proposes Y_i behind X_<i, and its acceptance there is the label. What is
-recorded as features is what the draft says behind Z_<i, where Z takes X_i with a small chance and Y_i otherwise: it
-is trained on states behind its own tokens, which the text alone would not show it.
+At each position i of the target's text X the draft proposes Y_i after X_<i, and its acceptance there is the label. What is
+recorded as features is what the draft says after Z_<i, where Z takes X_i with a small chance and Y_i otherwise: it
+is trained on states after its own tokens, which the text alone would not show it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mixed_rows(
         batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
         settings: temperature, what else changes the distribution that is sampled from, and the limit of each text.
         share: of the target's tokens in what the draft reads.
-        hidden: hidden states to record; the draft's are those behind the mixed text as well.
+        hidden: hidden states to record; the draft's are those after the mixed text as well.
     """
     temperature, shaping = settings.temperature, settings.shaping
     unroller = Unroller(pair, 1, temperature, hidden=[name for name in hidden if name != DRAFT_HIDDEN], shaping=shaping)
@@ -72,7 +72,7 @@ def _mixed(
     share: float,
     hidden: bool,
 ) -> Mapping[str, Any]:
-    """Return the columns with the features (and hidden states) of the draft behind the mixed text."""
+    """Return the columns with the features (and hidden states) of the draft after the mixed text."""
     prompt, key, temperature = one[3], one[4], settings.temperature
     own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
     at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)

@@ -2,7 +2,7 @@
 
 Under `match` the text does not depend on what is drafted, so a run that verifies no candidate commits one token a round and
 drafts the whole tree at each. The target's pass over the text, which it takes anyway, labels every node: a node on the text
-is accepted, and the target's row behind it is that of the round in which the text has got there.
+is accepted, and the target's row after it is that of the round in which the text has got there.
 """
 
 from __future__ import annotations

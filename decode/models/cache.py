@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from ..topology import Topology
 from .attention import attending_packed
 from .cuda.transfer import upload
-from .kv_cache import KVLayer, KVCache
+from .kv_cache import KVCache, KVLayer
 from .packed import PackedCall, Part, TreeRows, pack, split
 from .tree_masks import TreeMasks
 from .wide_head import wide_head
@@ -97,13 +97,13 @@ class CachedModel:
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
         self._maskless_prompt = fast
         self._wide = wide_head(model)
-        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
+        self._causal = self._after_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=self._device)[None]
         self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
 
-    def _behind_prefix(self, mask: Tensor) -> Tensor:
-        """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
+    def _after_prefix(self, mask: Tensor) -> Tensor:
+        """Return [1, 1, n, capacity + n]: `mask` [n, n] after a prefix that all see. A slice of it serves any length."""
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         # With windows it stays boolean: layers of each kind see another part of it.
@@ -130,7 +130,7 @@ class CachedModel:
         self._kv.lengths[stream] = length
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
-        """Do once what the first calls of (tokens, rows) behind texts of these lengths would have to do."""
+        """Do once what the first calls of (tokens, rows) after texts of these lengths would have to do."""
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
         """Forget all of a stream after the first `base` tokens but those in `slots`, rising, which move up in place."""
@@ -160,7 +160,7 @@ class CachedModel:
             tokens: [1, n] int64.
             rows: how many of the last rows of logits are wanted; 0 = all n.
             mask: [1, 1, n, length + n], boolean or in the backend's form; None = causal.
-            positions: [1, n]; None = behind what is there.
+            positions: [1, n]; None = after what is there.
             stream: its number.
 
         Returns:
@@ -238,7 +238,7 @@ class CachedModel:
 
     def _masks(self, topology: Topology) -> TreeMasks:
         if topology not in self._trees:
-            self._trees[topology] = TreeMasks(topology, self.capacity, self._behind_prefix)
+            self._trees[topology] = TreeMasks(topology, self.capacity, self._after_prefix)
         return self._trees[topology]
 
     def read_parts(self, parts: Sequence[Part]) -> Tensor:

@@ -144,7 +144,7 @@ class CompactModel(nn.Module):
         end = start + count if packing is None else packing.seen
         if end > len(self._cos):
             self._rotate(min(2 * end, max(end, self.config.max_position_embeddings)))
-        # The triangle of `is_causal` begins at the first key: behind a prefix sdpa must be told what is seen.
+        # The triangle of `is_causal` begins at the first key: after a prefix sdpa must be told what is seen.
         if attention_mask is None and count > 1 and start:
             attention_mask = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
         cos, sin = self._cos[position_ids], self._sin[position_ids]

@@ -12,12 +12,12 @@ from torch import Tensor
 from ...policies.contract import Array
 from ..topology import Topology
 from .cuda.transfer import upload
-from .kv_cache import Packing, KVCache
+from .kv_cache import KVCache, Packing
 
 
 @dataclass(slots=True)
 class TreeRows:
-    """The `rows` of a tree that are read, behind its rows `before`, which lie in the slots from `base` on."""
+    """The `rows` of a tree that are read, after its rows `before`, which lie in the slots from `base` on."""
 
     topology: Topology
     base: int

@@ -5,7 +5,7 @@
 | `draft_hidden` | PRE | the draft's last hidden state, from which q_j is computed; 0 at depth 0 |
 | `target_hidden` | ANCHOR | the target's last hidden state of the row that the anchor token was drawn from |
 
-The last hidden state is what the output layer reads, behind the final norm: transformers' `hidden_states[-1]`. It is
+The last hidden state is what the output layer reads, after the final norm: transformers' `hidden_states[-1]`. It is
 rounded to float16: so it is stored, and so a policy sees it, live as well. Two forwards of one text differ
 by about 1e-5 in float32, which moves a few of the numbers to the next float16, 5e-4 of their size away.
 """

@@ -21,7 +21,7 @@ def remembered(features: Sequence[str]) -> list[int]:
 
 
 def head_names(features: Sequence[str], rule: object) -> tuple[str, ...]:
-    """Return the columns of the head: the features, and behind them those of the depth before if the rule remembers them."""
+    """Return the columns of the head: the features, and after them those of the depth before if the rule remembers them."""
     if not (isinstance(rule, Continuation) and rule.remembers):
         return tuple(features)
     return (*features, *(features[at] for at in remembered(features)))

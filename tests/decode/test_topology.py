@@ -49,8 +49,8 @@ def test_medusas_tree_is_the_published_one() -> None:
     tree = parse_tree("medusa-63")
 
     def path(row: int) -> tuple[int, ...]:
-        above = tree.parent[row]
-        return () if above < 0 else (*path(above), tree.children[above].index(row))
+        parent = tree.parent[row]
+        return () if parent < 0 else (*path(parent), tree.children[parent].index(row))
 
     paths = {path(row) for row in range(1, len(tree))}
     assert len(paths) == 63 and {len(p) for p in paths} == {1, 2, 3, 4}
@@ -140,11 +140,11 @@ def test_a_parent_list_is_renumbered_by_depth_and_stays_the_same_tree(seed: int)
     order = sorted(range(len(parents)), key=depth)  # stable: siblings in the order of the list
     row = {-1: 0, **{node: at for at, node in enumerate(order, 1)}}
     assert tree.depth == sorted(tree.depth)
-    for node, above in enumerate(parents):
-        assert tree.parent[row[node]] == row[above]
+    for node, parent in enumerate(parents):
+        assert tree.parent[row[node]] == row[parent]
         assert tree.depth[row[node]] == depth(node)
-    for above in range(-1, len(parents)):
-        assert tree.children[row[above]] == sorted(row[n] for n, p in enumerate(parents) if p == above)
+    for parent in range(-1, len(parents)):
+        assert tree.children[row[parent]] == sorted(row[n] for n, p in enumerate(parents) if p == parent)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -192,7 +192,7 @@ def test_a_rooted_forest_is_the_tree_without_its_anchor(seed: int) -> None:
     tree = from_parents(random_parents(seed))
     forest = tree.rooted()
     assert forest.roots == len(tree.levels[1])
-    assert forest.parent == tuple(above - 1 for above in tree.parent[1:])
+    assert forest.parent == tuple(parent - 1 for parent in tree.parent[1:])
     assert forest.depth == [d - 1 for d in tree.depth[1:]]
     assert torch.equal(forest.sees, tree.sees[1:, 1:])
 

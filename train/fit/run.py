@@ -129,9 +129,7 @@ def train(
         return train_tree(plan, opened[0], profile, folder, progress)
     wanted = head_spec(head)
     names = (
-        tuple(features)
-        if features
-        else without_noise(usual_features(head, default_features(opened)), opened[0].header)
+        tuple(features) if features else without_noise(usual_features(head, default_features(opened)), opened[0].header)
     )
     if not features and rule == "continuation":
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))

@@ -77,7 +77,7 @@ class Heads(nn.Module, ABC):
 
     @torch.no_grad()
     def start(self, output: Tensor) -> None:
-        """Begin with the target's own output layer [V, H] behind blocks that add nothing."""
+        """Begin with the target's own output layer [V, H] after blocks that add nothing."""
         for weight in self.blocks.parameters():
             weight.zero_()
         for weight in self.outputs.parameters():

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from ..attention import attending_grouped
 from ..cache import CachedModel
-from ..kv_cache import KVLayer, KVCache
+from ..kv_cache import KVCache, KVLayer
 from ..packed import PackedCall
 from ..placement import is_placed
 from .recorder import Recorder
@@ -155,7 +155,7 @@ _KEPT: weakref.WeakKeyDictionary[PreTrainedModel, _Memory] = weakref.WeakKeyDict
 
 
 class CudaGraphModel(CachedModel):
-    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens behind others when they come for the second time.
+    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens after others when they come for the second time.
 
     Args:
         model, capacity, vocabulary, hidden, device: as of `CachedModel`; the capacity is rounded up.

@@ -71,7 +71,7 @@ def test_dense_rows_hold_the_states_of_whole_forwards(
     tree: str | None,
     temperature: float,
 ) -> None:
-    """Every ninth row; a node's state is that behind its parent, from which it was drawn."""
+    """Every ninth row; a node's state is that after its parent, from which it was drawn."""
     trace = run(plain_pair, prompts[3:6], tmp_path, tree=tree, temperature=temperature)
     ids = prompt_ids[3:6]
     keys = [stream_key(0, p.id) for p in prompts[3:6]]
@@ -81,10 +81,10 @@ def test_dense_rows_hold_the_states_of_whole_forwards(
         prefix = ids[s] + texts[s][:anchor]
         near_half(row["target_hidden"], last_states(plain_pair.target, prefix)[-2])
         for node in range(len(row["tokens"])):
-            path, above = [], trace.header.topology[node]
-            while above >= 0:
-                path.append(int(row["tokens"][above]))
-                above = trace.header.topology[above]
+            path, parent = [], trace.header.topology[node]
+            while parent >= 0:
+                path.append(int(row["tokens"][parent]))
+                parent = trace.header.topology[parent]
             near_half(row["draft_hidden"][node], last_states(plain_pair.draft, prefix + path[::-1])[-1])
 
 
@@ -137,7 +137,7 @@ def test_without_them_a_trace_is_what_it_was(pair: Pair, prompts: list[Prompt], 
 def test_the_published_data_paths_have_them_too(
     plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
-    """SpecDec++ reads the draft's states behind its own tokens, DynaSD those of ten candidates of one token."""
+    """SpecDec++ reads the draft's states after its own tokens, DynaSD those of ten candidates of one token."""
     mixed = by_anchor(run(plain_pair, prompts[3:4], tmp_path / "mix", depth=1, mix=0.15, temperature=0.7))
     text = plain_texts(plain_pair, prompt_ids[3:4], [stream_key(0, "p3")], NEW, 0.7).tokens[0]
     read = prompt_ids[3] + text[:1]
@@ -157,8 +157,8 @@ def test_given_texts_have_them_too(
 ) -> None:
     keys = [stream_key(0, p.id) for p in prompts]
     texts = plain_texts(pair, prompt_ids, keys, NEW, 0.0).tokens
-    given = {p.id: pair.tokenizer.decode(text) for p, text in zip(prompts, texts, strict=True)}
-    rows = by_anchor(run(pair, prompts[4:6], tmp_path / "given", completions=given))
+    completions = {p.id: pair.tokenizer.decode(text) for p, text in zip(prompts, texts, strict=True)}
+    rows = by_anchor(run(pair, prompts[4:6], tmp_path / "given", completions=completions))
     own = by_anchor(run(pair, prompts[4:6], tmp_path / "own"))
     assert len(rows) > 10
     for key, row in rows.items():

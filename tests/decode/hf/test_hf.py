@@ -284,7 +284,7 @@ def test_assisted_text_is_plain_and_its_drafts_are_the_policys(
     speculator = Speculator(endless, policy, Settings(0.0, NEW + 1))
     seen = set()
     for prompt in prompt_ids[4:6]:
-        # The stock loop has no token of the target's before its first round: the rounds of both are the same behind a
+        # The stock loop has no token of the target's before its first round: the rounds of both are the same after a
         # prompt whose last token is the target's own.
         begun = stock(endless, [prompt], max_new_tokens=3)[0].tolist()
         text, drafts = assisted(endless, begun, policy)

@@ -274,7 +274,10 @@ def test_recordings_share_a_pool_and_play_on_their_device(monkeypatch: pytest.Mo
 def test_streams_side_by_side_are_recorded(model: PreTrainedModel, graphs: Graphs) -> None:
     """Calls of one shape are recorded, whatever the lengths of the texts; prompts are read one by one."""
     logits = []
-    for cache in (CachedModel(model, 60, VOCABULARY, True, 2), CudaGraphModel(model, 60, VOCABULARY, True, 2, recorder)):
+    for cache in (
+        CachedModel(model, 60, VOCABULARY, True, 2),
+        CudaGraphModel(model, 60, VOCABULARY, True, 2, recorder),
+    ):
         out = [cache.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])]
         for step in range(6):
             out.append(cache.read_parts([Part(0, [3 + step]), Part(1, [5 + step])]))

@@ -26,7 +26,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.folder import find_sizes
-from specstop.train.export.llama_cpp import Share, shares, replay_shares
+from specstop.train.export.llama_cpp import Share, replay_shares, shares
 from specstop.train.export.sglang import rules_around
 from specstop.train.export.vllm import length_at
 from specstop.train.replay.run import replay

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from synthetic import synthetic_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
 from specstop.train.export.lockstep import Steps, lockstep
 from specstop.train.replay.known_lengths import ReplayedRuns, replay_fixed
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from synthetic import synthetic_trace
 
 EXACT = 1e-12
 

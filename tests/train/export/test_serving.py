@@ -8,7 +8,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from synthetic import synthetic_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
@@ -27,6 +26,7 @@ from specstop.train.export.serving import (
 from specstop.train.replay.known_lengths import replay_fixed, replay_lengths
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from synthetic import synthetic_trace
 
 EXACT = 1e-12
 
@@ -80,7 +80,9 @@ def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
 
 def test_a_batch_of_one_is_the_profile(arrays: TraceArrays, profile: Profile) -> None:
     replayed = replay_fixed(arrays, 4)
-    torch.testing.assert_close(batch_seconds(replayed, profile, [1])[1], replayed.seconds(profile), rtol=EXACT, atol=0.0)
+    torch.testing.assert_close(
+        batch_seconds(replayed, profile, [1])[1], replayed.seconds(profile), rtol=EXACT, atol=0.0
+    )
 
 
 def flat(rise: float, context: float) -> Profile:

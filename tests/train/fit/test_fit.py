@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xgboost as xgb
-from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
@@ -26,6 +25,7 @@ from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays
+from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order

@@ -136,8 +136,8 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
         accepted = [True, *arrays.path[row].tolist()]  # type: ignore[index]
         ended = [False, *arrays.ends[row].tolist()]
         for node in range(len(tree)):
-            above = tree.parent[node]
-            if node and (not accepted[above] or ended[node] or ended[above]):
+            parent = tree.parent[node]
+            if node and (not accepted[parent] or ended[node] or ended[parent]):
                 continue
             below = tree.children[node]
             assert rows.rows.depth[at] == tree.depth[node]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xgboost as xgb
-from synthetic import NAMES, synthetic_rows
 from scipy.special import expit
 from specstop.policies.errors import InputError
 from specstop.train.heads.calibration.logits import log_loss
@@ -18,6 +17,7 @@ from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.kinds.boosted import fit_trees, flatten
 from specstop.train.heads.matrices import Pieces, matrices
 from specstop.train.heads.rows import FitRows
+from synthetic import NAMES, synthetic_rows
 
 CLOSE = 0.003  # nats: quantiles of pieces are merged, so a split may lie a rank beside
 

@@ -8,7 +8,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.build import Head
 from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
@@ -20,6 +19,7 @@ from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from specstop.train.heads.networks import Perceptron, Recipe, RowsDataModule, RowsModule, train_network
 from specstop.train.heads.rows import FitRows, Visits, fit_rows
+from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from told_head import biased
 from torch import Tensor
 

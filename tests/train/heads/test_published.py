@@ -156,7 +156,7 @@ def mixed(hidden: tuple[Trace, Trace, Trace]) -> TraceArrays:
     return mixed_arrays(hidden[2], hidden[0], (), ("draft_hidden",))
 
 
-def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_behind_it(mixed: TraceArrays) -> None:
+def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_after_it(mixed: TraceArrays) -> None:
     """By hand: the next place's state, where the draft read its own token there; the label of this place."""
     held = {mixed.prompt_ids[0], mixed.prompt_ids[3]}
     rows = mixed_rows(mixed, held, (), 1)

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from synthetic import synthetic_trace
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 from specstop.collect.store.folder import Trace
@@ -21,6 +20,7 @@ from specstop.train.heads.kinds.tokens import fit_tokens
 from specstop.train.heads.rows import FitRows
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from synthetic import synthetic_trace
 
 
 def synthetic_rows(count: int, seed: int) -> FitRows:

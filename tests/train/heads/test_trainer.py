@@ -10,7 +10,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from synthetic import NAMES, synthetic_rows
 from specstop.policies.errors import InputError
 from specstop.policies.heads.build import MLPHead
 from specstop.policies.progress import Progress, silent
@@ -19,6 +18,7 @@ from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.fitting import FitOptions, FitTask, fitter
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.trainer import find_logger, make_trainer
+from synthetic import NAMES, synthetic_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

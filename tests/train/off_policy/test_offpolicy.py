@@ -112,7 +112,7 @@ def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str 
     )  # fmt: skip
 
 
-def test_an_accepted_end_of_text_has_no_token_behind_it(profile: Profile) -> None:
+def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None:
     arrays = made([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
     assert shown_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
     assert shown_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from contract_policies import TEST_POLICIES
-from synthetic import synthetic_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
@@ -16,6 +15,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from synthetic import synthetic_trace
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

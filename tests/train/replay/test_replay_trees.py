@@ -63,8 +63,8 @@ class Pruning(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         kept = tree.drawn & (tree.tokens % 3 != 0)
         for node in range(kept.shape[1]):
-            above = tree.parent[:, node : node + 1]
-            kept[:, node] &= (above[:, 0] < 0) | np.take_along_axis(kept, np.maximum(above, 0), 1)[:, 0]
+            parent = tree.parent[:, node : node + 1]
+            kept[:, node] &= (parent[:, 0] < 0) | np.take_along_axis(kept, np.maximum(parent, 0), 1)[:, 0]
         return kept
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from synthetic import synthetic_trace
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
@@ -42,6 +41,7 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.reliability import _at_depth, reliability, survival
+from synthetic import synthetic_trace
 from trees import make_tree_policy
 
 EXACT = 1e-12  # the same sums, in another order

@@ -111,8 +111,8 @@ class TraceArrays:
         if name == "drawn_token":
             return self.tokens.clamp_min(UNKNOWN).float()  # a node without a token (-2) is unknown (-1)
         if name == "above_token":
-            behind = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
-            return behind[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
+            token = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
+            return token[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
         if name in RUN_FEATURES and name not in self.columns:
             return torch.full((len(self.ends),), float(getattr(self.header, name)))
         if name not in self.columns:

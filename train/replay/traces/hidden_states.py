@@ -108,7 +108,7 @@ class _Source:
 
 
 def _numbers(column: pa.FixedSizeListArray) -> np.ndarray[Any, Any]:
-    """Return the numbers of a column, one row behind the other."""
+    """Return the numbers of a column, one row after the other."""
     # Unlike `values`, `flatten` heeds that a block may be a slice.
     values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False)
     return values

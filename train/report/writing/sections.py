@@ -72,7 +72,7 @@ PARTS_OF = (
 
 
 def parts(found: Any, data: Data) -> Section:
-    """What the intervals behind the verdicts are made of."""
+    """What the intervals behind each verdict are made of."""
     rows = tuple(
         (line["name"], *(Spread(("lines", at, "parts", part)) for part, _ in PARTS_OF), Mark(line["verdict"]))
         for at, line in enumerate(found)
