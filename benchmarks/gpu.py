@@ -155,7 +155,7 @@ def step_bytes(model: Any, context: int) -> int:
 def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bars) -> None:
     """Time calls by tokens and context, beside the time that their bytes take; with single parts left out, too."""
     figures = bars.figures[name] = {}
-    forms: dict[str, contextlib.AbstractContextManager[Any]] = {
+    variants: dict[str, contextlib.AbstractContextManager[Any]] = {
         "whole": contextlib.nullcontext(),
         "keys repeated": mock.patch.object(graph_module, "attending_grouped", contextlib.nullcontext),
         "half head": mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext()),
@@ -164,14 +164,14 @@ def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bar
     print(
         f"\n{name}: ms a call (times its bytes' time)\n{'':<16}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
     )
-    for form, changed in forms.items():
-        for context in size.contexts if form == "whole" else size.contexts[-1:]:
+    for variant, changed in variants.items():
+        for context in size.contexts if variant == "whole" else size.contexts[-1:]:
             floor = step_bytes(model, context) / rate
             with changed:
                 row = calls(model, context, size)
-            figures[f"{form}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
+            figures[f"{variant}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
             cells = "".join(f"{1e3 * s:>8.3f} ({s / floor:4.2f})" for s in row.values())
-            print(f"{form:<16}{context:>8}{cells}", flush=True)
+            print(f"{variant:<16}{context:>8}{cells}", flush=True)
     middle = size.contexts[len(size.contexts) // 2]
     reached = figures[f"whole, {middle}"]
     times = reached["1"] / reached["floor_ms"]
@@ -182,7 +182,7 @@ def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bar
 
 def calls(model: Any, context: int, size: Size) -> dict[int, float]:
     """Return the seconds of a call by its tokens, after `context` tokens."""
-    graph_module._KEPT.clear()  # what another form has recorded
+    graph_module._KEPT.clear()  # what another variant has recorded
     cache = open_cache(model, context + max(size.rows), model.config.vocab_size)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(size.device)

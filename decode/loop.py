@@ -178,7 +178,7 @@ class Speculator:
 
     @property
     def policy(self) -> StopPolicy:
-        """The policy in charge: the one given, until it fails."""
+        """The policy that is asked: the one given, until it fails."""
         return self._runner.policy
 
     @torch.inference_mode()

@@ -113,7 +113,7 @@ class Drafting:
 
     @property
     def policy(self) -> StopPolicy:
-        """The policy in charge."""
+        """The policy that is asked."""
         return self.asking.policy
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:

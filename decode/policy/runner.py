@@ -162,7 +162,7 @@ class MonitoredRunner(PolicyRunner):
         self._reads_history = any(name in HISTORY_FEATURES for name in policy.features)
 
     def renew(self) -> None:
-        """Put the user's policy in charge again and forget what it has carried from text to text."""
+        """Ask the user's policy again and forget what it has carried from text to text."""
         if self.policy is not self._given:
             self._use(self._given)
             self.replaced(self._given)
@@ -247,7 +247,7 @@ class MonitoredRunner(PolicyRunner):
         self._replace(FixedLength(self._fallback))
 
     def _replace(self, policy: StopPolicy) -> None:
-        """Put another policy in charge, which remembers nothing."""
+        """Ask another policy, which remembers nothing."""
         self._use(policy)
         self.state = None
         self.replaced(policy)

@@ -126,7 +126,7 @@ class AdaptiveVerification(StopPolicy):
 
     It trims verification, never drafting. As only features that do not depend on the drawn token count, it is exact under
     `rejection` too, where it is asked level by level: what is left of the budget goes to the level's best, by the confidences
-    known before it. The last depth, at which no policy is asked, counts with the odds of the one above. vLLM begins a request
+    known before it. The last depth, at which no policy is asked, counts with the odds of the one before. vLLM begins a request
     with confidences of 1; here a text goes on with those of the text before it in its row. In a tree a depth counts as its
     best branch.
 
@@ -174,7 +174,7 @@ class AdaptiveVerification(StopPolicy):
         return step.alive.copy(), replace(state, odds=odds)
 
     def _confidences(self, state: AcceptanceState) -> Array:
-        """Return [S, K] of this round; of depths not seen yet by the odds above, or as in the round before."""
+        """Return [S, K] of this round; of depths not seen yet by the odds before them, or as in the round before."""
         out = np.empty(state.odds.shape)
         fits().say_confidences(state.odds, state.weights, state.stale, out)
         return out
@@ -182,7 +182,7 @@ class AdaptiveVerification(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch that survive best, as many as pay."""
         groups, offered = batches_of(state.batch, state.key), tree.offered
-        settled = groups.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels above: they are sent already
+        settled = groups.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels before: they are sent already
         left = np.maximum(self._budgets(tree, groups, state.stale) - settled, 0)
         # [S, N], products of chances: no value is above its parent's, as `send_best` wants it.
         values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]

@@ -53,7 +53,7 @@ def note_odds(alive: Any, features: Any, depth: int, most: float, odds: Any) -> 
 
 @kernel("void(float64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1])")
 def say_confidences(odds: Any, weights: Any, stale: Any, out: Any) -> None:
-    """Write the confidences of depths by their odds; of those not seen by the odds above, or as they were before.
+    """Write the confidences of depths by their odds; of those not seen by the odds before them, or as they were before.
 
     Args:
         odds: [S, K]; infinite = not seen.

@@ -262,7 +262,7 @@ def _known_nodes(depth: Any, columns: Any, first: Any) -> Any:
 def node_survival(
     parent: Any, depth: Any, drawn: Any, known: Any, first: int, typical: Any, shares: Any, out: Any
 ) -> None:  # fmt: skip
-    """Write [S, N], the survival of all nodes; where it is not known what is expected, given the node above; -1 if not drawn.
+    """Write [S, N], the survival of all nodes; where it is not known what is expected, given its parent; -1 if not drawn.
 
     Args:
         parent, depth, drawn: [S, N] of the nodes, by depth.

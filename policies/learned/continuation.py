@@ -16,7 +16,7 @@ from .policy import Facts, LearnedPolicy
 
 
 def remembered(features: Sequence[str]) -> list[int]:
-    """Return the places of those features that differ from depth to depth: what is worth remembering of the depth above."""
+    """Return the places of those features that differ from depth to depth: what is worth remembering of the depth before."""
     return [at for at, name in enumerate(features) if feature(name).kind in (Kind.PRE, Kind.POST) and name != "depth"]
 
 

@@ -219,7 +219,7 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
 
 
 def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float, ...]:
-    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one above."""
+    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one before."""
     length = arrays.accepted[visited.row]
     out: list[float] = []
     for depth in range(1, arrays.depth + 1):

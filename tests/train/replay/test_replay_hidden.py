@@ -78,7 +78,7 @@ def rounds(generations: list[Generation]) -> list[list[list[int]]]:
     return [[[r.anchor, r.drafted, r.verified, r.accepted] for r in g.rounds] for g in generations]
 
 
-def logged(replayed: Replayed) -> list[list[list[int]]]:
+def rounds_of(replayed: Replayed) -> list[list[list[int]]]:
     return [replayed.log[replayed.log[:, 0] == s, 1:].tolist() for s in range(len(replayed.tokens))]
 
 
@@ -92,7 +92,7 @@ def test_rounds_are_those_of_the_live_loop(
         speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREES[tree]), profile)
         live = [speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)]
         assert speculator.policy is policy, "it did not fail"
-        assert logged(replay(arrays, policy, profile)) == rounds(live)
+        assert rounds_of(replay(arrays, policy, profile)) == rounds(live)
         assert len({tuple(r[1:]) for text in rounds(live) for r in text}) > 4
 
 
@@ -103,13 +103,13 @@ def test_a_live_trace_is_replayed_by_the_policy_that_made_it(
 ) -> None:
     policy = POLICIES[name]
     live, dense = trace_arrays(collected(tree, temperature, policy)), trace_arrays(collected(tree, temperature))
-    assert logged(replay(live, policy, profile)) == logged(replay(dense, policy, profile))
+    assert rounds_of(replay(live, policy, profile)) == rounds_of(replay(dense, policy, profile))
 
 
 def test_a_part_of_a_trace_has_its_own_states(collected: Collected, profile: Profile) -> None:
     arrays = trace_arrays(collected(None, 0.7))
     whole, part = (replay(a, POLICIES["reads-states"], profile) for a in (arrays, arrays.subset([5, 2]).subset([1, 0])))
-    assert logged(part) == [logged(whole)[s] for s in (2, 5)]
+    assert rounds_of(part) == [rounds_of(whole)[s] for s in (2, 5)]
 
 
 def test_nothing_is_read_before_it_is_asked_for(collected: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +176,12 @@ def test_a_sweep_goes_side_by_side_in_parts(
         LearnedPolicy("learned", (), head, flat, flat, Threshold("survival", t), DEPTH) for t in (0.1, 0.3, 0.5)
     ]
     assert many[0].hidden == ("draft_hidden",)
-    expected = [logged(replay(arrays, policy, profile)) for policy in many]
+    expected = [rounds_of(replay(arrays, policy, profile)) for policy in many]
     assert expected[0] != expected[1] != expected[2]
     assert stacked(many, arrays.sequences) is not None
     for most in (1 << 26, 16 * 4 * 2 * arrays.sequences, 1):
         monkeypatch.setattr(sys.modules["specstop.train.replay.run"], "MOST_HIDDEN_BYTES", most)
-        assert [logged(r) for r in replay_many(arrays, many, profile)] == expected
+        assert [rounds_of(r) for r in replay_many(arrays, many, profile)] == expected
 
 
 def test_fit_rows_have_the_states_that_a_policy_sees(collected: Collected, profile: Profile) -> None:
