@@ -37,8 +37,8 @@ TRAIN = (
 )  # the same inside `train`
 RETIRED = (
     "abreast|clairvoyant|comes by|crew|crosses|dear|dearer|dearest|forms|gap closed|gauged?|guarded_?runner|heats?|"
-    "in plain numbers|informed|made_(?:head|profile|rows|trace)|metered|mood|put right|refits?|ruling|seconds to go|shelves|slot_?layer|"
-    "stranger'?s?|take_charge|togo|tree_gauge|vector_\\w+|(?<!\")vectors|verdicts|walked|ways|zoo"
+    "in plain numbers|informed|made_(?:head|profile|rows|trace)|metered|mood|put right|refits?|ruling|seconds to go|"
+    "shelves|slot_?layer|stranger'?s?|take_charge|togo|tree_gauge|vector_\\w+|(?<!\")vectors|verdicts|walked|ways|zoo"
 )
 """Words for which the field has better ones."""
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))

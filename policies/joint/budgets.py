@@ -126,9 +126,9 @@ class AdaptiveVerification(StopPolicy):
 
     It trims verification, never drafting. As only features that do not depend on the drawn token count, it is exact under
     `rejection` too, where it is asked level by level: what is left of the budget goes to the level's best, by the confidences
-    known before it. The last depth, at which no policy is asked, counts with the odds of the one before. vLLM begins a request
-    with confidences of 1; here a text goes on with those of the text before it in its row. In a tree a depth counts as its
-    best branch.
+    known before it. The last depth, at which no policy is asked, counts with the odds of the one before. vLLM begins a
+    request with confidences of 1; here a text goes on with those of the text before it in its row. In a tree a depth counts
+    as its best branch.
 
     Args:
         length: K.
