@@ -73,7 +73,7 @@ def test_pairs_tell_what_neither_token_tells() -> None:
     assert found[0] < 0.6 and found[97] > 0.85
 
 
-def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:
+def test_tokens_of_a_trace_are_the_ones_drawn_and_their_parents() -> None:
     arrays = synthetic_trace([[1, 2, 0]], 3, (("anchor_token",), ()))
     arrays = dataclasses.replace(
         arrays, tokens=torch.arange(9).view(3, 3), columns={"anchor_token": torch.tensor([7.0, 8.0, 9.0])}
@@ -82,7 +82,7 @@ def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:
     assert arrays.column("above_token").tolist() == [[7, 0, 1], [8, 3, 4], [9, 6, 7]]
 
 
-def test_the_token_above_can_be_asked_for_alone(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_the_parent_token_can_be_asked_for_alone(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     few, every = trace_arrays(sides[0], ("above_token", "depth")), trace_arrays(sides[0])
     assert torch.equal(few.column("above_token"), every.column("above_token"))
     policy = train(sides[0], full_profile, head="tokens", features=["drawn_token", "above_token", "depth"]).policy
