@@ -91,7 +91,7 @@ def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile:
 
 def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
     """Return arrays of one text whose rounds drafted 3 tokens."""
-    from made import synthetic_trace
+    from synthetic import synthetic_trace
 
     arrays = synthetic_trace([[0] * len(accepted)], 3)
     path = torch.tensor(accepted)
