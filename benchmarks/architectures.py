@@ -122,7 +122,7 @@ def plain(model: PreTrainedModel, prompt: Sequence[int], new: int) -> list[int]:
 
 @torch.inference_mode()
 def margin(model: PreTrainedModel, prefix: Sequence[int]) -> float:
-    """Return the difference of the two best logits behind a prefix."""
+    """Return the difference of the two best logits after a prefix."""
     best = model(torch.tensor([list(prefix)], device=model.device)).logits[0, -1].double().topk(2).values
     return float(best[0] - best[1])
 

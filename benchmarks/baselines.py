@@ -127,14 +127,17 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
     print(f"  {'rule':<20}{'as published':<23}{'gap':>6}{'us':>6}   {'tuned':<23}{'gap':>6}{'free':>7}   setting")
     table: dict[str, Any] = {}
     for rule, default in defaults.items():
-        was, now, unpaid = (lines[way][rule] for way in ("default", "tuned", "free"))
+        was, now, unpaid = (lines[prices][rule] for prices in ("default", "tuned", "free"))
         cost = 1e6 * profile.decision(default.cost_name).each
         changed = setting(tuned[rule], default)
         print(
             f"  {rule:<20}{_interval(was):<23}{was.oracle_share.value:>6.2f}{cost:>6.0f}   "
             f"{_interval(now):<23}{now.oracle_share.value:>6.2f}{unpaid.to_best_fixed.value:>7.3f}   {changed}"
         )
-        table[rule] = {way: _numbers(lines[way][rule]) for way in lines} | {"setting": changed, "decision_us": cost}
+        table[rule] = {prices: _numbers(lines[prices][rule]) for prices in lines} | {
+            "setting": changed,
+            "decision_us": cost,
+        }
         lost = was.to_best_fixed.value - now.to_best_fixed.value
         if lost > WORSE:
             missed.append(f"{name}: {rule} loses {lost:.3f} by tuning")

@@ -10,7 +10,7 @@ each drafter on training prompts, and replays on test prompts: the best fixed le
 its best static part and the nodes that a learned policy verifies, and the bound of someone who knows every accepted length.
 `live` decodes all of these in alternation with plain decoding, and Medusa's tree under typical acceptance, which is LOSSY:
 texts, rounds and speeds against what replay says. `together` is suffix and draft model at once. `released` counts what CTC's
-candidates bring as its released code makes them, and what heads know behind candidates that are not their first. The last
+candidates bring as its released code makes them, and what heads know after candidates that are not their first. The last
 line is one JSON object.
 """
 
@@ -125,7 +125,7 @@ def trained(
 def on_texts(
     bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, specs: dict[str, str], tokens: int, progress: Progress
 ) -> None:
-    """Print what heads know behind candidates that are not their first, and what CTC's released candidates bring."""
+    """Print what heads know after candidates that are not their first, and what CTC's released candidates bring."""
     ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
     texts = record_texts(
         pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
@@ -134,9 +134,9 @@ def on_texts(
     seconds = bars.figures["second proposals"] = {}
     for kind, spec in specs.items():
         network = load_drafter(spec.partition(":")[2]).network
-        seconds[kind] = after, behind = second_proposals(network, texts, *ends)
+        seconds[kind] = first, others = second_proposals(network, texts, *ends)
         print(
-            f"{kind}, greedy: second proposals right {after:.1%} after the first candidate, {behind:.1%} after others"
+            f"{kind}, greedy: second proposals right {first:.1%} after the first candidate, {others:.1%} after others"
         )
         if isinstance(network, CTCNetwork):
             released, forward = tokens_a_call(network, texts, parse_tree(TREE), *ends)

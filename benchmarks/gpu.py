@@ -36,7 +36,7 @@ from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
-from specstop.decode.models.cuda import graph as captured_module
+from specstop.decode.models.cuda import graph as graph_module
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
@@ -155,23 +155,23 @@ def step_bytes(model: Any, context: int) -> int:
 def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bars) -> None:
     """Time calls by tokens and context, beside the time that their bytes take; with single parts left out, too."""
     figures = bars.figures[name] = {}
-    forms: dict[str, contextlib.AbstractContextManager[Any]] = {
+    variants: dict[str, contextlib.AbstractContextManager[Any]] = {
         "whole": contextlib.nullcontext(),
-        "keys repeated": mock.patch.object(captured_module, "attending_grouped", contextlib.nullcontext),
+        "keys repeated": mock.patch.object(graph_module, "attending_grouped", contextlib.nullcontext),
         "half head": mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext()),
         "not recorded": mock.patch(f"{__name__}.open_cache", CachedModel),
     }
     print(
         f"\n{name}: ms a call (times its bytes' time)\n{'':<16}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
     )
-    for form, changed in forms.items():
-        for context in size.contexts if form == "whole" else size.contexts[-1:]:
+    for variant, changed in variants.items():
+        for context in size.contexts if variant == "whole" else size.contexts[-1:]:
             floor = step_bytes(model, context) / rate
             with changed:
                 row = calls(model, context, size)
-            figures[f"{form}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
+            figures[f"{variant}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
             cells = "".join(f"{1e3 * s:>8.3f} ({s / floor:4.2f})" for s in row.values())
-            print(f"{form:<16}{context:>8}{cells}", flush=True)
+            print(f"{variant:<16}{context:>8}{cells}", flush=True)
     middle = size.contexts[len(size.contexts) // 2]
     reached = figures[f"whole, {middle}"]
     times = reached["1"] / reached["floor_ms"]
@@ -181,8 +181,8 @@ def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bar
 
 
 def calls(model: Any, context: int, size: Size) -> dict[int, float]:
-    """Return the seconds of a call by its tokens, behind `context` tokens."""
-    captured_module._KEPT.clear()  # what another form has recorded
+    """Return the seconds of a call by its tokens, after `context` tokens."""
+    graph_module._KEPT.clear()  # what another variant has recorded
     cache = open_cache(model, context + max(size.rows), model.config.vocab_size)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(size.device)
@@ -328,7 +328,7 @@ def flips(size: Size, bars: Bars) -> None:
     heads["rounded head"] = mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext())
     for head, changed in heads.items():
         with changed:
-            captured_module._KEPT.clear()
+            graph_module._KEPT.clear()
             single, together = (argmaxes(model, tokens, step) for step in (1, 4))
         flipped = 1e3 * float((single != together).float().mean())
         bars.figures[f"flips per 1,000, {head}"] = flipped
@@ -336,7 +336,7 @@ def flips(size: Size, bars: Bars) -> None:
 
 
 def argmaxes(model: Any, tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the most likely token behind each but the first 16, read `step` at a time."""
+    """Return the most likely token after each but the first 16, read `step` at a time."""
     cache = open_cache(model, tokens.shape[1], model.config.vocab_size)
     cache.read(tokens[:, :16], 1)
     read = range(16, tokens.shape[1], step)

@@ -50,7 +50,7 @@ from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
 from specstop.train.heads.calibration.scores import survival_scores
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
-from specstop.train.heads.head_specs import form, usual_features
+from specstop.train.heads.head_specs import head_spec, usual_features
 from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
@@ -82,12 +82,12 @@ class Ours:
     head: str
     rule: str = "derived"
     features: tuple[str, ...] = FEATURES
-    vectors: tuple[str, ...] | None = None
+    hidden: tuple[str, ...] | None = None
 
     def fitted(self, traces: Trace, profile: Profile, name: str) -> LearnedPolicy:
         """Return the policy, trained."""
         return train(
-            traces, profile, head=self.head, rule=self.rule, features=self.features, vectors=self.vectors, name=name,
+            traces, profile, head=self.head, rule=self.rule, features=self.features, hidden=self.hidden, name=name,
             seed=SEED,
         ).policy  # fmt: skip
 
@@ -100,8 +100,8 @@ OURS = {
     "xgboost-wide": Ours("xgboost", features=WIDE),
     TOKENS: Ours("tokens", features=(*WIDE[4:], *TOKEN_FEATURES)),
     "tokens-lean": Ours("tokens", features=usual_features("tokens", FEATURES)),
-    HIDDEN: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN,)),
-    BOTH: Ours("resnet", features=WIDE[4:], vectors=(DRAFT_HIDDEN, TARGET_HIDDEN)),
+    HIDDEN: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN,)),
+    BOTH: Ours("resnet", features=WIDE[4:], hidden=(DRAFT_HIDDEN, TARGET_HIDDEN)),
     "continuation": Ours("xgboost", "continuation", (*FEATURES[:-1], "path_logprob", "depth")),
 }
 
@@ -173,7 +173,7 @@ def prepare(
                 pair, asked, at, target=str(where / "target"),
                 draft=str(where / "draft"), depth=DEPTH, temperature=temperature, verification="match",
                 max_new_tokens=tokens, seed=SEED,
-                vectors=(DRAFT_HIDDEN, TARGET_HIDDEN), resume=(at / "header.json").exists(), progress=progress,
+                hidden=(DRAFT_HIDDEN, TARGET_HIDDEN), resume=(at / "header.json").exists(), progress=progress,
             )  # fmt: skip
         sides[side] = open_trace(at)
     if not (folder / "profile.json").exists():
@@ -200,7 +200,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     fitting, left_out = (training.subset(folds.sequences(0, inside)) for inside in (False, True))
     profile, learned, validated = place.profile, {}, {}
     for name, ours in OURS.items():
-        if ours.vectors is not None and scalars:
+        if ours.hidden is not None and scalars:
             continue
         learned[name], priced = learn(place, name, ours, fitting)
         profile = profile.with_decisions(priced.decision_s)
@@ -208,7 +208,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     named = max(validated, key=validated.__getitem__)
     published = {}
     for name in PUBLISHED:
-        if scalars and form(name).vectors:
+        if scalars and head_spec(name).hidden:
             continue
         published[name] = train(place.train, profile, head=name, name=name, seed=SEED).policy
     profile = profile.with_measured_decisions(

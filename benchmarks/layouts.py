@@ -32,7 +32,7 @@ from specstop.decode.models.engine import layouts_of
 CHOSEN = "chosen"
 TARGET, DRAFT = (1, 2, 3, 5, 9, 17), (1, 2)
 PREFIX, NEAR, EACH = 64, 1.05, 3
-"""Tokens of the text behind which steps are taken; what is near the best; steps of each size in a stretch."""
+"""Tokens of the text after which steps are taken; what is near the best; steps of each size in a stretch."""
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def forced(layout: str | None) -> Iterator[None]:
 
 @torch.inference_mode()
 def compare(pairs: dict[str, Pair], role: str, rows: Sequence[int], options: argparse.Namespace, bars: Bars) -> None:
-    """Time steps of so many tokens behind a text, the layouts in turn, and hold the chosen ones against the best."""
+    """Time steps of so many tokens after a text, the layouts in turn, and hold the chosen ones against the best."""
     caches = {layout: CachedModel(getattr(pair, role), 2 * PREFIX, pair.vocabulary) for layout, pair in pairs.items()}
     for cache in caches.values():
         cache.read(torch.arange(5, 5 + PREFIX)[None], 1)

@@ -31,7 +31,7 @@ from specstop.train.replay.traces.arrays import TraceArrays
 from specstop.train.report.batches import by_batch
 from specstop.train.report.intervals import Resamples
 
-CAPTURED = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
+CUDA_GRAPH = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has captured; others are filled up to the next of them."""
 
 FLAT, STEP_S, DRAFT, OUTSIDE_S = 64, 0.010, 0.12, (3e-4, 5e-6, 2e-6)
@@ -51,11 +51,11 @@ def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
     """Return the costs of a machine whose calls are flat up to 64 tokens, then linear, in steps of captured sizes."""
 
     def call(tokens: int) -> float:
-        return STEP_S * max(1.0, next(size for size in CAPTURED if size >= tokens) / FLAT)
+        return STEP_S * max(1.0, next(size for size in CUDA_GRAPH if size >= tokens) / FLAT)
 
     def corners(least: int, most: int) -> tuple[tuple[int, float], ...]:
         """Return both sides of every step."""
-        known = {least, most, *(n for size in CAPTURED for n in (size, size + 1) if least <= n <= most)}
+        known = {least, most, *(n for size in CUDA_GRAPH for n in (size, size + 1) if least <= n <= most)}
         return tuple((n, call(n)) for n in sorted(known))
 
     drafts = tuple((n, DRAFT * seconds) for n, seconds in corners(1, max(sizes)))

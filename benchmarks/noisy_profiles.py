@@ -7,7 +7,7 @@ The parts are modules of `noise`, each with bars of its own:
 - `clocks`: 20 kinds of disturbance on a simulated clock are all warned of, 20 kinds of quiet machine never;
 - `real_runs`: `specstop profile` beside two busy loops is warned of; without them it is not, and takes at most 20 s. This
   part is for a machine that nobody else uses: it says first how much its pace changes by itself; `--part` leaves it out;
-- `verdicts`: 100 evaluations with profiles of noisy runs give no "deploy" that a quiet profile does not;
+- `deployed`: 100 evaluations with profiles of noisy runs give no "deploy" that a quiet profile does not;
 - `covering`: intervals that draw a noisy profile's timings with the prompts cover the truth 92 to 98% of the time, in the
   worlds of `intervals.py`;
 - `same_bytes`: `evaluate` twice writes the same bytes, for policies that the profile knows and for others.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bars import Bars, arguments
 
-PARTS = ("clocks", "real_runs", "verdicts", "covering", "same_bytes")
+PARTS = ("clocks", "real_runs", "deployed", "covering", "same_bytes")
 
 
 def main() -> int:

@@ -43,8 +43,8 @@ def draw_rounds(policy: StopPolicy, tree: Topology, streams: int, count: int, se
             drawn[:] = tree.depth
         elif name == "path_logprob":
             drawn = np.log(drawn)
-            for row, above in enumerate(tree.parent):
-                drawn[..., row] = drawn[..., above] + drawn[..., row] if above >= 0 else 0.0
+            for row, parent in enumerate(tree.parent):
+                drawn[..., row] = drawn[..., parent] + drawn[..., row] if parent >= 0 else 0.0
         elif not feature(name).is_probability:
             drawn = 3.0 * drawn
         features[..., at] = drawn
@@ -63,12 +63,12 @@ def play(policy: StopPolicy, rounds: Rounds, part: slice, keys: Array) -> Array:
         for depth in range(min(policy.max_depth, tree.deepest)):
             rows, next_rows = tree.levels[depth], tree.levels[depth + 1]
             if depth >= policy.first and alive.any():
-                parent = np.tile(tree.above_in_level[depth], (len(keys), 1))
+                parent = np.tile(tree.parent_in_level[depth], (len(keys), 1))
                 shown = np.ascontiguousarray(features[:, rows])
                 kept, state = policy.keep(DraftStep(depth, alive, parent, shown, {}, np.arange(len(keys))), state)
                 alive = alive & kept
             out[:, r, rows, 0] = alive
-            drawn[:, next_rows] = alive[:, tree.above_in_level[depth + 1]]
+            drawn[:, next_rows] = alive[:, tree.parent_in_level[depth + 1]]
             alive = np.ascontiguousarray(drawn[:, next_rows] & ~rounds.ended[r, part][:, next_rows])
         out[:, r, :, 1] = sent = drawn & _selected(policy, tree, drawn, state)
         verified = sent[:, 1:].sum(1)

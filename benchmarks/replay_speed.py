@@ -41,13 +41,13 @@ import sys
 sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
-from replay_speed import learned, made_profile, peak_kib
+from replay_speed import learned, synthetic_profile, peak_kib
 from specstop.collect.store.folder import open_trace
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.run import replay
 policy = learned(0.4)
 arrays = trace_arrays(open_trace(sys.argv[1]), policy.features)
-played = replay(arrays, policy, made_profile())
+played = replay(arrays, policy, synthetic_profile())
 print(len(played.log), peak_kib())
 """
 
@@ -101,7 +101,7 @@ def _policy(head: Head) -> LearnedPolicy:
     return LearnedPolicy(head.kind, NAMES, head, calibrator, calibrator, Threshold("survival", 0.5), 12)
 
 
-def made_profile() -> Profile:
+def synthetic_profile() -> Profile:
     """Return costs of no machine, to depth 12."""
     table = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, tuple(4e-3 + 1e-4 * n for n in range(13)))
     return Profile(
@@ -150,7 +150,7 @@ def speed(out: Path, quick: bool, bars: Bars) -> None:
     torch.set_num_threads(1)  # one core does: more threads cost small tensors more than they bring
     small = write_trace(out / "small", 200, 127)
     arrays = trace_arrays(open_trace(small), NAMES)
-    profile = made_profile()
+    profile = synthetic_profile()
     for policy in (learned(0.4), boosted()):
         replay(arrays, policy, profile)
         times = []

@@ -2,7 +2,7 @@
 
 A target says a fixed successor of each token, a draft the same one for a chosen share of the tokens. So the share of
 accepted drafts is known, the right text too, and no rounding ever decides: the successor leads by far. Embedding and output
-layer are the same vectors, permuted; the layers in between compute as always, and add next to nothing.
+layer are the same numbers, permuted; the layers in between compute as always, and add next to nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def differing(after: Tensor, agreement: float, seed: int = 1) -> Tensor:
 
 @torch.no_grad()
 def teach(model: LlamaForCausalLM, after: Tensor) -> LlamaForCausalLM:
-    """Make a model say `after[t]` behind every token t, and return it."""
+    """Make a model say `after[t]` after every token t, and return it."""
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(ADDED)
         layer.mlp.down_proj.weight.mul_(ADDED)
@@ -102,7 +102,7 @@ def scripted_pair(
 
 
 def right_text(after: Tensor, prompt: list[int], tokens: int) -> list[int]:
-    """Return what the target says behind a prompt."""
+    """Return what the target says after a prompt."""
     text, token = [], prompt[-1]
     for _ in range(tokens):
         token = int(after[token])

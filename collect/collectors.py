@@ -59,7 +59,7 @@ def choose_collector(
     explore: float,
     mix: float,
     completions: Completions | None,
-    vectors: Sequence[str] = (),
+    hidden: Sequence[str] = (),
     memory: int | None = None,
     batch: int = 1,
     draws: int = 1,
@@ -79,7 +79,7 @@ def choose_collector(
             raise InputError(
                 "--mix, --completions, --draws and --off-text: for the dense collector; leave out --collector live"
             )
-        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, vectors, batch)
+        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, hidden, batch)
     if batch > 1:
         raise InputError(
             "--batch: for the live collector; the dense one decodes as many texts side by side as --memory holds"
@@ -96,7 +96,7 @@ def choose_collector(
             )
         if pair.drafter != "model":
             raise InputError(f"--mix: expected a draft model, not --drafter {pair.drafter}")
-        return Collector(features, lambda batch: mixed_rows(pair, batch, settings, mix, vectors), {"mix": mix})
+        return Collector(features, lambda batch: mixed_rows(pair, batch, settings, mix, hidden), {"mix": mix})
     check_limits(memory=memory)
     memory = budget_mib(pair.device) if memory is None else memory
     if pair.drafter != "model":
@@ -105,16 +105,16 @@ def choose_collector(
                 f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
                 "--collector live"
             )
-        return Collector(features, PositionsCollector(pair, settings, vectors).rows, header)
+        return Collector(features, PositionsCollector(pair, settings, hidden).rows, header)
     unroller = Unroller(
-        pair, tree, settings.temperature, memory_bytes=memory << 20, vectors=vectors, shaping=settings.shaping,
+        pair, tree, settings.temperature, memory_bytes=memory << 20, hidden=hidden, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,
     )  # fmt: skip
     if completions is not None:
-        given = dict(completions)
+        texts = dict(completions)
         header["texts"] = "sampled" if settings.temperature > 0 else "completions"
         return Collector(
-            features, lambda batch: completion_rows(pair, unroller, batch, given, limit), header, memory=memory
+            features, lambda batch: completion_rows(pair, unroller, batch, texts, limit), header, memory=memory
         )
     return Collector(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 
@@ -189,9 +189,9 @@ def choose_engine_collector(
 
 
 def _live(
-    pair: Pair, policy: StopPolicy, settings: Settings, explore: float, vectors: Sequence[str], batch: int
+    pair: Pair, policy: StopPolicy, settings: Settings, explore: float, hidden: Sequence[str], batch: int
 ) -> Collector:
-    made = LiveCollector(pair, policy, settings, explore, vectors=vectors, batch=batch)
+    made = LiveCollector(pair, policy, settings, explore, hidden=hidden, batch=batch)
     header = {
         "collector": "live",
         "policy": policy.name,

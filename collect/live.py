@@ -13,7 +13,7 @@ from ..decode.candidates import Candidates
 from ..decode.drafters import Drafter
 from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
-from ..decode.models.hidden import stored, vector_widths
+from ..decode.models.hidden import hidden_widths, stored
 from ..decode.models.pair import Pair
 from ..decode.observer import Seen
 from ..decode.policy.reader import Logits
@@ -109,22 +109,22 @@ class Recorder:
         text = seen.text.tokens
         after = {place: at for at, place in enumerate(path)}
         for place in drawn:
-            above = found.parent[place]
-            if above not in after:
+            parent = found.parent[place]
+            if parent not in after:
                 continue
             if self.match:  # the text says it, also of tokens that were not sent
-                at = start + after[above]  # of the text's token below `above`
+                at = start + after[parent]  # of the text's token after `parent`
                 if at < len(text):
                     row["labelled"][node[place]] = True
                     row["accepted"][node[place]] = found.tokens[place] == text[at]
             elif row["sent"][node[place]]:  # else it is known of what was sent and tried alone
-                chosen = path[after[above] + 1] if after[above] + 1 < len(path) else None
+                chosen = path[after[parent] + 1] if after[parent] + 1 < len(path) else None
                 row["accepted"][node[place]] = place == chosen
                 row["labelled"][node[place]] = chosen is None or place <= chosen  # later siblings are not tried
 
     def _measure(self, row: Row, seen: Seen, node: Sequence[int], levels: Sequence[tuple[list[int], Logits]]) -> None:
         """Fill in features and probabilities of the drawn nodes."""
-        found, behind = seen.found, {place: at for at, place in enumerate(seen.sent)}
+        found, sent = seen.found, {place: at for at, place in enumerate(seen.sent)}
         path: dict[int, float] = {}
         for places, logits in levels:
             check_rows(logits.raw, "draft")
@@ -144,10 +144,10 @@ class Recorder:
             if DRAFT_HIDDEN in self._widths:
                 assert logits.states is not None
                 row[DRAFT_HIDDEN][at] = stored(logits.states[owner]).cpu().numpy()
-            known = [i for i, place in enumerate(places) if found.parent[place] in behind]
+            known = [i for i, place in enumerate(places) if found.parent[place] in sent]
             if not known:
                 continue
-            p = torch.softmax(seen.sampled[[behind[found.parent[places[i]]] for i in known]], -1)
+            p = torch.softmax(seen.sampled[[sent[found.parent[places[i]]] for i in known]], -1)
             weights = logits.raw / (self.temperature or 1.0) if logits.sampled is None else logits.sampled
             q = torch.softmax(weights[owner[known]], -1)
             here = [at[i] for i in known]
@@ -169,7 +169,7 @@ class LiveCollector:
         explore: share of the rounds that are drafted to full depth whatever the policy says.
         profile: supplies the modelled seconds that some policies observe.
         drafter: the pair's draft model by default.
-        vectors: hidden states to record (`features.hidden_states`).
+        hidden: hidden states to record (`features.hidden_states`).
         batch: texts that are decoded side by side.
     """
 
@@ -181,7 +181,7 @@ class LiveCollector:
         explore: float = 0.0,
         profile: Profile | None = None,
         drafter: Drafter | None = None,
-        vectors: Sequence[str] = (),
+        hidden: Sequence[str] = (),
         batch: int = 1,
     ) -> None:
         check_limits(explore=explore)
@@ -192,7 +192,7 @@ class LiveCollector:
         names = node_features(self.tree)
         self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
         self.label, self.verification = mode.label, name
-        widths = vector_widths(pair, check_hidden(vectors))
+        widths = hidden_widths(pair, check_hidden(hidden))
         match = mode.name == "match"
         self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..decode.models.engine import layouts_of
-from ..decode.models.hidden import vector_widths
+from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import chain, parse_tree
@@ -61,7 +61,7 @@ def collect(
     explore: float = 0.0,
     mix: float = 0.0,
     completions: Completions | None = None,
-    vectors: Sequence[str] = (),
+    hidden: Sequence[str] = (),
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
@@ -86,7 +86,7 @@ def collect(
         overwrite: replace an older result there, once the new one is complete.
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
-        collector, policy, verification, explore, mix, completions, vectors, memory, draws, off_text, shaping, long,
+        collector, policy, verification, explore, mix, completions, hidden, memory, draws, off_text, shaping, long,
             batch, through: see `plan_run`.
 
     Raises:
@@ -110,7 +110,7 @@ def collect(
         explore=explore,
         mix=mix,
         completions=completions,
-        vectors=vectors,
+        hidden=hidden,
         memory=memory,
         draws=draws,
         off_text=off_text,
@@ -141,7 +141,7 @@ def plan_run(
     explore: float = 0.0,
     mix: float = 0.0,
     completions: Completions | None = None,
-    vectors: Sequence[str] = (),
+    hidden: Sequence[str] = (),
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
@@ -175,7 +175,7 @@ def plan_run(
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
         completions: text (or token ids) after each prompt, by prompt id, to label in the place of the target's own; above
             temperature 0 they must have been sampled from the target as `temperature` and `shaping` say.
-        vectors: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
+        hidden: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
             2 bytes x width x nodes for the draft's, at each anchor.
         draws: of drafts and acceptances given each text, under those; several shrink the variance of replay.
         off_text: under `block`: "exact", where the target reads candidates off the text too, or "approximate", without.
@@ -189,7 +189,7 @@ def plan_run(
     Raises:
         InputError: an option is out of range, a prompt is too long, a logits processor remembers earlier calls, or the
             completions were not sampled so.
-        PolicyError: an unknown vector.
+        PolicyError: an unknown hidden state.
     """
     check_limits(
         depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
@@ -212,7 +212,7 @@ def plan_run(
     settings = Settings(
         temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree, shaping=shaping
     )
-    widths = vector_widths(pair, check_hidden(vectors, "--hidden"))
+    widths = hidden_widths(pair, check_hidden(hidden, "--hidden"))
     if through is not None:
         chosen = choose_engine_collector(
             through, (target, draft), topology, settings, policy, explore, batch, pair.target.dtype,
@@ -248,7 +248,7 @@ def plan_run(
         prompts=len(prompts),
         # --resume goes on with the very same prompts only (`Header.same_run`).
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
-        vectors=widths,
+        hidden=widths,
         shaping=shaping.facts,
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
         facts={**facts(pair), **told},
@@ -281,7 +281,7 @@ def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: in
 
 
 def reading_room(pair: Pair, new_tokens: int) -> int:
-    """Return the longest prompt that both models can read with `new_tokens` behind it."""
+    """Return the longest prompt that both models can read with `new_tokens` after it."""
     return pair.readable - new_tokens
 
 

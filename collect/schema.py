@@ -2,12 +2,12 @@
 
 A row is one anchor, or one round of a live run. Per-node columns are fixed-size lists over the topology's N nodes, by depth,
 siblings in falling order of their scores (for a chain: depths 1..K); where a filter leaves fewer tokens than there are
-siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also behind a
+siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also after a
 rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
-`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and behind an EOS. (In live traces of
+`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and after an EOS. (In live traces of
 verifications other than `match`, `target_prob` is known wherever the target has read the node.)
 
-Hidden states are columns of their own where they were asked for: float16, the nodes' one behind the other.
+Hidden states are columns of their own where they were asked for: float16, the nodes' one after the other.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import Conditions
 
 SCHEMA_VERSION = 5
+_HIDDEN = "vectors"  # what headers on disk call `Header.hidden`
 # Fields by the version that brought them, each with what holds of traces that lack it.
-_SINCE: Mapping[int, Mapping[str, Any]] = {3: {"vectors": {}}, 4: {"shaping": {}}, 5: {"draws": 1, "off_text": "exact"}}
+_SINCE: Mapping[int, Mapping[str, Any]] = {3: {_HIDDEN: {}}, 4: {"shaping": {}}, 5: {"draws": 1, "off_text": "exact"}}
 _LATER: Mapping[int, Mapping[str, Any]] = {
     version: {name: value for since, added in _SINCE.items() if since > version for name, value in added.items()}
     for version in range(2, SCHEMA_VERSION)
@@ -45,6 +46,7 @@ node cannot be drawn."""
 
 _WIDEST = 1 << 20
 HEADER_KEY = b"specstop"
+
 
 TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
 """Seconds of a live round by phase, as `decode.records.Round` has them."""
@@ -76,7 +78,7 @@ class Header:
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
         draws: of drafts and acceptances given each text, sequences that follow one another; 1 where nothing is drawn so.
         off_text: how candidates off the text were drawn under block verification: "exact", or "approximate".
-        vectors: width of each hidden state that is recorded (`features.hidden_states`).
+        hidden: width of each hidden state that is recorded (`features.hidden_states`).
         facts: device, dtype, threads, versions.
     """
 
@@ -103,7 +105,7 @@ class Header:
     mix: float = 0.0
     draws: int = 1
     off_text: str = "exact"
-    vectors: Mapping[str, int] = field(default_factory=dict)
+    hidden: Mapping[str, int] = field(default_factory=dict)
     shaping: Mapping[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Header:
     @property
     def tree(self) -> Topology:
         """The topology as the loop knows it: row 0 is the anchor, row i + 1 node i."""
-        return Topology([-1, *(above + 1 for above in self.topology)])
+        return Topology([-1, *(parent + 1 for parent in self.topology)])
 
     @property
     def depth(self) -> int:
@@ -142,14 +144,16 @@ class Header:
         """What acceptance rests on in this trace, for policies to be checked against."""
         return Conditions(self.temperature, self.shaping, self.verification, self.pair)
 
-    def vector_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a recorded vector in a row: [N, H], or [H] for one of the anchor."""
-        width = self.vectors[name]
+    def hidden_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a recorded hidden state in a row: [N, H], or [H] for one of the anchor."""
+        width = self.hidden[name]
         return (width,) if HIDDEN_STATES[name].kind is Kind.ANCHOR else (len(self.topology), width)
 
     def to_json(self) -> str:
         """Return the header as JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        fields[_HIDDEN] = fields.pop("hidden")
+        return json.dumps(fields, sort_keys=True)
 
     def same_run(self, other: Header) -> bool:
         """Whether rows of both belong into one trace; `facts` may differ."""
@@ -177,17 +181,18 @@ class Header:
             )
         # From here on a header of this version, also where it is written again.
         raw = {**_LATER.get(version, {}), **raw, "schema": SCHEMA_VERSION}
-        names = {f.name for f in dataclasses.fields(Header)}
+        names = {_HIDDEN if f.name == "hidden" else f.name for f in dataclasses.fields(Header)}
         if set(raw) != names:
             raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")
+        raw["hidden"] = raw.pop(_HIDDEN)
         kinds = get_type_hints(Header)
         for name, value in raw.items():
             if not _fits(value, kinds[name]):
                 raise TraceError(f"{where}: the header has {value!r} as {name}")
-        for name, width in raw["vectors"].items():
+        for name, width in raw["hidden"].items():
             if name not in HIDDEN_STATES or not 0 < width <= _WIDEST:
                 raise TraceError(
-                    f"{where}: the header has a vector {name!r} of width {width}; known: {', '.join(HIDDEN_STATES)}"
+                    f"{where}: the header has a hidden state {name!r} of width {width}; known: {', '.join(HIDDEN_STATES)}"
                 )
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
@@ -216,7 +221,7 @@ def chain(depth: int) -> tuple[int, ...]:
 
 def parents(tree: Topology) -> tuple[int, ...]:
     """Return a tree of one root as a header keeps it."""
-    return tuple(above - 1 for above in tree.parent[1:])
+    return tuple(parent - 1 for parent in tree.parent[1:])
 
 
 def arrow_schema(header: Header) -> pa.Schema:
@@ -236,7 +241,7 @@ def arrow_schema(header: Header) -> pa.Schema:
         ("tokens", per_node(pa.int32())),
         *((name, pa.float32()) for name in header.anchor_features),
         *((name, per_node(pa.float32())) for name in header.features),
-        *((name, pa.list_(pa.float16(), math.prod(header.vector_shape(name)))) for name in header.vectors),
+        *((name, pa.list_(pa.float16(), math.prod(header.hidden_shape(name)))) for name in header.hidden),
         ("draft_prob", per_node(pa.float32())),
         ("target_prob", per_node(pa.float32())),
         ("overlap", per_node(pa.float32())),  # sum over tokens of min(p, q)

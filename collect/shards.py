@@ -87,9 +87,9 @@ def record(
         TraceError: it holds another run or a damaged shard, the disk is full, or no row came of all prompts.
     """
     header = plan.header
-    several = place.world > 1
+    shared = place.world > 1
     made = missing_folders(out)
-    folder = open_for_writing(out, header, resume=resume or several, overwrite=overwrite, inputs=plan.inputs)
+    folder = open_for_writing(out, header, resume=resume or shared, overwrite=overwrite, inputs=plan.inputs)
     mine = [index for index in range(header.shards) if place.takes(index)]
     check_shards(folder, header, repair=repair, among=mine)  # those of others are theirs to look after
     have = finished(folder, header)

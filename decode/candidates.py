@@ -20,7 +20,7 @@ class Candidates:
         topology: that they are part of.
         rows: the topology's row at each place.
         tokens, depth: at each place.
-        parent: the place above; -1 for roots.
+        parent: the place that it was drawn after; -1 for roots.
         children: the places below, in drawing order.
         drawn_from: by place, the distribution (or scores) that its children were drawn from, [V].
         accepted: the path that the target has accepted, from a root on; none before.
@@ -41,15 +41,15 @@ class Candidates:
         n = len(roots)
         return Candidates(topology, list(range(n)), list(roots), [0] * n, [-1] * n, [[] for _ in roots])
 
-    def add(self, above: int, row: int, token: int) -> int:
-        """Append a drawn token below place `above` and return its place."""
+    def add(self, parent: int, row: int, token: int) -> int:
+        """Append a drawn token below place `parent` and return its place."""
         place = len(self.tokens)
         self.rows.append(row)
         self.tokens.append(token)
-        self.depth.append(self.depth[above] + 1)
-        self.parent.append(above)
+        self.depth.append(self.depth[parent] + 1)
+        self.parent.append(parent)
         self.children.append([])
-        self.children[above].append(place)
+        self.children[parent].append(place)
         return place
 
     @property
@@ -80,7 +80,7 @@ class Candidates:
 
     def tokens_to(self, place: int) -> list[int]:
         """Return the tokens from a root down to `place`."""
-        return [self.tokens[above] for above in self.path(place)]
+        return [self.tokens[node] for node in self.path(place)]
 
 
 def draft_tree(found: Sequence[Candidates | None], sent: Array, hide_tokens: bool = False) -> DraftTree:

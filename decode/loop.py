@@ -30,7 +30,7 @@ from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
 from .observer import Observer, Seen
 from .policy.reader import Logits
-from .policy.runner import GuardedRunner
+from .policy.runner import MonitoredRunner
 from .records import Generation, Round
 from .rounds import play_round
 from .settings import Settings, Stopwatch
@@ -125,7 +125,7 @@ class Speculator:
             pair, self._drafter, self.mode, self.topology, self.settings, trimming, keeps, padded, source,
             batch, filled,
         )  # fmt: skip
-        self._runner = GuardedRunner(policy, profile, chain, self.settings.fallback, self.settings.guard, batch)
+        self._runner = MonitoredRunner(policy, profile, chain, self.settings.fallback, self.settings.drift, batch)
         self._runner.replaced = weak_method(self._read_for)  # another policy reads other features
         self._read_for(policy)
         self._clock()
@@ -178,7 +178,7 @@ class Speculator:
 
     @property
     def policy(self) -> StopPolicy:
-        """The policy in charge: the one given, until it fails."""
+        """The policy that is asked: the one given, until it fails."""
         return self._runner.policy
 
     @torch.inference_mode()

@@ -27,7 +27,7 @@ class Seen:
         found: what was drafted.
         sent: places that the target read, the roots first.
         path: accepted places, from a root on.
-        raw, sampled: [len(sent), V] the target's logits behind the places sent, and the processed ones.
+        raw, sampled: [len(sent), V] the target's logits after the places sent, and the processed ones.
         record: counts and times of the round; looking on is no part of them.
         anchor_hidden: [1, H] the target's last hidden state that `anchor_row` is of, where it is kept.
         state: of the policy, the round taken in.

@@ -33,7 +33,7 @@ class Settings:
         shaping: what else changes the distribution that is sampled from.
         stops: transformers' stopping criteria, asked after each committed token in order; the text is cut at the first
             that fires, that token included.
-        guard: `warn` once live acceptance leaves the band that a learned policy's calibration predicts, `fallback` to the
+        drift: `warn` once live acceptance leaves the band that a learned policy's calibration predicts, `fallback` to the
             best fixed length then as well, or `off`.
     """
 
@@ -46,7 +46,7 @@ class Settings:
     tree: str | None = None
     shaping: Shaping = field(default_factory=Shaping)
     stops: tuple[StoppingCriteria, ...] = ()
-    guard: str = "off"
+    drift: str = "off"
 
     def __post_init__(self) -> None:
         check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, depth=self.max_depth)
@@ -123,7 +123,7 @@ class Stopwatch:
 
 
 def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, ...]:
-    """Return the criterion that ends a text behind any of `strings`; none for none.
+    """Return the criterion that ends a text after any of `strings`; none for none.
 
     Raises:
         InputError: the pair has no tokenizer or one that cannot tell where a string ends, or a string is empty.

@@ -61,7 +61,7 @@ class Text:
 
     @property
     def generated(self) -> int:
-        """Tokens committed behind the prompt."""
+        """Tokens committed after the prompt."""
         return len(self.tokens) - self.prompt
 
     def choices(self, position: int, greedy: bool) -> Choices:

@@ -34,7 +34,7 @@ class Topology:
     """A forest of candidates.
 
     Args:
-        parent: by row, the row above it; -1 for the roots, which come first. Rows are in order of depth.
+        parent: by row, the row that it is a child of; -1 for the roots, which come first. Rows are in order of depth.
 
     Attributes:
         depth: by row; 0 for the roots.
@@ -47,12 +47,12 @@ class Topology:
         self.parent = tuple(parent)
         self.depth: list[int] = []
         self.children: list[list[int]] = [[] for _ in self.parent]
-        for row, above in enumerate(self.parent):
-            if not -1 <= above < row or (above == -1 and any(self.depth)):
-                raise InputError(f"tree: row {row} cannot stand below row {above}")
-            self.depth.append(0 if above == -1 else self.depth[above] + 1)
-            if above >= 0:
-                self.children[above].append(row)
+        for row, parent_row in enumerate(self.parent):
+            if not -1 <= parent_row < row or (parent_row == -1 and any(self.depth)):
+                raise InputError(f"tree: row {row} cannot stand below row {parent_row}")
+            self.depth.append(0 if parent_row == -1 else self.depth[parent_row] + 1)
+            if parent_row >= 0:
+                self.children[parent_row].append(row)
         if not self.parent or self.depth != sorted(self.depth):
             raise InputError("tree: expected rows in order of depth, at least one")
         self.roots = self.depth.count(0)
@@ -82,8 +82,8 @@ class Topology:
 
     @cached_property
     def node_parents(self) -> Array:
-        """[N] int64 by node, counted from the first one after the roots: the node above, -1 below a root."""
-        return np.array([max(above - self.roots, -1) for above in self.parent[self.roots :]], dtype=np.int64)
+        """[N] int64 by node, counted from the first one after the roots: the parent, -1 below a root."""
+        return np.array([max(parent - self.roots, -1) for parent in self.parent[self.roots :]], dtype=np.int64)
 
     @cached_property
     def node_depths(self) -> Array:
@@ -116,8 +116,8 @@ class Topology:
         return [bool(rows.all()) for rows in self.extends]
 
     @cached_property
-    def above_in_level(self) -> list[Array]:
-        """By depth and row of that depth: the place of the row above in its own level; 0 for the roots."""
+    def parent_in_level(self) -> list[Array]:
+        """By depth and row of that depth: the place of its parent in that one's own level; 0 for the roots."""
         firsts = [0, *(level[0] for level in self.levels)]  # by depth, the first row of the level before
         return [
             np.array([max(self.parent[row] - first, 0) for row in level], dtype=np.int64)
@@ -128,21 +128,21 @@ class Topology:
     def name(self) -> str:
         """How `parse_tree` would be told: widths where they say it all, else the parent list."""
         if self.roots > 1:  # alternatives are named as candidates for the next token, which is what they are
-            return Topology([-1, *(above + 1 for above in self.parent)]).name
+            return Topology([-1, *(parent + 1 for parent in self.parent)]).name
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
         # Widths also say that the rows of a level come in the order of their parents.
         if all(len(kinds) == 1 for kinds in widths) and list(self.parent) == sorted(self.parent):
             return ",".join(str(kinds.pop()) for kinds in widths) or "0"
-        return "parents:" + ",".join(str(above - 1) for above in self.parent[1:])
+        return "parents:" + ",".join(str(parent - 1) for parent in self.parent[1:])
 
     @cached_property
     def sees(self) -> Tensor:
         """[rows, rows] bool: row i attends to row j, itself or an ancestor."""
         sees = torch.eye(len(self), dtype=torch.bool, device="cpu")
         # In order of depth, so that what the parent sees is complete.
-        for row, above in enumerate(self.parent):
-            if above >= 0:
-                sees[row] |= sees[above]
+        for row, parent in enumerate(self.parent):
+            if parent >= 0:
+                sees[row] |= sees[parent]
         return sees
 
     def limited(self, depth: int) -> Topology:
@@ -153,7 +153,7 @@ class Topology:
         """Return the forest whose roots are this tree's nodes of depth 1: its first level is not drafted."""
         if self.roots != 1 or self.deepest == 0:
             raise InputError("tree: expected one root with candidates below it")
-        return Topology([above - 1 for above in self.parent[1:]])  # 0, the root that goes, becomes -1
+        return Topology([parent - 1 for parent in self.parent[1:]])  # 0, the root that goes, becomes -1
 
 
 def chain(depth: int) -> Topology:
@@ -191,10 +191,10 @@ def from_parents(parents: Sequence[int]) -> Topology:
     The nodes are renumbered by depth, siblings in the order of the list.
     """
     depth: list[int] = []
-    for node, above in enumerate(parents):
-        if not -1 <= above < node:
-            raise InputError(f"tree: node {node} has parent {above}; expected -1 or a node before it")
-        depth.append(0 if above < 0 else depth[above] + 1)
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise InputError(f"tree: node {node} has parent {parent}; expected -1 or a node before it")
+        depth.append(0 if parent < 0 else depth[parent] + 1)
     if len(depth) >= MOST_ROWS:
         raise InputError(f"tree: more than {MOST_ROWS} tokens")
     order = sorted(range(len(parents)), key=lambda node: depth[node])

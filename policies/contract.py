@@ -65,7 +65,7 @@ class DraftTree:
 
     @property
     def by_level(self) -> bool:
-        """Whether it is asked about the deepest level that was drawn, and all drawn nodes above are sent."""
+        """Whether it is asked about the deepest level that was drawn, and all drawn nodes before it are sent."""
         # Tokens are hidden exactly where levels are asked about one by one, and then they are -1 in drawn nodes as well.
         return bool(self.drawn.any()) and not bool((self.tokens[self.drawn] >= 0).any())
 

@@ -12,7 +12,7 @@ from .kernels import on_first_use
 
 Array = np.ndarray[Any, Any]
 
-kernels = on_first_use("draws")
+kernels = on_first_use("counter_rng")
 
 
 @functools.cache

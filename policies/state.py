@@ -60,7 +60,7 @@ def put(state: State, rows: Array | slice, other: State) -> State:
 
 
 def join(states: Sequence[State]) -> State:
-    """Return the state of the streams of several, one behind the other; filled up with zeros as by `put`."""
+    """Return the state of the streams of several, one after the other; filled up with zeros as by `put`."""
     like = next((one for one in states if one is not None), None)
     if len(states) == 1 or like is None:
         return like

@@ -284,9 +284,9 @@ def make_tree(streams: int, branches: int) -> DraftTree:
 def reach(
     policy: StopPolicy, depth: int, state: State, branches: int, streams: Sequence[int] = range(STREAMS)
 ) -> State:
-    """Return the state of a round that has been asked about all depths above `depth`."""
-    for above in range(policy.first, depth):
-        state = checked_keep(policy, make_step(policy, above, streams, 0, branches), state)[1]
+    """Return the state of a round that has been asked about all depths before `depth`."""
+    for earlier in range(policy.first, depth):
+        state = checked_keep(policy, make_step(policy, earlier, streams, 0, branches), state)[1]
     return state
 
 

@@ -26,13 +26,13 @@ STEPPED = tuple(1.0 + 0.9 * (n >= 3) + 0.9 * (n >= 5) for n in range(16))
 COSTS = {"linear": LINEAR, "stepped": STEPPED}
 
 
-def made_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.02) -> Profile:
+def synthetic_profile(verify_s: Sequence[float] = LINEAR, draft_s: float = 0.02) -> Profile:
     """Return a profile of these costs, at whatever context."""
     sides = (CostTable(at, (draft_s, draft_s), 0.0, tuple(verify_s)) for at in (10.0, 1000.0))
     return Profile(*sides, 0.0, 0.0, (0.0, 0.0))
 
 
-def made_batch_policy(
+def batch_policy(
     costs: str = "linear", send: str = "best", names: Sequence[str] = ("top1", "mean_accepted"), depth: int = MOST
 ) -> BatchStop:
     """Return a policy under the rule `batch` whose head is surer the more of the probability lies on one token."""
@@ -49,7 +49,7 @@ def made_batch_policy(
             "bias": np.array([-1.0, -1.5, 0.4], dtype=np.float32),
         },
     )
-    facts = Facts(1.0, acceptance=(0.6,) * depth, profile=made_profile(COSTS[costs]).to_dict())
+    facts = Facts(1.0, acceptance=(0.6,) * depth, profile=synthetic_profile(COSTS[costs]).to_dict())
     maps = Calibrator(), Calibrator()
     return for_batches(LearnedPolicy("mine", names, head, *maps, Derived([0.1] * depth), depth, facts), send)
 
@@ -57,10 +57,16 @@ def made_batch_policy(
 JOINT: dict[str, Callable[[], StopPolicy]] = {
     "load": partial(LoadLength, "1:3,2:2,3:1"),
     "tetris": partial(Tetris, 1, 2),
-    **{f"smartspec {name}": partial(SmartSpec, profile=made_profile(COSTS[name]), max_depth=MOST) for name in COSTS},
-    **{f"adaptive {name}": partial(AdaptiveVerification, MOST, profile=made_profile(COSTS[name])) for name in COSTS},
     **{
-        f"batch {send} {costs}": partial(made_batch_policy, costs, send, names)
+        f"smartspec {name}": partial(SmartSpec, profile=synthetic_profile(COSTS[name]), max_depth=MOST)
+        for name in COSTS
+    },
+    **{
+        f"adaptive {name}": partial(AdaptiveVerification, MOST, profile=synthetic_profile(COSTS[name]))
+        for name in COSTS
+    },
+    **{
+        f"batch {send} {costs}": partial(batch_policy, costs, send, names)
         for costs in COSTS
         for send, names in (("best", ("top1", "mean_accepted")), ("all", ("drawn_prob", "mean_accepted")))
     },

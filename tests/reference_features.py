@@ -22,12 +22,12 @@ class Rows:
         temperature: of the sampling; 0 = greedy.
         scores: [R, V] log q / T + g (logits at temperature 0), what `match` takes the argmax of; None elsewhere.
         tokens: [R] the drawn tokens, for POST features.
-        parent_logprob: [R] log-probability of the path above, for POST features.
+        parent_logprob: [R] log-probability of the path before, for POST features.
         depth: j.
         sampled: [R, V] log-weights of the distribution that is sampled from, where it is not softmax(logits / T).
         rank: [R] of the tokens among their siblings; None = each is an only child.
         width: [R] number of siblings, itself included.
-        above: [R] the tokens that they stand behind.
+        parents: [R] the tokens that they come after.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rows:
         sampled: Tensor | None = None,
         rank: Tensor | None = None,
         width: Tensor | None = None,
-        above: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> None:
         self.logits = logits
         self.temperature = temperature
@@ -52,12 +52,12 @@ class Rows:
         self.sampled = sampled
         self.rank = rank
         self.width = width
-        self.above = above
+        self.parents = parents
 
     @cached_property
     def above_token(self) -> Tensor:
-        """[R] the ids that the tokens stand behind; -1 where that is not known."""
-        return self.constant(-1.0) if self.above is None else self.above.to(self.logits.dtype)
+        """[R] the ids of the tokens before; -1 where that is not known."""
+        return self.constant(-1.0) if self.parents is None else self.parents.to(self.logits.dtype)
 
     @cached_property
     def probs(self) -> Tensor:
@@ -189,7 +189,7 @@ def tokens_of(rows: Rows) -> Drawn:
     def column(values: Tensor | None, otherwise: int) -> list[int]:
         return [otherwise] * count if values is None else [int(v) for v in values]
 
-    own, after = column(rows.tokens, 0), column(rows.above, -1)
+    own, after = column(rows.tokens, 0), column(rows.parents, -1)
     rank, width = column(rows.rank, 0), column(rows.width, 1)
     path = None if rows.parent_logprob is None else rows.parent_logprob.double().numpy()
     return Drawn.of([(i, own[i], after[i], rank[i], width[i], rows.depth) for i in range(count)], path)

@@ -2,7 +2,7 @@
 
 The released code places the ten likeliest symbols of each position in Medusa's tree, collapses every path (equal neighbours
 are one, blanks fall away) and masks what is left out; the longest path that the target agrees with is accepted. And what a
-drafter knows behind candidates that are not its first one: CTC's positions are drawn once, behind the likeliest symbols.
+drafter knows after candidates that are not its first one: CTC's positions are drawn once, after the likeliest symbols.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specstop.train.drafters.texts import Batch, Text
 def second_proposals(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> tuple[float, float]:
     """Return how often a drafter's second proposal, fed the text's token, is right: where its first one was, where not.
 
-    Behind the first candidate of a tree the one share counts, behind its siblings the other.
+    After the first candidate of a tree the one share counts, after its siblings the other.
     """
     right = torch.cat(list(right_proposals(network, texts, embedding, output)))
     first, second = right[:, 0], right[:, 1].double()
@@ -52,8 +52,8 @@ def tokens_a_call(
 def ranks(tree: Topology) -> Iterator[list[int]]:
     """Yield for each node its path as ranks among siblings."""
     paths: list[list[int]] = [[]]
-    for row, above in enumerate(tree.parent[1:], 1):
-        paths.append([*paths[above], tree.children[above].index(row)])
+    for row, parent in enumerate(tree.parent[1:], 1):
+        paths.append([*paths[parent], tree.children[parent].index(row)])
     yield from paths[1:]
 
 

@@ -222,7 +222,7 @@ def collect(
             seed=seed,
             shards=shards,
             source=asked.described(),
-            vectors=_vectors(hidden),
+            hidden=_hidden_names(hidden),
             memory=memory,
             shaping=filters.shaping(),
             long=long,
@@ -244,8 +244,8 @@ def _verification(name: str, draft_greedy: bool) -> str:
     return "point" if draft_greedy else name
 
 
-def _vectors(hidden: str | None) -> list[str]:
-    """Return the names of the vectors that --hidden asks for."""
+def _hidden_names(hidden: str | None) -> list[str]:
+    """Return the names of the hidden states that --hidden asks for."""
     models = [word.strip() for word in (hidden or "").split(",") if word.strip()]
     if hidden is not None and (not models or set(models) - {"draft", "target"}):
         raise InputError(f"--hidden: expected draft, target, or draft,target, not {hidden!r}")

@@ -49,7 +49,7 @@ def decode(
     ] = None,
     filters: Filters,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
-    guard: Annotated[
+    drift: Annotated[
         str,
         typer.Option(
             help="warn once a learned policy's live acceptance leaves the band its calibration predicts; fallback: draft the "
@@ -88,7 +88,7 @@ def decode(
         tree=tree,
         shaping=filters.shaping(),
         stops=stop_strings(pair, stop),
-        guard=guard,
+        drift=drift,
     )
     given = {p.id: p.text for p in chosen}  # they are shown as they were given
     kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)

@@ -141,8 +141,8 @@ def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
         ranks[parent] = ranks.get(parent, 0) + 1
         known = int(labelled[:, node].sum())
         share = f"{(accepted & labelled)[:, node].sum() / known:.3f}" if known else "-"
-        behind = f"node {parent}" if parent >= 0 else "the anchor"
-        rows.append((str(depths[-1]), f"{ranks[parent]} of {behind}", share, str(known)))
+        parent_name = f"node {parent}" if parent >= 0 else "the anchor"
+        rows.append((str(depths[-1]), f"{ranks[parent]} of {parent_name}", share, str(known)))
     return rows
 
 

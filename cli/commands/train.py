@@ -50,7 +50,7 @@ def train(
         typer.Option(help="Threshold of the rules survival, step and any; default: the one that replays fastest."),
     ] = None,
     feature: Annotated[list[str], typer.Option(help="Feature that the head reads; repeatable. Default: a few.")] = [],  # noqa: B006
-    vector: Annotated[list[str], typer.Option(help="Hidden state that the head reads; repeatable.")] = [],  # noqa: B006
+    hidden: Annotated[list[str], typer.Option(help="Hidden state that the head reads; repeatable.")] = [],  # noqa: B006
     mixed: Annotated[
         Path | None,
         typer.Option(help="Trace of `collect --mix` that the head is fitted on in the place of the others."),
@@ -111,17 +111,17 @@ def train(
     with progress_bars(quiet or json) as progress, config_saved(out):
         opened = [load_traces(path) for path in traces]
         if tune is not None:
-            single = [threshold, *vector, mixed, host]
+            single = [threshold, *hidden, mixed, host]
             if any(value is not None for value in single):
                 raise InputError(
-                    "--tune: leave out --threshold, --vector, --mixed and --for; it finds thresholds by itself"
+                    "--tune: leave out --threshold, --hidden, --mixed and --for; it finds thresholds by itself"
                 )
             trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
         else:
             from ...train.fit.run import train as run
 
             trained = run(
-                opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, vectors=vector or None,
+                opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, hidden=hidden or None,
                 folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
                 host=host, progress=progress, **common,
             )  # fmt: skip

@@ -16,6 +16,7 @@ from ...policies.files.atomic import MANIFEST, write_atomic
 from ...policies.files.outputs import RUN_FILE, adding, list_also
 
 _OWN = ("config", "set", "help")
+_RENAMED = {"vector": "hidden", "guard": "drift"}  # options as files of earlier versions name them
 
 
 _running: ContextVar[typer.Context | None] = ContextVar("running", default=None)
@@ -60,7 +61,8 @@ def apply_settings(context: typer.Context, settings: list[str]) -> list[str]:
 def _checked(context: typer.Context, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return values by the names of the command's options; unknown ones are refused."""
     known = {p.name for p in context.command.params if p.name and p.name not in _OWN}
-    resolved = {str(key).replace("-", "_"): value for key, value in values.items()}
+    named = {str(key).replace("-", "_"): value for key, value in values.items()}
+    resolved = {_RENAMED.get(key, key): value for key, value in named.items()}
     for key in resolved:
         if key not in known:
             raise InputError(

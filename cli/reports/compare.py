@@ -37,7 +37,7 @@ def _show(found: Comparison) -> None:
     from ...train.report.comparing.compare import PAIRED
 
     table(f"A: {found.a}   B: {found.b}", COLUMNS, [_cells(line) for line in found.lines])
-    if found.way == PAIRED:
+    if found.method == PAIRED:
         output().print(f"B / A: tokens/s, paired {found.why}")
     else:
         output().print(f"B / A: ratio to the best fixed length, unpaired, as of independent prompts ({found.why})")

@@ -64,7 +64,7 @@ def dense_rows(
         max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
     """
     longest, temperature = max_new_tokens + unroller.depth, unroller.temperature
-    hidden, noisy = TARGET_HIDDEN in unroller.vectors, unroller.verification == "match"
+    hidden, noisy = TARGET_HIDDEN in unroller.hidden, unroller.verification == "match"
     wide = (
         pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 and noisy else 1)
     )  # rows and noise

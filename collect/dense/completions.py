@@ -60,7 +60,7 @@ def completion_rows(
         # Rounds begin after the first token, as in `dense_rows`.
         if len(text) < 2:
             continue
-        rows, states = target_rows(pair, prompt, text, TARGET_HIDDEN in unroller.vectors)
+        rows, states = target_rows(pair, prompt, text, TARGET_HIDDEN in unroller.hidden)
         sampled = sampled_rows(pair, Settings(unroller.temperature, shaping=unroller.shaping), prompt, text, rows)
         noise = None
         if unroller.temperature > 0:

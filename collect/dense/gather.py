@@ -58,12 +58,12 @@ def gather(places: Places, start: Tensor, tree: Topology) -> Unrolled:
     next_place, next_row = (start.new_zeros(len(start), len(tree)) for _ in range(2))
     next_place[:, 0] = places.begin[start]  # under block verification the state of weight 1
     for level in map(torch.tensor, tree.levels[1:]):
-        above = parent[level]
-        place[:, level], row[:, level] = here, behind = next_place[:, above], next_row[:, above]
+        parents = parent[level]
+        place[:, level], row[:, level] = here, state_row = next_place[:, parents], next_row[:, parents]
         # The text's own token leads to the next place, as its row 0; any other candidate to its row of the shape.
-        on_text = (behind == 0) & (places.kept[here] == rank[level])
+        on_text = (state_row == 0) & (places.kept[here] == rank[level])
         next_place[:, level] = torch.where(on_text, places.after[here], here)
-        next_row[:, level] = torch.where(on_text, 0, places.child[behind, rank[level]])
+        next_row[:, level] = torch.where(on_text, 0, places.child[state_row, rank[level]])
     place, row, rank = place[:, 1:], row[:, 1:], rank[1:]
     fed, own = places.at[row], places.own[place]
     # What the target says of a candidate is known where its parent is on the text and the text goes on.

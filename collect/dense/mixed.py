@@ -1,8 +1,8 @@
 """Token mixing (SpecDec++, arXiv 2405.19715): the draft reads a text in which most tokens are its own samples.
 
-At each position i of the target's text X the draft proposes Y_i behind X_<i, and its acceptance there is the label. What is
-recorded as features is what the draft says behind Z_<i, where Z takes X_i with a small chance and Y_i otherwise: it
-is trained on states behind its own tokens, which the text alone would not show it.
+At each position i of the target's text X the draft proposes Y_i after X_<i, and its acceptance there is the label. What is
+recorded as features is what the draft says after Z_<i, where Z takes X_i with a small chance and Y_i otherwise: it
+is trained on states after its own tokens, which the text alone would not show it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mixed_rows(
     batch: Sequence[tuple[int, str, str, list[int], int]],
     settings: Settings,
     share: float,
-    vectors: Sequence[str] = (),
+    hidden: Sequence[str] = (),
 ) -> list[Mapping[str, Any]]:
     """Return the rows of a batch of prompts: one candidate a position.
 
@@ -45,14 +45,12 @@ def mixed_rows(
         batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
         settings: temperature, what else changes the distribution that is sampled from, and the limit of each text.
         share: of the target's tokens in what the draft reads.
-        vectors: hidden states to record; the draft's are those behind the mixed text as well.
+        hidden: hidden states to record; the draft's are those after the mixed text as well.
     """
     temperature, shaping = settings.temperature, settings.shaping
-    unroller = Unroller(
-        pair, 1, temperature, vectors=[name for name in vectors if name != DRAFT_HIDDEN], shaping=shaping
-    )
+    unroller = Unroller(pair, 1, temperature, hidden=[name for name in hidden if name != DRAFT_HIDDEN], shaping=shaping)
     ids, keys, limit = [b[3] for b in batch], [b[4] for b in batch], settings.max_new_tokens + 1
-    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in vectors, shaping=shaping)
+    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in hidden, shaping=shaping)
     states = [None] * len(batch) if texts.states is None else texts.states
     chunks = []
     for one, text, rows, state in zip(batch, texts.tokens, texts.logits, states, strict=True):
@@ -61,7 +59,7 @@ def mixed_rows(
             continue
         anchor = torch.arange(1, last, device=pair.device)
         columns = text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, state))
-        chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in vectors))
+        chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in hidden))
     return chunks
 
 
@@ -74,7 +72,7 @@ def _mixed(
     share: float,
     hidden: bool,
 ) -> Mapping[str, Any]:
-    """Return the columns with the features (and hidden states) of the draft behind the mixed text."""
+    """Return the columns with the features (and hidden states) of the draft after the mixed text."""
     prompt, key, temperature = one[3], one[4], settings.temperature
     own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
     at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)

@@ -165,9 +165,9 @@ class Places:
         path = torch.empty(len(row), 0, dtype=torch.int64, device=row.device)
         # Rows of one depth: all paths reach row 0 at once.
         while bool(row.any()):
-            above = self.parent[row]
-            path = torch.cat([self.token[state, self.at[above], self.rank[row]].clamp_min(0)[:, None], path], 1)
-            row = above
+            parent = self.parent[row]
+            path = torch.cat([self.token[state, self.at[parent], self.rank[row]].clamp_min(0)[:, None], path], 1)
+            row = parent
         start, place = self.prompt + self.first, self.place[state]
         return [[*self.text[: start + at], *tokens] for at, tokens in zip(place.tolist(), path.tolist(), strict=True)]
 

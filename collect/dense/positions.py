@@ -2,7 +2,7 @@
 
 Under `match` the text does not depend on what is drafted, so a run that verifies no candidate commits one token a round and
 drafts the whole tree at each. The target's pass over the text, which it takes anyway, labels every node: a node on the text
-is accepted, and the target's row behind it is that of the round in which the text has got there.
+is accepted, and the target's row after it is that of the round in which the text has got there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ...decode.candidates import Candidates
 from ...decode.loop import Request, Speculator
-from ...decode.models.hidden import vector_widths
+from ...decode.models.hidden import hidden_widths
 from ...decode.models.pair import Pair
 from ...decode.observer import Seen
 from ...decode.records import Generation
@@ -98,14 +98,14 @@ class PositionsCollector:
     Args:
         pair: whose drafter it is.
         settings: temperature, limit, tree.
-        vectors: hidden states to record (`features.hidden_states`).
+        hidden: hidden states to record (`features.hidden_states`).
     """
 
-    def __init__(self, pair: Pair, settings: Settings, vectors: Sequence[str] = ()) -> None:
+    def __init__(self, pair: Pair, settings: Settings, hidden: Sequence[str] = ()) -> None:
         tree = settings.topology
-        widths = vector_widths(pair, check_hidden(vectors))
+        widths = hidden_widths(pair, check_hidden(hidden))
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
-        self._depth, self._vectors = tree.deepest, tuple(widths)
+        self._depth, self._hidden = tree.deepest, tuple(widths)
         self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
         # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
@@ -134,7 +134,7 @@ class PositionsCollector:
     ) -> Mapping[str, Any]:
         sequence, name, group, prompt, _ = one
         names = (
-            *self.features, *ANCHOR_FEATURES, *self._vectors, "draft_prob", "target_prob", "overlap", "accepted",
+            *self.features, *ANCHOR_FEATURES, *self._hidden, "draft_prob", "target_prob", "overlap", "accepted",
             "labelled", "accepted_length", "anchor",
         )  # fmt: skip
         columns: dict[str, Any] = {key: np.stack([row[key] for row in rows]) for key in names}

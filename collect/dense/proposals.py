@@ -85,7 +85,7 @@ class BestScores:
     def __call__(self, asked: Asked, width: int, most: int) -> tuple[Candidates, Tensor | None]:
         """See `Proposer`."""
         # A candidate of depth d after place a stands d - 1 positions after the text's own token there.
-        scores = match_scores(asked.sampled, self._behind(asked.place + asked.depth - 1))
+        scores = match_scores(asked.sampled, self._after(asked.place + asked.depth - 1))
         best, tokens = scores.topk(most, -1)
         # Under the shared noise acceptance is a fact: there are no chances to record.
         tokens, void = tokens[:, :width], torch.zeros(0, device=scores.device)
@@ -97,7 +97,7 @@ class BestScores:
         assert self._key is not None
         return gumbel(self._key, self._start + place, self._pair.vocabulary, self._pair.logits_dtype)
 
-    def _behind(self, place: Tensor) -> Tensor | None:
+    def _after(self, place: Tensor) -> Tensor | None:
         """Return [., V], the noise at these places, many of them equal."""
         if self._key is None:
             return None

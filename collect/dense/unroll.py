@@ -46,7 +46,7 @@ class Unroller:
         tree: the candidates of a round; a number = a chain of that depth.
         temperature: of the sampling.
         memory_bytes: budget for the rows of a forward.
-        vectors: hidden states to record (`features.hidden_states`).
+        hidden: hidden states to record (`features.hidden_states`).
         shaping: what else changes the distribution that is sampled from.
         verification: under which rounds are to be replayed; `point`: the draft is greedy while the text is sampled.
         off_text: of block verification, `exact` or `approximate` (`given_text.block_candidates`).
@@ -66,7 +66,7 @@ class Unroller:
         temperature: float,
         memory_bytes: int = 1 << 28,
         rows: int | None = None,
-        vectors: Sequence[str] = (),
+        hidden: Sequence[str] = (),
         shaping: Shaping = UNCHANGED,
         verification: str = "match",
         off_text: str = "exact",
@@ -82,12 +82,12 @@ class Unroller:
         self.shape = closure(self.tree)
         most = _MOST_ROWS.get(pair.device.type, 512) if rows is None else rows
         self._rows = max(8, min(most, memory_bytes // (BYTES_PER_SCORE * pair.vocabulary)))
-        self.vectors = tuple(vectors)
-        self._hidden = hidden_width(pair.draft_model) if DRAFT_HIDDEN in vectors else 0
-        self._model = CachedModel(pair.draft_model, 0, pair.vocabulary, bool(self._hidden))
+        self.hidden = tuple(hidden)
+        self._hidden_width = hidden_width(pair.draft_model) if DRAFT_HIDDEN in hidden else 0
+        self._model = CachedModel(pair.draft_model, 0, pair.vocabulary, bool(self._hidden_width))
         self._copies = [self]
         self._job = Job(
-            pair, self.shape, self.features, temperature, memory_bytes, shaping, self._hidden, verification,
+            pair, self.shape, self.features, temperature, memory_bytes, shaping, self._hidden_width, verification,
             off_text == "exact", choices,
         )  # fmt: skip
         # Off the text block verification alone looks at p (`verify.given_text`), from the second token of a round on.
@@ -131,7 +131,7 @@ class Unroller:
         while len(self._copies) < min(most, self.memory_bytes // each):
             self._copies.append(
                 Unroller(
-                    self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.vectors, self.shaping,
+                    self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.hidden, self.shaping,
                     self.verification, "exact" if self._job.exact_off_text else "approximate", self.draws,
                     self._job.draws,
                 )
@@ -144,7 +144,7 @@ class Unroller:
         capacity, pair = tokens + self._rows * nodes, self.pair
         if self._model.capacity < capacity:
             # Somewhat larger, so that not every longer text takes a cache of its own.
-            self._model = CachedModel(pair.draft_model, capacity + 64, pair.vocabulary, bool(self._hidden))
+            self._model = CachedModel(pair.draft_model, capacity + 64, pair.vocabulary, bool(self._hidden_width))
         if self._target is not None and self._target.capacity < capacity:
             self._target = CachedModel(pair.target, capacity + 64, pair.vocabulary, device=pair.device)
         for model in (self._model, self._target):

@@ -1,8 +1,8 @@
 """Rounds of a serving engine as rows of a trace: what its drafter drew, and what followed in the text.
 
-An engine hands its drafter texts, not verdicts. It trims drafts silently and commits tokens behind a request's end. So labels
-compare a draft with the tokens that follow it in the finished text. What the target thought (its probabilities, the overlap)
-is not known and stays 0.
+An engine hands its drafter texts, not what was accepted. It trims drafts silently and commits tokens after a request's
+end. So labels compare a draft with the tokens that follow it in the finished text. What the target thought (its
+probabilities, the overlap) is not known and stays 0.
 """
 
 from __future__ import annotations

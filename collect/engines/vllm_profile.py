@@ -302,13 +302,13 @@ class _Run:
         proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
         assert proposer.drafting is not None
         proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, streams, policy.cost_name
-        proposer.drafting.take_charge(policy)
+        proposer.drafting.use(policy)
         texts = [
             {"prompt_token_ids": stretch(self._prompts, self._lengths[0], number * streams + at)}
             for at in range(streams)
         ]
         self._engine.generate(texts, self._params, use_tqdm=False)
-        proposer.drafting.take_charge(proposer.script)
+        proposer.drafting.use(proposer.script)
         proposer.timer.policy = None
         return timed if number else {}
 

@@ -39,7 +39,7 @@ At positions of the target's text: what the draft proposed, what it saw, and wha
     rows = load_dataset("path/to/this/folder", split="train", streaming=True)
 
 `header.json` holds everything that is true of all rows, `checksums/` the SHA-256 of every shard (`sha256sum -c
-checksums/*`). Columns behind the first rejection are void where `labelled` is false. Prompt ids and drafted tokens are
+checksums/*`). Columns after the first rejection are void where `labelled` is false. Prompt ids and drafted tokens are
 in the rows: the licence of the prompts holds for them.
 """
 
@@ -68,7 +68,7 @@ def _facts(header: Header) -> dict[str, Any]:
 
 def hidden_text(header: Header) -> str:
     """Return which hidden states a trace has, with their shape in a row."""
-    shapes = {name: " x ".join(map(str, header.vector_shape(name))) for name in header.vectors}
+    shapes = {name: " x ".join(map(str, header.hidden_shape(name))) for name in header.hidden}
     return ", ".join(f"{name} ({shape}, float16)" for name, shape in shapes.items()) or "none"
 
 

@@ -17,7 +17,7 @@ class SuffixAutomaton:
     """Substrings of one or several texts.
 
     Attributes:
-        next: by state, the state behind each token that came after it.
+        next: by state, the state after each token that came after it.
         link: by state, that of the longest suffix that came elsewhere too; -1 of the start.
         length: by state, that of its longest substring.
         count: by state, how often it came.
@@ -85,7 +85,7 @@ class SuffixAutomaton:
 
         Args:
             state, length: of the substring, which is one of the state's.
-            token: behind it.
+            token: after it.
         """
         while token not in self.next[state]:
             if state == START:

@@ -27,7 +27,7 @@ Match = tuple[SuffixAutomaton, int, int]
 class SuffixDrafter:
     """What followed the longest suffix that came before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
 
-    The frequencies behind the suffix are mixed with those behind its own suffixes, down to single tokens, by the escape
+    The frequencies after the suffix are mixed with those after its own suffixes, down to single tokens, by the escape
     estimate of PPM-C: after n continuations, d of them different, the share d / (n + d) is left to the shorter suffix. So the
     scores tell a long repetition from a short one, and a policy can read how far to trust them. It takes no training and no
     draft model.
@@ -108,9 +108,9 @@ class SuffixDrafter:
 
     def _matches(self, stream: int, here: Candidates, place: int) -> list[Match]:
         """Return what is known of the path to a place: in the text itself, and elsewhere."""
-        token, above = here.tokens[place], here.parent[place]
-        if above >= 0:
-            before = self._at[stream][above]
+        token, parent = here.tokens[place], here.parent[place]
+        if parent >= 0:
+            before = self._at[stream][parent]
         elif here.roots == 1:  # committed, though the target has not read it
             self._note(stream, token)
             self._ahead[stream] = 1
@@ -131,8 +131,8 @@ def mixed(automaton: SuffixAutomaton, state: int) -> dict[int, float]:
     share, count, known = 1.0, automaton.count, False
     # Along the links to shorter suffixes, while what is left to them can still matter.
     while state >= 0 and share > 1e-6:
-        following = automaton.next[state]
-        some = list(islice(following.items(), SINGLE)) if state == START else list(following.items())
+        successors = automaton.next[state]
+        some = list(islice(successors.items(), SINGLE)) if state == START else list(successors.items())
         if some and (known or state != START):  # single tokens alone say nothing
             known = True
             counts = [count[after] for _, after in some]

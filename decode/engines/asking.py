@@ -38,7 +38,7 @@ class Asking:
         fallback: length that is drafted after a failure.
 
     Attributes:
-        policy: the one in charge.
+        policy: the one that is asked.
         first, trims, selects: of it; `selects` whether it chooses among what was drafted.
         history: of the rows of the step.
     """
@@ -50,12 +50,12 @@ class Asking:
         # Rows do not share arrays between steps: a state's width may say how deep a round has come.
         self._kept: list[tuple[State, int]] = [(None, 0)] * rows
         self._state: State = None
-        self._take_charge(policy.limited(depth))
+        self._use(policy.limited(depth))
         # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
         every = np.arange(rows, dtype=np.int64)
         self._guarded(lambda: self._start(every, every))
 
-    def _take_charge(self, policy: StopPolicy) -> None:
+    def _use(self, policy: StopPolicy) -> None:
         self.policy = policy
         self.first, self.trims, self.depth = policy.first, policy.trims, min(policy.max_depth, self._depth)
         self.selects = type(policy).select is not StopPolicy.select
@@ -151,6 +151,6 @@ class Asking:
     def _fail(self, error: Exception) -> None:
         """Say once what failed and go on with the fixed fallback length."""
         tell_failed(self.policy, error, f"{self._fallback} tokens a step")
-        self._take_charge(FixedLength(self._fallback))
+        self._use(FixedLength(self._fallback))
         # What the one before remembers means nothing to its successor.
         self._kept, self._state = [(None, 0)] * self._rows, None

@@ -100,20 +100,20 @@ class Drafting:
         self.options, self.spent = options, Spent()
         self._draft, self._profile, self._observer = _Timed(draft, self.spent), profile, observer
         self._watch = Stopwatch(torch.device("cpu"))
-        self.take_charge(policy)
+        self.use(policy)
         self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
         self._waits: list[Sent | None] = [None] * options.rows  # drafts whose outcome is not known yet
         self._read = [0] * options.rows  # tokens that the draft model has read
         self._texts = 0
 
-    def take_charge(self, policy: StopPolicy) -> None:
+    def use(self, policy: StopPolicy) -> None:
         """Ask this policy from the next text on."""
         self.asking = Asking(policy, self.options.rows, self.options.depth, self.options.fallback)
         self._watch.wrap(self.asking, {"keep": "policy", "select": "policy"})
 
     @property
     def policy(self) -> StopPolicy:
-        """The policy in charge."""
+        """The policy that is asked."""
         return self.asking.policy
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:

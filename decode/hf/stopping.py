@@ -119,7 +119,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         return RoundOutcome(true, drafted, drafted.copy(), np.array([accepted]), ~true, np.zeros(1))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return [1] bool: stop behind the token just drawn."""
+        """Return [1] bool: stop after the token just drawn."""
         self._drafted += 1
         device = input_ids.device
         unasked = self.policy.unasked.get(1)  # the stock loop decodes one text, and drafts one token at least

@@ -1,4 +1,4 @@
-"""Attention behind a mask: of grouped queries without copying keys and values for each of them, and of packed streams."""
+"""Attention under a mask: of grouped queries without copying keys and values for each of them, and of packed streams."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from ..topology import Topology
 from .attention import attending_packed
 from .cuda.transfer import upload
-from .kv_cache import SlotLayer, Slots
+from .kv_cache import KVCache, KVLayer
 from .packed import PackedCall, Part, TreeRows, pack, split
 from .tree_masks import TreeMasks
 from .wide_head import wide_head
@@ -87,8 +87,8 @@ class CachedModel:
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
         # Layers of several kinds may differ in shape: then each has buffers of its own.
-        self._slots = Slots(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
-        self._layers = [SlotLayer(self._slots) for _ in range(config.num_hidden_layers)]
+        self._kv = KVCache(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
+        self._layers = [KVLayer(self._kv) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
         self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))  # tokens that it does not know
         self._windows = window_layers(model)
@@ -97,13 +97,13 @@ class CachedModel:
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
         self._maskless_prompt = fast
         self._wide = wide_head(model)
-        self._causal = self._behind_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
+        self._causal = self._after_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=self._device)[None]
         self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
 
-    def _behind_prefix(self, mask: Tensor) -> Tensor:
-        """Return [1, 1, n, capacity + n]: `mask` [n, n] behind a prefix that all see. A slice of it serves any length."""
+    def _after_prefix(self, mask: Tensor) -> Tensor:
+        """Return [1, 1, n, capacity + n]: `mask` [n, n] after a prefix that all see. A slice of it serves any length."""
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         # With windows it stays boolean: layers of each kind see another part of it.
@@ -112,25 +112,25 @@ class CachedModel:
     @property
     def streams(self) -> int:
         """S."""
-        return self._slots.streams
+        return self._kv.streams
 
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens in the cache, by stream."""
-        return self._slots.lengths
+        return self._kv.lengths
 
     @property
     def length(self) -> int:
         """Tokens of the first stream in the cache."""
-        return self._slots.lengths[0]
+        return self._kv.lengths[0]
 
     def roll_back(self, length: int, stream: int = 0) -> None:
         """Forget all tokens of a stream after the first `length`."""
-        assert length <= self._slots.lengths[stream]
-        self._slots.lengths[stream] = length
+        assert length <= self._kv.lengths[stream]
+        self._kv.lengths[stream] = length
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
-        """Do once what the first calls of (tokens, rows) behind texts of these lengths would have to do."""
+        """Do once what the first calls of (tokens, rows) after texts of these lengths would have to do."""
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
         """Forget all of a stream after the first `base` tokens but those in `slots`, rising, which move up in place."""
@@ -140,7 +140,7 @@ class CachedModel:
             fixed += 1
         if fixed < len(slots):
             moved = list(slots[fixed:])
-            self._slots.move(stream, moved, base + fixed)
+            self._kv.move(stream, moved, base + fixed)
             if self._windows:
                 own = self._position_at[stream]
                 own[base + fixed : base + len(slots)] = own[moved]
@@ -160,15 +160,15 @@ class CachedModel:
             tokens: [1, n] int64.
             rows: how many of the last rows of logits are wanted; 0 = all n.
             mask: [1, 1, n, length + n], boolean or in the backend's form; None = causal.
-            positions: [1, n]; None = behind what is there.
+            positions: [1, n]; None = after what is there.
             stream: its number.
 
         Returns:
             [1, rows, V] float32, or float64 for a float64 model.
         """
-        slots = self._slots
-        slots.stream = stream  # that the layers write to
-        start, count = slots.lengths[stream], tokens.shape[1]
+        kv = self._kv
+        kv.stream = stream  # that the layers write to
+        start, count = kv.lengths[stream], tokens.shape[1]
         end = start + count
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
         if mask is None and count <= _SLICED and not alone:
@@ -183,7 +183,7 @@ class CachedModel:
         elif mask is not None:
             mask = backend_mask(mask, self.model)
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
-        slots.lengths[stream] = end  # once all layers have written
+        kv.lengths[stream] = end  # once all layers have written
         return logits
 
     def _known(self, tokens: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class CachedModel:
 
     def _masks(self, topology: Topology) -> TreeMasks:
         if topology not in self._trees:
-            self._trees[topology] = TreeMasks(topology, self.capacity, self._behind_prefix)
+            self._trees[topology] = TreeMasks(topology, self.capacity, self._after_prefix)
         return self._trees[topology]
 
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
@@ -248,7 +248,7 @@ class CachedModel:
         """
         if len(parts) == 1:
             return self._read_alone(parts[0])
-        lengths = self._slots.lengths
+        lengths = self._kv.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
         if len(together) < 2:
             together = []
@@ -279,8 +279,8 @@ class CachedModel:
         return logits
 
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
-        slots = self._slots
-        call = pack(parts, slots, self._rows_for(parts), self._device)
+        kv = self._kv
+        call = pack(parts, kv, self._rows_for(parts), self._device)
         mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
         # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
         # where windows are yet to be cut out, else in the backend's form.
@@ -292,7 +292,7 @@ class CachedModel:
             self._position_at[call.packing.stream, call.packing.slot] = call.positions[0]
         logits, states = self._run_packed(call, mask)
         for stream, end in call.ends.items():
-            slots.lengths[stream] = end
+            kv.lengths[stream] = end
         rows = call.wanted
         self.states = states[:, rows] if states is not None and isinstance(rows, Tensor) else states
         return logits[0]
@@ -305,12 +305,12 @@ class CachedModel:
         """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""
         position_at = self._position_at[: call.packing.rows, : call.packing.seen]
         by_layer = self._by_layer(mask, call.query_positions, position_at)
-        self._slots.packing = call.packing
+        self._kv.packing = call.packing
         try:
             with attending_packed(self.model, call.packing):
                 return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
         finally:
-            self._slots.packing = None
+            self._kv.packing = None
 
     def _by_layer(self, mask: Tensor | None, positions: Tensor, position_at: Tensor) -> Any:
         """Return the mask as the model wants it: one for all layers, or one for each kind.

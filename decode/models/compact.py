@@ -151,7 +151,7 @@ class CompactModel(nn.Module):
             input_ids: [1, n].
             attention_mask: [1, 1, n, length + n] additive or boolean, of a packed call that of its rectangle; None = causal.
             position_ids: [1, n].
-            past_key_values: a cache of `SlotLayer`s, which gets the new states and says whether the call is a packed one.
+            past_key_values: a cache of `KVLayer`s, which gets the new states and says whether the call is a packed one.
             use_cache: always.
             logits_to_keep: how many of the last rows are wanted, 0 = all; or which ones, [rows].
             output_hidden_states: also return the last hidden states.
@@ -161,14 +161,14 @@ class CompactModel(nn.Module):
         end = start + count if packing is None else packing.seen
         if end > len(self._rotations):
             self._rotate(min(2 * end, max(end, self.config.max_position_embeddings)))
-        # The triangle of `is_causal` begins at the first key: behind a prefix sdpa must be told what is seen.
+        # The triangle of `is_causal` begins at the first key: after a prefix sdpa must be told what is seen.
         if attention_mask is None and count > 1 and start:
             attention_mask = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
         cos, sin = self._rotations[position_ids].unbind(2)
         x = functional.embedding(input_ids, self._embed)
-        for layer, slots in zip(self._layers, past_key_values.layers, strict=True):
+        for layer, kv in zip(self._layers, past_key_values.layers, strict=True):
             x = x + self._attend(
-                layer, slots, layer.qkv(layer.before(x)), cos, sin, attention_mask, count > 1 and not start
+                layer, kv, layer.qkv(layer.before(x)), cos, sin, attention_mask, count > 1 and not start
             )
             gate, up = layer.gate_up(layer.between(x)).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
@@ -178,7 +178,7 @@ class CompactModel(nn.Module):
         return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
 
     def _attend(
-        self, layer: _Layer, slots: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool
+        self, layer: _Layer, kv: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool
     ) -> Tensor:
         """Return [B, n, H] from the projections [B, n, .]."""
         batch, count, _ = qkv.shape
@@ -189,8 +189,8 @@ class CompactModel(nn.Module):
             qk = torch.cat([layer.q_norm(qk[:, :, :heads]), layer.k_norm(qk[:, :, heads:])], 2)
         # x cos + rotate_half(x) sin, of queries and keys at once; the sign of rotate_half lies in the sine (`_rotate`).
         qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)  # [B, heads + groups, n, width]
-        keys, values = slots.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
-        q, packing = qk[:, :heads], slots.packing
+        keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
+        q, packing = qk[:, :heads], kv.packing
         out = functional.scaled_dot_product_attention(
             q if packing is None else packing.spread(q),
             keys,

@@ -35,7 +35,7 @@ from .placement import kept_as_is
 ENGINES = ("auto", "plain", "packed", "compact")
 
 BEFORE = 64
-"""Tokens of the text behind which steps are timed."""
+"""Tokens of the text after which steps are timed."""
 
 
 class PackedLinear(nn.Module):
@@ -93,7 +93,7 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
 
 @torch.inference_mode()
 def _steps_of(model: Any) -> Step:
-    """Return what takes a step of a model behind a short text, and its seconds."""
+    """Return what takes a step of a model after a short text, and its seconds."""
     config = model.config.get_text_config()
     longest = max(ORDER)
     reads = getattr(config, "max_position_embeddings", None) or BEFORE + longest

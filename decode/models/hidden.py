@@ -29,8 +29,8 @@ def hidden_width(model: PreTrainedModel) -> int:
     return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
 
 
-def vector_widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
-    """Return the width of each of these vectors of a pair."""
+def hidden_widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
+    """Return the width of each of these hidden states of a pair."""
     return {name: hidden_width(pair.draft_model if name == DRAFT_HIDDEN else pair.target) for name in names}
 
 

@@ -63,7 +63,7 @@ class Packing:
         return rows if self.place is None else rows.index_select(1, self.place)
 
 
-class Slots:
+class KVCache:
     """Buffers of `capacity` slots a stream, keys and values of many layers side by side: a move is two operations for all.
 
     Args:
@@ -114,37 +114,37 @@ class Slots:
                 own.narrow(2, to, len(slots)).copy_(own.index_select(2, at))
 
 
-class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, written in place; its buffers are taken from `slots`, which says where to write."""
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer, written in place; its buffers are taken from `kv`, which says where to write."""
 
     is_sliding = False  # all keys are kept; a window is part of the mask
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, kv: KVCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._slots = slots
+        self._kv = kv
 
     @property
     def packing(self) -> Packing | None:
         """Of the call that is being made."""
-        return self._slots.packing
+        return self._kv.packing
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the buffers for the shape, dtype and device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._slots.take(key_states, value_states)
+        self.keys, self.values = self._kv.take(key_states, value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states behind what is there and return views of all that attention reads."""
+        """Write the states after what is there and return views of all that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        slots = self._slots
-        if slots.packing is not None:
-            return slots.packing.on(key_states.device).write(self.keys, self.values, key_states, value_states)
-        keys, values, start, count = self.keys, self.values, slots.lengths[slots.stream], key_states.shape[-2]
-        if slots.streams > 1:  # a view of one row: [1, heads, capacity, width]
-            keys, values = keys.narrow(0, slots.stream, 1), values.narrow(0, slots.stream, 1)
+        kv = self._kv
+        if kv.packing is not None:
+            return kv.packing.on(key_states.device).write(self.keys, self.values, key_states, value_states)
+        keys, values, start, count = self.keys, self.values, kv.lengths[kv.stream], key_states.shape[-2]
+        if kv.streams > 1:  # a view of one row: [1, heads, capacity, width]
+            keys, values = keys.narrow(0, kv.stream, 1), values.narrow(0, kv.stream, 1)
         # The length stays until all layers have written (`CachedModel.read`).
         keys.narrow(2, start, count).copy_(key_states)
         values.narrow(2, start, count).copy_(value_states)
@@ -156,8 +156,8 @@ class SlotLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return the slots in use."""
-        return self._slots.lengths[self._slots.stream]
+        return self._kv.lengths[self._kv.stream]
 
     def get_max_length(self) -> int:
         """Return the slots there are."""
-        return self._slots.capacity
+        return self._kv.capacity

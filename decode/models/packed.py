@@ -12,12 +12,12 @@ from torch import Tensor
 from ...policies.contract import Array
 from ..topology import Topology
 from .cuda.transfer import upload
-from .kv_cache import Packing, Slots
+from .kv_cache import KVCache, Packing
 
 
 @dataclass(slots=True)
 class TreeRows:
-    """The `rows` of a tree that are read, behind its rows `before`, which lie in the slots from `base` on."""
+    """The `rows` of a tree that are read, after its rows `before`, which lie in the slots from `base` on."""
 
     topology: Topology
     base: int
@@ -69,12 +69,12 @@ class PackedCall:
         return (slots <= self.sees[..., None])[:, None]
 
 
-def pack(parts: Sequence[Part], slots: Slots, rows: int, device: torch.device) -> PackedCall:
-    """Return the call that reads `parts`, of a stream each, behind what `slots` hold.
+def pack(parts: Sequence[Part], kv: KVCache, rows: int, device: torch.device) -> PackedCall:
+    """Return the call that reads `parts`, of a stream each, after what `kv` holds.
 
     Args:
         parts: of streams below `rows`.
-        slots: of all streams.
+        kv: of all streams.
         rows: of the buffers that attention reads.
         device: of the model.
     """
@@ -84,7 +84,7 @@ def pack(parts: Sequence[Part], slots: Slots, rows: int, device: torch.device) -
     wanted: list[int] = []
     ends, first = {}, 0
     for part in parts:
-        start, tree, size = slots.lengths[part.stream], part.tree, len(part.tokens)
+        start, tree, size = kv.lengths[part.stream], part.tree, len(part.tokens)
         end = first + size
         slot = np.arange(start, start + size)
         # Candidates of one depth share a position, each in a slot of its own.

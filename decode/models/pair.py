@@ -275,10 +275,10 @@ def end_tokens(configured: Any) -> tuple[int, ...]:
     Raises:
         PairError: it is something else.
     """
-    several = configured if isinstance(configured, list | tuple) else [] if configured is None else [configured]
-    if not all(type(token) is int for token in several):
+    ids = configured if isinstance(configured, list | tuple) else [] if configured is None else [configured]
+    if not all(type(token) is int for token in ids):
         raise PairError(
             f"the target's eos_token_id: expected a token's number, or a list of them, not {configured!r}; mend its "
             "generation_config.json"
         )
-    return tuple(several)
+    return tuple(ids)

@@ -1,4 +1,4 @@
-"""What the tokens of a tree see of each other, in the form that a model reads, behind a prefix that they all see."""
+"""What the tokens of a tree see of each other, in the form that a model reads, after a prefix that they all see."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TreeMasks:
     Args:
         topology: the tree.
         capacity: tokens of the longest prefix.
-        behind_prefix: makes [1, 1, n, capacity + n] of a boolean mask [n, n] (`CachedModel`).
+        after_prefix: makes [1, 1, n, capacity + n] of a boolean mask [n, n] (`CachedModel`).
     """
 
-    def __init__(self, topology: Topology, capacity: int, behind_prefix: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, topology: Topology, capacity: int, after_prefix: Callable[[Tensor], Tensor]) -> None:
         self._topology, self._capacity = topology, capacity
-        self._whole = behind_prefix(topology.sees)  # [1, 1, rows, capacity + rows]
+        self._whole = after_prefix(topology.sees)  # [1, 1, rows, capacity + rows]
         self._sees = self._whole[0, 0, :, capacity:]  # [rows, rows], in the mask's form
         self._scratch = self._whole[:, :, :0]
         self._relations: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
@@ -48,7 +48,7 @@ class TreeMasks:
         Args:
             base: length of the prefix.
             before: m rows of the tree that are in the cache, by slot.
-            rows: n rows to be read behind them.
+            rows: n rows to be read after them.
         """
         key = tuple(before), tuple(rows)
         if key not in self._parts:

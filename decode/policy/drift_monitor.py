@@ -1,4 +1,4 @@
-"""The live guard: is what the target accepts what the policy's calibration predicts?
+"""The drift monitor: is what the target accepts what the policy's calibration predicts?
 
 A learned policy says for each token it was asked about how likely the round is to get that far, S_j. If it is calibrated,
 a round that drafted k tokens has S_1 + ... + S_k of them accepted on average, whatever the policy decided along the way,
@@ -96,13 +96,13 @@ class AcceptanceWatch:
 
 
 def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | None:
-    """Return the watch of a policy: None where the guard is off or there is nothing to compare with.
+    """Return the watch of a policy: None where the monitor is off or there is nothing to compare with.
 
     Raises:
         InputError: an unknown mode.
     """
     if mode not in MODES:
-        raise InputError(f"--guard: expected one of {', '.join(MODES)}, not {mode!r}")
+        raise InputError(f"--drift: expected one of {', '.join(MODES)}, not {mode!r}")
     if mode == "off" or not chain or not isinstance(policy, LearnedPolicy) or isinstance(policy, TreeGain):
         return None  # the state of `TreeGain` is that of a tree
     # One that is first asked at depth 2 does not know S_1, and a continuation value is no S.

@@ -160,7 +160,7 @@ class Reader:
         logits: Logits,
         temperature: float,
         base: Base,
-        above: Level | None,
+        before: Level | None,
     ) -> Level:
         """Return the level of the tokens just drawn.
 
@@ -169,18 +169,18 @@ class Reader:
             logits: that they were drawn from.
             temperature: of the sampling.
             base: of the round.
-            above: the level before it.
+            before: the level before it.
         """
         tree, drawn = turns[0][1].topology, Drawn(np.array(logits.tokens, dtype=np.int64))
         chain = self._streams == 1 and tree.is_chain  # one token a level: there is nothing to put in order
         where = [] if chain else [(number, place) for number, _, places in turns for place in places]
-        if self.follows_path and above is not None:
-            drawn.parent_path = above.path
+        if self.follows_path and before is not None:
+            drawn.parent_path = before.path
             if not chain:
                 # By stream and place: not everything of the level before was extended.
-                row = {place: at for at, place in enumerate(above.where)}
+                row = {place: at for at, place in enumerate(before.where)}
                 parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
-                drawn.parent_path = above.path[[row[parent] for parent in parents]]
+                drawn.parent_path = before.path[[row[parent] for parent in parents]]
         if self._columns.plan.noisy:
             drawn.lead = logits.lead(drawn)
         features = base.features.copy() if chain else base.features[[stream for stream, _ in where]]  # [n, F]
@@ -211,7 +211,7 @@ class Reader:
             alive = np.logical_or.reduce(alive, 1, keepdims=True)
             parent = np.zeros((self._streams, 1), dtype=np.int64)
         else:
-            parent = tree.above_in_level[depth][None].repeat(self._streams, 0)
+            parent = tree.parent_in_level[depth][None].repeat(self._streams, 0)
         shape = (*alive.shape, base.features.shape[1])  # [S, B, F]
         features = np.zeros(shape, dtype=np.float32)
         features[:] = base.features[:, None]

@@ -39,7 +39,7 @@ class PolicyRunner:
         together: the streams are verified together, and each takes as long as all do where the profile has batches.
 
     Attributes:
-        policy: the one in charge.
+        policy: the one that is asked.
         first, trims, selects: of it; `selects` whether it chooses among what was drafted.
         state: its state.
         history: of the streams.
@@ -49,9 +49,9 @@ class PolicyRunner:
         self.profile, self._together = profile, together
         self.state: State = None
         self.history = History.start(0)
-        self._take_charge(policy)
+        self._use(policy)
 
-    def _take_charge(self, policy: StopPolicy) -> None:
+    def _use(self, policy: StopPolicy) -> None:
         self.policy = policy
         self.first, self.trims = policy.first, policy.trims
         self.selects = type(policy).select is not StopPolicy.select
@@ -124,7 +124,7 @@ def tell_failed(policy: StopPolicy, error: Exception, instead: str) -> None:
     warnings.warn(text, SpecstopWarning, stacklevel=3)
 
 
-class GuardedRunner(PolicyRunner):
+class MonitoredRunner(PolicyRunner):
     """Streams under a policy that cannot harm their texts: one that raises or breaks the contract is named once and replaced.
 
     Args:
@@ -132,11 +132,11 @@ class GuardedRunner(PolicyRunner):
         profile: see `PolicyRunner`.
         chain: whether no round has more than one branch.
         fallback: length that is drafted after a failure.
-        mode: of the live guard: off, warn, or fallback (`guard`).
+        mode: of the drift monitor: off, warn, or fallback (`drift_monitor`).
         streams: S.
 
     Attributes:
-        replaced: called with a policy that takes charge.
+        replaced: called with a policy that takes over.
         elapsed: seconds since the round began, for a policy that reads the clock.
     """
 
@@ -157,14 +157,14 @@ class GuardedRunner(PolicyRunner):
         self.replaced: Callable[[StopPolicy], None] = lambda policy: None
         self.elapsed: Callable[[], float] = lambda: 0.0
 
-    def _take_charge(self, policy: StopPolicy) -> None:
-        super()._take_charge(policy)
+    def _use(self, policy: StopPolicy) -> None:
+        super()._use(policy)
         self._reads_history = any(name in HISTORY_FEATURES for name in policy.features)
 
     def renew(self) -> None:
-        """Put the user's policy in charge again and forget what it has carried from text to text."""
+        """Ask the user's policy again and forget what it has carried from text to text."""
         if self.policy is not self._given:
-            self._take_charge(self._given)
+            self._use(self._given)
             self.replaced(self._given)
         self._watch = make_watch(self.policy, self._mode, self._chain)
         self._begun = False
@@ -247,7 +247,7 @@ class GuardedRunner(PolicyRunner):
         self._replace(FixedLength(self._fallback))
 
     def _replace(self, policy: StopPolicy) -> None:
-        """Put another policy in charge, which remembers nothing."""
-        self._take_charge(policy)
+        """Ask another policy, which remembers nothing."""
+        self._use(policy)
         self.state = None
         self.replaced(policy)

@@ -100,7 +100,7 @@ def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> A
 
     Args:
         untruncated: [R, V] log-weights before tokens were left out for being unlikely.
-        sampled: [R, V] behind it, -inf where a token was left out.
+        sampled: [R, V] after it, -inf where a token was left out.
     """
     best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)  # [R], -inf where none was left out
     ids = torch.from_numpy(drawn.ids).to(sampled.device)

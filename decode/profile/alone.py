@@ -146,16 +146,16 @@ class RoundAlone:
         target = self._hidden.get(TARGET_HIDDEN)
         return self._reader.base(self._runner.history, self._temperature, self._logits, before, target)
 
-    def _asked(self, depth: int, base: Base, above: Level | None) -> Level | None:
-        level = self._read(depth, base, above) if depth else None
+    def _asked(self, depth: int, base: Base, before: Level | None) -> Level | None:
+        level = self._read(depth, base, before) if depth else None
         self._runner.keep(self._reader.step(depth, base, level, self._tree, self._every))
         return level
 
-    def _read(self, depth: int, base: Base, above: Level | None) -> Level:
+    def _read(self, depth: int, base: Base, before: Level | None) -> Level:
         tokens = [(s, own.tokens[depth], own.tokens[depth - 1], 0, 1, depth) for s, own in enumerate(self._found)]
         drawn = Logits(self._logits, tokens, None, self._logits, self._hidden.get(DRAFT_HIDDEN))
         turns = [(s, own, [depth]) for s, own in enumerate(self._found)]
-        return self._reader.level(turns, drawn, self._temperature, base, above)
+        return self._reader.level(turns, drawn, self._temperature, base, before)
 
     def _round(self, drafted: int) -> Finished:
         """Return a round of so many tokens, of which half are accepted."""

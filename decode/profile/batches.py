@@ -85,31 +85,31 @@ class BatchRun:
         for side, prompts in zip(CONTEXTS, texts, strict=True):
             requests = [Request(prompt, number) for prompt in prompts]
             rounds = whole_rounds(self._script.run(requests))
-            for played in rounds:
-                _add_round(timed, side, played)
-            for played in whole_rounds(self._plain.run(requests)):
-                timed[Key(BATCH_PLAIN, side, (self.streams,))].append(sum(r.verify_s for r in played))
-            contexts.append([sum(r.context for r in played) / len(played) for played in rounds])
+            for parts in rounds:
+                _add_round(timed, side, parts)
+            for parts in whole_rounds(self._plain.run(requests)):
+                timed[Key(BATCH_PLAIN, side, (self.streams,))].append(sum(r.verify_s for r in parts))
+            contexts.append([sum(r.context for r in parts) / len(parts) for parts in rounds])
         return timed, contexts
 
 
 def whole_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
     """Return the rounds of texts that began together, as long as none of them has ended."""
-    rounds = [list(played) for played in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
-    return [played for played in rounds if not any(r.cut for r in played)]
+    rounds = [list(parts) for parts in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
+    return [parts for parts in rounds if not any(r.cut for r in parts)]
 
 
-def _add_round(timed: dict[Key, list[float]], side: str, played: Sequence[Round]) -> None:
+def _add_round(timed: dict[Key, list[float]], side: str, parts: Sequence[Round]) -> None:
     """Add the timings of one round; each stream's record bears its share of them."""
-    streams, sent = len(played), len(played) + sum(r.verified for r in played)
-    timed[Key(BATCH_VERIFY, side, (streams, sent))].append(sum(r.verify_s for r in played))
-    timed[Key(BATCH_OUTSIDE, side, (streams, sent - streams))].append(sum(r.outside_s for r in played))
-    drafting = [r for r in played if r.drafted]
+    streams, sent = len(parts), len(parts) + sum(r.verified for r in parts)
+    timed[Key(BATCH_VERIFY, side, (streams, sent))].append(sum(r.verify_s for r in parts))
+    timed[Key(BATCH_OUTSIDE, side, (streams, sent - streams))].append(sum(r.outside_s for r in parts))
+    drafting = [r for r in parts if r.drafted]
     if drafting:
         # A draft that begins a text reads it in a call of its own: with others beside it several calls are timed as one.
         if len(drafting) == 1 or not any(r.backlog == r.context for r in drafting):
             read = sum(max(r.backlog, 1) for r in drafting)
-            timed[Key(BATCH_FIRST, side, (len(drafting), read))].append(sum(r.first_draft_s for r in played))
+            timed[Key(BATCH_FIRST, side, (len(drafting), read))].append(sum(r.first_draft_s for r in parts))
         # Steps are timed together, and tell the price of so many streams only if all went equally deep.
         if (steps := drafting[0].drafted - 1) and all(r.drafted == drafting[0].drafted for r in drafting):
-            timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in played))
+            timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in parts))

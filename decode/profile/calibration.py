@@ -150,7 +150,7 @@ class CalibrationRun:
             self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens, shaping=shaping)
         check_limits(batch=max(batch, default=1))
         self._batches = [BatchRun(pair, streams, self.settings) for streams in sorted(set(batch))]
-        self._played: list[Seconds] = []
+        self._timed: list[Seconds] = []
         self._contexts: tuple[list[float], list[float]] = [], []
 
     def cases(self) -> dict[str, Case]:
@@ -162,11 +162,11 @@ class CalibrationRun:
         """Time all cases once, for `profile`; number 0 only warms up."""
         seconds = {key: values for case in self.cases().values() for key, values in case(number).items()}
         if number:
-            self._played.append(seconds)
+            self._timed.append(seconds)
 
     def profile(self, facts: Mapping[str, Any] | None = None) -> Profile:
-        """Return the profile of the texts played so far, at least one after the warm-up; `facts` are kept in it."""
-        return self.told(collected(self._played), facts)
+        """Return the profile of the texts timed so far, at least one after the warm-up; `facts` are kept in it."""
+        return self.told(collected(self._timed), facts)
 
     def told(self, measurements: Measurements, facts: Mapping[str, Any] | None = None) -> Profile:
         """Return the profile that the measurements of its cases tell."""

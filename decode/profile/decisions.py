@@ -46,12 +46,12 @@ def decision_case(
         some = [prompts[(number * streams + at) % len(prompts)] for at in range(streams)]
         texts = speculator.run([Request(prompt, number) for prompt in some])
         # A text by itself is asked about in the round that ends it as in any other.
-        for played in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
-            asked = [r.decisions for r in played]
+        for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
+            asked = [r.decisions for r in parts]
             if any(asked):
                 counts = (asked[0],) if streams == 1 else (max(asked), sum(asked))
                 # Each stream's record bears its share.
-                seconds[Key(DECISIONS, policy.cost_name, counts)].append(sum(r.policy_s for r in played))
+                seconds[Key(DECISIONS, policy.cost_name, counts)].append(sum(r.policy_s for r in parts))
         return seconds
 
     return case

@@ -85,7 +85,7 @@ def _toss(*numbers: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Played:
+class _TimedRound:
     """A round, the rows that were fed at each of its draft steps, and whether it was a chain."""
 
     record: Round
@@ -97,7 +97,7 @@ class _Watching:
     """Keeps the rounds that were not cut short."""
 
     def __init__(self) -> None:
-        self.rounds: list[_Played] = []
+        self.rounds: list[_TimedRound] = []
 
     def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
         """See `Observer.level`."""
@@ -107,7 +107,7 @@ class _Watching:
         if not seen.record.cut:
             fed = seen.found.fed()
             is_path = max(fed) == 1 and len(seen.sent) == seen.found.depth[seen.sent[-1]] + 1
-            self.rounds.append(_Played(seen.record, fed, is_path))
+            self.rounds.append(_TimedRound(seen.record, fed, is_path))
 
 
 class TreeRun:
@@ -136,26 +136,26 @@ class TreeRun:
             watching.rounds.clear()
             run.generate(tokens, key=number)
             before = Before()
-            for played in watching.rounds:
-                _add_round(timed, side, played, before.add(played.record.verified))
+            for seen in watching.rounds:
+                _add_round(timed, side, seen, before.add(seen.record.verified))
         return timed
 
 
-def _add_round(timed: dict[Key, list[float]], side: str, played: _Played, before: int | None) -> None:
+def _add_round(timed: dict[Key, list[float]], side: str, seen: _TimedRound, before: int | None) -> None:
     """Add the timings of one round.
 
     Args:
         timed: is added to.
         side: the context.
-        played: the round.
+        seen: the round.
         before: see `Before`.
     """
-    record, steps = played.record, sum(bool(rows) for rows in played.fed)
-    later = tuple(sorted(rows for rows in played.fed[1:] if rows))  # timed together, in whatever order
+    record, steps = seen.record, sum(bool(rows) for rows in seen.fed)
+    later = tuple(sorted(rows for rows in seen.fed[1:] if rows))  # timed together, in whatever order
     if later:
         timed[Key(TREE_DRAFTS, side, later)].append(record.draft_s)
     timed[Key(TREE_ROUND, side, (record.verified,))].append(record.seconds)
     if record.verified and before is not None:  # of none: plain decoding, timed on its own
         timed[Key(TREE_VERIFY, side, (record.verified, before))].append(record.verify_s)
-    if not played.is_path:  # less is to be drawn, accepted and moved in a path
+    if not seen.is_path:  # less is to be drawn, accepted and moved in a path
         timed[Key(TREE_OUTSIDE, side, (steps, record.drafted))].append(record.outside_s)

@@ -74,7 +74,7 @@ class Verification(ABC):
         """
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
-        """Return the roots of the first round from the target's scores [V] behind the prompt; `count` if `deferred`."""
+        """Return the roots of the first round from the target's scores [V] after the prompt; `count` if `deferred`."""
         return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
 
     def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:

@@ -108,8 +108,8 @@ class Typical(Verification):
         likely: dict[int, float] = {0: 0.0}  # log-probability of each typical path
         # Places are in order of depth: a parent has been judged before its children.
         for place, prob in zip(tried, probs[1:], strict=True):
-            above = found.parent[place]
-            if above in likely and prob > min(self.epsilon, self.delta * math.exp(-entropy[row[above]])):
-                likely[place] = likely[above] + math.log(prob)
+            parent = found.parent[place]
+            if parent in likely and prob > min(self.epsilon, self.delta * math.exp(-entropy[row[parent]])):
+                likely[place] = likely[parent] + math.log(prob)
         end = max(likely, key=lambda place: (found.depth[place], likely[place]))
         return found.path(end), [choices.draw(p[row[end]], end, Purpose.RESIDUAL)]

@@ -14,7 +14,7 @@ from ..kernels import on_first_use
 from .scores import check_number, check_whole, float32
 
 UNSEEN = 0.5
-"""What a node at which no policy was asked, as those at the last depth, counts in shares of the one above; half as much for
+"""What a node at which no policy was asked, as those at the last depth, counts in shares of its parent; half as much for
 each better sibling."""
 
 NEVER = np.float32(-np.inf)
@@ -24,7 +24,7 @@ kernels = on_first_use("baselines.paths")
 
 
 def with_level(levels: Sequence[Array], step: DraftStep, values: Array) -> tuple[Array, ...]:
-    """Return the values [S, B] float32 of the depths 1..j, given those of the depths above; -infinity = not asked."""
+    """Return the values [S, B] float32 of the depths 1..j, given those of the depths before; -infinity = not asked."""
     return (*levels[: step.depth - 1], np.where(step.alive, values, NEVER))
 
 
@@ -142,7 +142,7 @@ class OptTree(Eagle):
         """Keep the best branches, or nothing, and remember the paths' probabilities."""
         levels, kept = with_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
         known = np.concatenate(levels, 1)
-        before = known.shape[1] - kept.shape[1]  # columns of the levels above
+        before = known.shape[1] - kept.shape[1]  # columns of the levels before
         kernels().keep_rising(known, before, step.alive, self.nodes, self.top, self.delta, kept)
         return kept, levels
 

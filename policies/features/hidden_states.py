@@ -5,8 +5,8 @@
 | `draft_hidden` | PRE | the draft's last hidden state, from which q_j is computed; 0 at depth 0 |
 | `target_hidden` | ANCHOR | the target's last hidden state of the row that the anchor token was drawn from |
 
-The last hidden state is what the output layer reads, behind the final norm: transformers' `hidden_states[-1]`. A vector is
-that state rounded to float16: so it is stored, and so a policy sees it, live as well. Two forwards of one text differ
+The last hidden state is what the output layer reads, after the final norm: transformers' `hidden_states[-1]`. It is
+rounded to float16: so it is stored, and so a policy sees it, live as well. Two forwards of one text differ
 by about 1e-5 in float32, which moves a few of the numbers to the next float16, 5e-4 of their size away.
 """
 
@@ -26,7 +26,7 @@ MOST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
-class Vector:
+class HiddenState:
     """A named hidden state: when it is known, and what it is."""
 
     name: str
@@ -36,14 +36,16 @@ class Vector:
 
 DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
 
-HIDDEN_STATES: dict[str, Vector] = {
-    vector.name: vector
-    for vector in (
-        Vector(DRAFT_HIDDEN, Kind.PRE, "the draft's last hidden state, from which q_j is computed"),
-        Vector(TARGET_HIDDEN, Kind.ANCHOR, "the target's last hidden state of the row that the anchor was drawn from"),
+HIDDEN_STATES: dict[str, HiddenState] = {
+    state.name: state
+    for state in (
+        HiddenState(DRAFT_HIDDEN, Kind.PRE, "the draft's last hidden state, from which q_j is computed"),
+        HiddenState(
+            TARGET_HIDDEN, Kind.ANCHOR, "the target's last hidden state of the row that the anchor was drawn from"
+        ),
     )
 }
-"""Every vector by name."""
+"""Every hidden state by name."""
 
 
 def check_hidden(names: Iterable[str], who: str = "") -> tuple[str, ...]:
@@ -62,8 +64,8 @@ def check_sizes(policy: StopPolicy, widths: Mapping[str, int]) -> None:
     """Refuse a policy whose head was fitted for hidden states of another size than these models have.
 
     Args:
-        policy: with `sizes`, H of each vector by name, where it knows them.
-        widths: H of each vector that there is.
+        policy: with `sizes`, H of each hidden state by name, where it knows them.
+        widths: H of each hidden state that there is.
     """
     for name, size in getattr(policy, "sizes", {}).items():
         if widths.get(name, size) != size:

@@ -21,7 +21,7 @@ def residual(x: Array, blocks: Sequence[tuple[Array, Array]]) -> None:
 
 
 class ResNetHead(TensorHead):
-    """Residual blocks with two outputs, behind a linear layer that brings everything to one width W.
+    """Residual blocks with two outputs, after a linear layer that brings everything to one width W.
 
     SpecDec++'s head (arXiv 2405.19715, code `wrap_model.py`: D blocks of the width of the hidden state, then a linear layer)
     on whatever is given. The published code repeats one block, `[ResBlock(h)] * D`, so that all share their weights (that is

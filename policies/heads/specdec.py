@@ -28,7 +28,7 @@ class SpecDecHead(TensorHead):
     """D blocks x + SiLU(W x + b) of the width of the hidden state, then two logits, of which the difference is scored.
 
     SpecDec++ (arXiv 2405.19715; code Kaffaljidhmah2/SpecDec_pp, `wrap_model.py`, `hf_generation.py`). Its input is the state
-    behind x_{j-1}, from the forward that yields q_j: it knows that token and scores it, so `accept` at depth j speaks of
+    after x_{j-1}, from the forward that yields q_j: it knows that token and scores it, so `accept` at depth j speaks of
     x_{j-1} (`lag` 1), and x_j rides along unscored. A rule that wants `next` gets the same logit; at depth 0 a constant.
 
     `order` says which block stands where. The published code builds `[ResBlock(h)] * D`, one block D times, so that all

@@ -96,7 +96,7 @@ class AcceptanceState:
     Attributes:
         key, batch: [S] int64.
         weights: [S, 1 + K] float64, the slope and the intercept of each depth.
-        refits: [S] int64, how often they were fitted.
+        updates: [S] int64, how often they were fitted.
         rounds: [S] int64, since then.
         sums: [S, K, 6] float64 of this stream since then: w z z, w z, w, r z, r and the number of tokens known.
         odds: [S, K] float64 log-odds of this round by depth; infinite = not seen.
@@ -106,7 +106,7 @@ class AcceptanceState:
     key: Array
     batch: Array
     weights: Array
-    refits: Array
+    updates: Array
     rounds: Array
     sums: Array
     odds: Array
@@ -126,9 +126,9 @@ class AdaptiveVerification(StopPolicy):
 
     It trims verification, never drafting. As only features that do not depend on the drawn token count, it is exact under
     `rejection` too, where it is asked level by level: what is left of the budget goes to the level's best, by the confidences
-    known before it. The last depth, at which no policy is asked, counts with the odds of the one above. vLLM begins a request
-    with confidences of 1; here a text goes on with those of the text before it in its row. In a tree a depth counts as its
-    best branch.
+    known before it. The last depth, at which no policy is asked, counts with the odds of the one before. vLLM begins a
+    request with confidences of 1; here a text goes on with those of the text before it in its row. In a tree a depth counts
+    as its best branch.
 
     Args:
         length: K.
@@ -165,7 +165,7 @@ class AdaptiveVerification(StopPolicy):
         if step.depth == 0:
             # Streams that were not in the batch for some rounds have missed its fits.
             groups, weights = batches_of(step.batch, state.key), state.weights.copy()
-            fits().share_latest(groups.members, groups.starts, state.refits, state.weights, weights)
+            fits().share_latest(groups.members, groups.starts, state.updates, state.weights, weights)
             return step.alive.copy(), replace(
                 state, batch=step.batch, weights=weights, odds=np.full_like(state.odds, np.inf)
             )
@@ -174,7 +174,7 @@ class AdaptiveVerification(StopPolicy):
         return step.alive.copy(), replace(state, odds=odds)
 
     def _confidences(self, state: AcceptanceState) -> Array:
-        """Return [S, K] of this round; of depths not seen yet by the odds above, or as in the round before."""
+        """Return [S, K] of this round; of depths not seen yet by the odds before them, or as in the round before."""
         out = np.empty(state.odds.shape)
         fits().say_confidences(state.odds, state.weights, state.stale, out)
         return out
@@ -182,7 +182,7 @@ class AdaptiveVerification(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch that survive best, as many as pay."""
         groups, offered = batches_of(state.batch, state.key), tree.offered
-        settled = groups.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels above: they are sent already
+        settled = groups.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels before: they are sent already
         left = np.maximum(self._budgets(tree, groups, state.stale) - settled, 0)
         # [S, N], products of chances: no value is above its parent's, as `send_best` wants it.
         values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]
@@ -211,10 +211,10 @@ class AdaptiveVerification(StopPolicy):
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with what the round has shown, fitted anew where it is time."""
         stale = self._confidences(state)
-        weights, refits, rounds, sums = (a.copy() for a in (state.weights, state.refits, state.rounds, state.sums))
+        weights, updates, rounds, sums = (a.copy() for a in (state.weights, state.updates, state.rounds, state.sums))
         # Where nobody was asked in this round, the state still has the batches of an older one.
         groups = batches_of(np.where(outcome.active, state.batch, -1), state.key)
         told = outcome.active, outcome.cut, outcome.accepted, outcome.verified
         constants = np.array((self.EVERY, self.RIDGE, self.DAMPING))
-        fits().learn(*told, state.odds, constants, groups.members, groups.starts, weights, refits, rounds, sums)
-        return replace(state, weights=weights, refits=refits, rounds=rounds, sums=sums, stale=stale)
+        fits().learn(*told, state.odds, constants, groups.members, groups.starts, weights, updates, rounds, sums)
+        return replace(state, weights=weights, updates=updates, rounds=rounds, sums=sums, stale=stale)

@@ -11,19 +11,19 @@ from .history import known_depths
 
 
 @kernel("void(int64[::1], int64[::1], int64[::1], float64[:,::1], float64[:,::1])")
-def share_latest(members: Any, starts: Any, refits: Any, weights: Any, out: Any) -> None:
+def share_latest(members: Any, starts: Any, updates: Any, weights: Any, out: Any) -> None:
     """Write to the streams of each batch the weights of the one that was fitted most often: others may have paused.
 
     Args:
         members [M], starts [G + 1]: of the batches; see `kernels.batches`.
-        refits: [S].
+        updates: [S].
         weights, out: [S, 1 + K].
     """
     for g in range(starts.shape[0] - 1):
         mine = members[starts[g] : starts[g + 1]]
         latest = mine[0]
         for i in range(mine.shape[0]):
-            if refits[mine[i]] > refits[latest]:
+            if updates[mine[i]] > updates[latest]:
                 latest = mine[i]
         for i in range(mine.shape[0]):
             copy_row(weights[latest], out[mine[i]])
@@ -53,7 +53,7 @@ def note_odds(alive: Any, features: Any, depth: int, most: float, odds: Any) -> 
 
 @kernel("void(float64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1])")
 def say_confidences(odds: Any, weights: Any, stale: Any, out: Any) -> None:
-    """Write the confidences of depths by their odds; of those not seen by the odds above, or as they were before.
+    """Write the confidences of depths by their odds; of those not seen by the odds before them, or as they were before.
 
     Args:
         odds: [S, K]; infinite = not seen.
@@ -70,7 +70,7 @@ def say_confidences(odds: Any, weights: Any, stale: Any, out: Any) -> None:
 
 
 @exact
-def _refit(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
+def _newton_step(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
     """Take a damped Newton step.
 
     Args:
@@ -103,7 +103,7 @@ def _refit(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
 )
 def learn(
     active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, constants: Any, members: Any, starts: Any, weights: Any,
-    refits: Any, rounds: Any, sums: Any,
+    updates: Any, rounds: Any, sums: Any,
 ) -> None:  # fmt: skip
     """Take in a round, and fit the batches anew that it is time for.
 
@@ -112,7 +112,7 @@ def learn(
         odds: [S, K] by depth; infinite = not seen.
         constants: rounds between fits, ridge, damping.
         members [M], starts [G + 1]: of the batches; see `kernels.batches`.
-        weights, refits, rounds, sums: of `joint.budgets.AcceptanceState`, are written.
+        weights, updates, rounds, sums: of `joint.budgets.AcceptanceState`, are written.
     """
     depths = odds.shape[1]
     for s in range(odds.shape[0]):
@@ -146,12 +146,12 @@ def learn(
                     whole[k, j] += sums[mine[i], k, j]
                     sums[mine[i], k, j] = 0.0
         latest = weights[mine[0]]  # a view, written in place
-        _refit(whole, constants[1], constants[2], latest)
-        count = refits[mine[0]]
+        _newton_step(whole, constants[1], constants[2], latest)
+        count = updates[mine[0]]
         for i in range(mine.shape[0]):
-            count = max(count, refits[mine[i]])
+            count = max(count, updates[mine[i]])
         for i in range(mine.shape[0]):
             if i > 0:
                 copy_row(latest, weights[mine[i]])
-            refits[mine[i]] = count + 1
+            updates[mine[i]] = count + 1
             rounds[mine[i]] = 0

@@ -23,10 +23,10 @@ def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, ste
         drafted, verified, decisions, last = 0, 0, 0, -1
         steps[s] = 0
         for row in range(sent.shape[1]):
-            above = parent[row]
-            goes = above < 0
-            if above >= 0:
-                goes = drawn[s, row] and not dropped[s, row] and sent[s, above]  # parents come first
+            parent_row = parent[row]
+            goes = parent_row < 0
+            if parent_row >= 0:
+                goes = drawn[s, row] and not dropped[s, row] and sent[s, parent_row]  # parents come first
                 drafted += drawn[s, row]  # what was dropped has cost its draft step all the same
                 verified += goes
             sent[s, row] = goes

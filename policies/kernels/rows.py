@@ -59,7 +59,7 @@ def _largest(row: Any) -> Any:
 
 @any_order
 def _rank(row: Any, count: Any, best: Any) -> None:
-    """Fill `best` with the `count` largest of a row in falling order, and -infinity behind them.
+    """Fill `best` with the `count` largest of a row in falling order, and -infinity after them.
 
     Blocks whose largest number is not among them are passed over, which is nearly all: only the maximum of a block is
     worked out eight numbers at a time.

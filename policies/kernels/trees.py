@@ -21,11 +21,11 @@ def _sigmoid(odds: Any) -> Any:
 
 
 @exact
-def _path_chance(above: Any, logit: Any, row: Any) -> Any:
+def _path_chance(parent_chance: Any, logit: Any, row: Any) -> Any:
     """Return the chance of a whole path, of that of its parent's; `row`: scale, tilt and shift. See `PathCalibrator`."""
-    product = min(max(above * _sigmoid(logit), _EDGE), 1.0 - _EDGE)
-    # A path is accepted only if what it begins with is, so it never has more than `above`, whatever the fit says.
-    return min(_sigmoid(row[0] * np.log(product / (1.0 - product)) + row[1] * logit + row[2]), above)
+    product = min(max(parent_chance * _sigmoid(logit), _EDGE), 1.0 - _EDGE)
+    # A path is accepted only if what it begins with is, so it never has more than `parent_chance`, whatever the fit says.
+    return min(_sigmoid(row[0] * np.log(product / (1.0 - product)) + row[1] * logit + row[2]), parent_chance)
 
 
 @exact
@@ -64,17 +64,17 @@ def sibling_ranks(parent: Any, out: Any) -> None:
 
 
 @kernel("void(float64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1])")
-def path_chances(above: Any, logits: Any, maps: Any, out: Any) -> None:
+def path_chances(parent_chance: Any, logits: Any, maps: Any, out: Any) -> None:
     """Write [R, B] chances of paths.
 
     Args:
-        above, logits: [R, B]; see `PathCalibrator.of`.
+        parent_chance, logits: [R, B]; see `PathCalibrator.of`.
         maps: [B, 3] scale, tilt and shift.
         out: [R, B].
     """
     for r in range(out.shape[0]):
         for b in range(out.shape[1]):
-            out[r, b] = _path_chance(above[r, b], logits[r, b], maps[b])
+            out[r, b] = _path_chance(parent_chance[r, b], logits[r, b], maps[b])
 
 
 @kernel(
@@ -82,8 +82,8 @@ def path_chances(above: Any, logits: Any, maps: Any, out: Any) -> None:
     "float64, float64[:,::1], int64[::1], float64[::1], float32[:,::1])"
 )
 def ask(
-    alive: Any, parent: Any, features: Any, before: Any, ranks: Any, mean: Any, mean_above: Any, floor: float,
-    shares: Any, rows: Any, above: Any, read: Any,
+    alive: Any, parent: Any, features: Any, before: Any, ranks: Any, mean: Any, mean_parent: Any, floor: float,
+    shares: Any, rows: Any, parent_chance: Any, read: Any,
 ) -> int:  # fmt: skip
     """Write which branches of a depth are read and return their number: those alive that may survive with `floor`.
 
@@ -93,11 +93,11 @@ def ask(
         before: [S, 2, B'] survival and next of the depth before, survival below 0 where it was not read; none = it is not
             known.
         ranks, mean: [B] of the branches, and their mean survival.
-        mean_above: [P] mean survival of the branches of the depth before, the last one that of all others.
+        mean_parent: [P] mean survival of the branches of the depth before, the last one that of all others.
         floor: see `TreeRule`.
         shares: [., 2].
         rows: [S B] gets the places s B + b of the branches.
-        above: [S B] gets the survival of their parents.
+        parent_chance: [S B] gets the survival of their parents.
         read: [S B, F] gets their features.
     """
     count, width = 0, alive.shape[1]
@@ -111,9 +111,9 @@ def ask(
                 inherited = max(before[s, 0, p], 0.0)
                 expected = inherited * _share(before[s, 1, p], ranks[b], shares)
             else:
-                inherited, expected = mean_above[min(p, mean_above.shape[0] - 1)], mean[b]  # as training has it
+                inherited, expected = mean_parent[min(p, mean_parent.shape[0] - 1)], mean[b]  # as training has it
             if expected >= floor:
-                rows[count], above[count] = s * width + b, inherited
+                rows[count], parent_chance[count] = s * width + b, inherited
                 for f in range(features.shape[2]):
                     read[count, f] = features[s, b, f]
                 count += 1
@@ -121,12 +121,12 @@ def ask(
 
 
 @kernel("void(float64[:,::1], int64[::1], float64[::1], float64[:,:,::1], boolean, float64[:,:,::1])")
-def survive(scores: Any, rows: Any, above: Any, maps: Any, root: bool, out: Any) -> None:
+def survive(scores: Any, rows: Any, parent_chance: Any, maps: Any, root: bool, out: Any) -> None:
     """Write survival and next of the branches of a depth: -1 and 0 where a branch was not read.
 
     Args:
         scores: [R, 2] accept and next of the head.
-        rows, above: of these branches; see `ask`.
+        rows, parent_chance: of these branches; see `ask`.
         maps: [2, B, 3] of both outputs; see `path_chances`.
         root: whether this is depth 0, where nothing was drawn that could be refused.
         out: [S, 2, B].
@@ -136,7 +136,7 @@ def survive(scores: Any, rows: Any, above: Any, maps: Any, root: bool, out: Any)
             out[s, 0, b], out[s, 1, b] = -1.0, 0.0
     for r in range(scores.shape[0]):
         s, b = rows[r] // out.shape[2], rows[r] % out.shape[2]
-        survival = 1.0 if root else _path_chance(above[r], scores[r, 0], maps[0, b])
+        survival = 1.0 if root else _path_chance(parent_chance[r], scores[r, 0], maps[0, b])
         out[s, 0, b] = survival
         # What is calibrated is the chance of the whole path to the best child; `next` is that given this branch.
         out[s, 1, b] = _path_chance(survival, scores[r, 1], maps[1, b]) / max(survival, _LEAST)
@@ -262,7 +262,7 @@ def _known_nodes(depth: Any, columns: Any, first: Any) -> Any:
 def node_survival(
     parent: Any, depth: Any, drawn: Any, known: Any, first: int, typical: Any, shares: Any, out: Any
 ) -> None:  # fmt: skip
-    """Write [S, N], the survival of all nodes; where it is not known what is expected, given the node above; -1 if not drawn.
+    """Write [S, N], the survival of all nodes; where it is not known what is expected, given its parent; -1 if not drawn.
 
     Args:
         parent, depth, drawn: [S, N] of the nodes, by depth.
@@ -282,14 +282,14 @@ def node_survival(
             out[s, node] = -1.0
             if not drawn[s, node]:
                 continue
-            above = parent[s, node]
-            inherited = out[s, above] if above >= 0 else 1.0
+            parent_node = parent[s, node]
+            inherited = out[s, parent_node] if parent_node >= 0 else 1.0
             if begin <= node < end and known[s, 0, node - begin] >= 0.0:
                 # No node survives its parent, whatever two calibrations say: what is selected stays closed under parents.
                 out[s, node] = min(known[s, 0, node - begin], inherited)
                 next_[node] = known[s, 1, node - begin]
             else:
-                chance = next_[above] if above >= 0 else typical[0]
+                chance = next_[parent_node] if parent_node >= 0 else typical[0]
                 out[s, node] = inherited * _share(chance, ranks[node], shares)
                 next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]  # typical[d] is of depth d + 1
 

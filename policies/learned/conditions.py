@@ -45,10 +45,10 @@ def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
 
 
 def sampling_text(temperature: float | Sequence[float], shaping: Mapping[str, Any]) -> str:
-    """Return `temperature 0.7, top-p 0.9`; of several temperatures all."""
-    several = temperature if isinstance(temperature, Sequence) else (temperature,)
-    options = shaping_text(shaping, max(several))
-    return f"temperature {', '.join(f'{t:g}' for t in several)}" + (f", {options}" if options != "none" else "")
+    """Return `temperature 0.7, top-p 0.9`; of sampled_at temperatures all."""
+    sampled_at = temperature if isinstance(temperature, Sequence) else (temperature,)
+    options = shaping_text(shaping, max(sampled_at))
+    return f"temperature {', '.join(f'{t:g}' for t in sampled_at)}" + (f", {options}" if options != "none" else "")
 
 
 def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:

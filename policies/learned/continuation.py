@@ -16,12 +16,12 @@ from .policy import Facts, LearnedPolicy
 
 
 def remembered(features: Sequence[str]) -> list[int]:
-    """Return the places of those features that differ from depth to depth: what is worth remembering of the depth above."""
+    """Return the places of those features that differ from depth to depth: what is worth remembering of the depth before."""
     return [at for at, name in enumerate(features) if feature(name).kind in (Kind.PRE, Kind.POST) and name != "depth"]
 
 
 def head_names(features: Sequence[str], rule: object) -> tuple[str, ...]:
-    """Return the columns of the head: the features, and behind them those of the depth before if the rule remembers them."""
+    """Return the columns of the head: the features, and after them those of the depth before if the rule remembers them."""
     if not (isinstance(rule, Continuation) and rule.remembers):
         return tuple(features)
     return (*features, *(features[at] for at in remembered(features)))

@@ -12,10 +12,10 @@ from .calibration import Calibrator
 
 
 class PathCalibrator(Calibrator):
-    """P = sigmoid(scale_d logit(above sigmoid(l)) + tilt_d l + shift_{d,r}), never more than `above`.
+    """P = sigmoid(scale_d logit(parent_chance sigmoid(l)) + tilt_d l + shift_{d,r}), never more than `parent_chance`.
 
-    `above` is the calibrated chance of all that comes before, l the head's logit at depth d of a node of rank r. The bare
-    product takes it that what is read at a node says nothing about the nodes above it. It does: after a wrong token the
+    `parent_chance` is the calibrated chance of all that comes before, l the head's logit at depth d of a node of rank r. The
+    bare product takes it that what is read at a node says nothing about the nodes before it. It does: after a wrong token the
     draft is often as sure as after a right one. So what is calibrated is the chance of the whole path.
 
     Args:
@@ -38,16 +38,16 @@ class PathCalibrator(Calibrator):
         shift = row[2 + np.minimum(ranks, len(row) - 3)]  # ranks beyond the table count as its last
         return np.stack([np.full(len(shift), row[0]), np.full(len(shift), row[1]), shift], 1)
 
-    def of(self, above: Array, logits: Array, depth: int, ranks: Array) -> Array:
+    def of(self, parent_chance: Array, logits: Array, depth: int, ranks: Array) -> Array:
         """Return [..., B] chances of whole paths.
 
         Args:
-            above: [..., B] chance of what comes before.
+            parent_chance: [..., B] chance of what comes before.
             logits: [..., B] of the head.
             depth: of the branches.
             ranks: [B] of the branches.
         """
-        both = np.broadcast_arrays(above, logits)
+        both = np.broadcast_arrays(parent_chance, logits)
         parents, scores = (np.ascontiguousarray(v, dtype=np.float64).reshape(-1, len(ranks)) for v in both)
         out = np.empty(scores.shape)
         kernels().path_chances(parents, scores, self.maps(depth, ranks), out)

@@ -93,10 +93,10 @@ class TreeGain(LearnedPolicy):
         depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
         unknown = state is None or depth <= max(self.first, 1)  # above the first decision nothing was read
         known, before = cast(Known, (np.empty((streams, 2, 0)),) * 2 if unknown else state)
-        rows, above, read = rule.ask(depth, step.alive, step.parent, step.features, before)
+        rows, parent_chance, read = rule.ask(depth, step.alive, step.parent, step.features, before)
         scores = self.head.scores(read, depth) if len(rows) else _NOTHING
         values = np.empty((streams, 2, branches))
-        kernels().survive(scores, rows, above, self._maps_of(depth, branches), depth == 0, values)
+        kernels().survive(scores, rows, parent_chance, self._maps_of(depth, branches), depth == 0, values)
         if depth == 0:  # the root is no node
             return rule.extend(0, values, rule.price(known)), None
         known = np.concatenate((known, values), 2)  # [S, 2, N + B]

@@ -61,7 +61,7 @@ class AnyFork(Threshold):
     """Draft every branch on while `accept` of any of them is above a threshold.
 
     DynaSD (arXiv 2409.10644; `continue_decision_check`: any output above the threshold, 0.4 in the scripts, 0.5 by
-    default): no memory of the depths above, and a fork that is sure draws the others along. In a chain it is the rule per
+    default): no memory of the depths before, and a fork that is sure draws the others along. In a chain it is the rule per
     step.
     """
 
@@ -111,7 +111,7 @@ class Continuation(Rule):
     Args:
         margin: tokens that must be expected to be saved.
         first: depth of the first decision.
-        remembers: the head reads the features of the depth above too (`continuation.ContinuationPolicy`).
+        remembers: the head reads the features of the depth before too (`continuation.ContinuationPolicy`).
     """
 
     kind = "continuation"

@@ -32,7 +32,7 @@ class LevelTable:
     Attributes:
         ranks, counts: [B] int64, the rank of each among its siblings, and how many children are drawn below it.
         mean: [B] mean survival.
-        mean_above: [P] likewise of the depth before; the last one for branches beyond.
+        mean_parent: [P] likewise of the depth before; the last one for branches beyond.
         floor: survival that must be expected of a branch that is read.
         costs: [B, T] in tokens, of extending 1..B branches by 1..T levels.
         decay: [T] the share of a best child's survival that the best node 0, 1, ... levels below it should have.
@@ -41,7 +41,7 @@ class LevelTable:
     ranks: Array
     counts: Array
     mean: Array
-    mean_above: Array
+    mean_parent: Array
     floor: float
     costs: Array
     decay: Array
@@ -59,7 +59,7 @@ class TreeRule:
 
     Args:
         rate: rho, tokens per second.
-        opening_s: seconds of the first draft step of a round, the decision behind it included.
+        opening_s: seconds of the first draft step of a round, the decision after it included.
         draft_s: of a later step that reads 1, 2, ... rows, likewise.
         verify_s: of verifying 0, 1, ... nodes; beyond the tables seconds go on as at their end.
         acceptance: a_1..a_K, mean chance that the best child of an accepted node is accepted, by its depth.
@@ -68,7 +68,7 @@ class TreeRule:
         first: depth of the first decision.
         ahead: share of the acceptance that is looked ahead with.
         width: most branches extended at a depth.
-        floor: branches that are expected to survive with less than this, judged by the branch above, are not read.
+        floor: branches that are expected to survive with less than this, judged by the parent, are not read.
 
     Attributes:
         verify_tokens: [n] by number of nodes, what verifying them costs in tokens.
@@ -157,16 +157,16 @@ class TreeRule:
         mean = np.full(branches, math.prod(self.acceptance[:depth], start=1.0))
         if depth < len(self._tree) and len(self._tree[depth][1]) >= branches:
             mean = self._tree[depth][1][:branches].copy()
-        mean_above = np.array([math.prod(self.acceptance[: max(depth - 1, 0)], start=1.0)])
+        mean_parent = np.array([math.prod(self.acceptance[: max(depth - 1, 0)], start=1.0)])
         if 1 < depth <= len(self._tree):
-            mean_above = np.concatenate([self._tree[depth - 1][1], mean_above])
+            mean_parent = np.concatenate([self._tree[depth - 1][1], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a price of its own (`opening_s`).
         rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         # The root is read in any case: there is nothing that could have been refused.
-        return LevelTable(ranks, counts, mean, mean_above, float(self.floor) if depth else 0.0, costs, decay)
+        return LevelTable(ranks, counts, mean, mean_parent, float(self.floor) if depth else 0.0, costs, decay)
 
     def verify_costs(self, nodes: int) -> Array:
         """Return [N + 1], what verifying 0..N nodes costs in tokens."""
@@ -187,7 +187,7 @@ class TreeRule:
                 known.
         """
         level, size = self.level(depth, alive.shape[1]), alive.size
-        rows, above = np.empty(size, dtype=np.int64), np.empty(size)
+        rows, parent_chance = np.empty(size, dtype=np.int64), np.empty(size)
         read = np.empty((size, features.shape[2]), dtype=np.float32)
         count = kernels().ask(
             np.ascontiguousarray(alive),
@@ -196,14 +196,14 @@ class TreeRule:
             before,
             level.ranks,
             level.mean,
-            level.mean_above,
+            level.mean_parent,
             level.floor,
             self._shares,
             rows,
-            above,
+            parent_chance,
             read,
         )
-        return rows[:count], above[:count], read[:count]
+        return rows[:count], parent_chance[:count], read[:count]
 
     def price(self, known: Array) -> Array:
         """Return [S], what a further node must be worth, given survival and next [S, 2, N] of those there are."""

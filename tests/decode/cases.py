@@ -21,7 +21,7 @@ class ByPrefix(LogitsProcessor):
 
 
 def added(prefix: Sequence[int], vocabulary: int) -> list[float]:
-    """Return what `ByPrefix` adds behind a prefix."""
+    """Return what `ByPrefix` adds after a prefix."""
     chance = random.Random(str(list(prefix)))
     return [chance.gauss(0.0, 1.0) for _ in range(vocabulary)]
 

@@ -1,4 +1,4 @@
-"""Whether texts are samples of a model: where each token falls in the distribution behind what stands before it."""
+"""Whether texts are samples of a model: where each token falls in the distribution after what stands before it."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ class SelectsByToken(StopPolicy):
 
     def select(self, tree: DraftTree, state: State) -> Array:
         bare = np.ones_like(tree.drawn)
-        for node, above in enumerate(tree.parent[0].tolist()):
-            if above >= 0 and bool(tree.drawn[0, node]):
-                bare[0, above] = False
+        for node, parent in enumerate(tree.parent[0].tolist()):
+            if parent >= 0 and bool(tree.drawn[0, node]):
+                bare[0, parent] = False
         deepest = int((tree.depth * tree.drawn).max())
         leaves_out = bare & (tree.depth < deepest) if deepest > 1 else np.zeros_like(bare)
         return tree.drawn & (tree.tokens != 0) & ~leaves_out

@@ -22,7 +22,7 @@ KINDS = ("dense", "mixed", "sparse")
 
 
 class Law:
-    """Logits of target and draft behind a prefix, made up when it is first met.
+    """Logits of target and draft after a prefix, made up when it is first met.
 
     Args:
         vocabulary: number of tokens.
@@ -44,7 +44,7 @@ class Law:
         return self._rows[prefix]
 
     def state(self, prefix: Prefix) -> Tensor:
-        """Return the target's hidden state [WIDTH] behind a prefix, so near its logits that heads on it are often right."""
+        """Return the target's hidden state [WIDTH] after a prefix, so near its logits that heads on it are often right."""
         chance = random.Random(f"state {self._seed} {prefix}")
         near = self.rows(prefix)[0].clamp_min(-3.0)[:WIDTH]
         noise = [0.5 * chance.gauss(0.0, 1.0) for _ in range(WIDTH)]

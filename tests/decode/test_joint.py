@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import Case
 from enumeration import EXACT, prove_within
-from joint_policies import COSTS, JOINT, MOST, made_batch_policy
+from joint_policies import COSTS, JOINT, MOST, batch_policy
 from oracle import Law, oracle_pair
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.records import Generation
@@ -51,7 +51,7 @@ def test_what_reads_the_drawn_token_is_refused_where_it_would_bias() -> None:
     with pytest.raises(PolicyError, match=REFUSED):
         Speculator(pair, JOINT["tetris"](), Settings(1.0, 4, verification="rejection"), batch=2)
     with pytest.raises(PolicyError, match="leaves drawn tokens out and reads drawn_prob"):
-        policy = made_batch_policy(names=("drawn_prob",))
+        policy = batch_policy(names=("drawn_prob",))
         Speculator(pair, policy, Settings(1.0, 4, verification="rejection"), batch=2)
 
 

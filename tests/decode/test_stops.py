@@ -140,7 +140,7 @@ def test_nothing_is_drafted_after_a_root_that_ends_the_text(pair: Pair, prompt_i
 
 
 class EachToken(StoppingCriteria):
-    """Notes what it is asked, and stops behind a token that stands at an odd place."""
+    """Notes what it is asked, and stops after a token that stands at an odd place."""
 
     def __init__(self, token: int = -1) -> None:
         self.token, self.asked = token, []

@@ -21,7 +21,7 @@ def ancestors(parent: tuple[int, ...], row: int) -> set[int]:
     return set() if row < 0 else {row} | ancestors(parent, parent[row])
 
 
-FORMS = {
+SHAPES = {
     "4,2,2,1": (1 + 4 + 8 + 16 + 16, 4, 16),
     " 4, 2": (1 + 4 + 8, 2, 8),
     "8": (9, 1, 8),
@@ -35,10 +35,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("text", FORMS)
+@pytest.mark.parametrize("text", SHAPES)
 def test_a_written_tree_has_the_rows_depth_and_width_it_says(text: str) -> None:
     tree = parse_tree(text)
-    assert (len(tree), tree.deepest, tree.width) == FORMS[text]
+    assert (len(tree), tree.deepest, tree.width) == SHAPES[text]
     assert (tree.roots, tree.nodes) == (1, len(tree) - 1)
     assert tree.is_chain == (tree.width == 1)
     assert [row for level in tree.levels for row in level] == list(range(len(tree)))
@@ -49,8 +49,8 @@ def test_medusas_tree_is_the_published_one() -> None:
     tree = parse_tree("medusa-63")
 
     def path(row: int) -> tuple[int, ...]:
-        above = tree.parent[row]
-        return () if above < 0 else (*path(above), tree.children[above].index(row))
+        parent = tree.parent[row]
+        return () if parent < 0 else (*path(parent), tree.children[parent].index(row))
 
     paths = {path(row) for row in range(1, len(tree))}
     assert len(paths) == 63 and {len(p) for p in paths} == {1, 2, 3, 4}
@@ -84,7 +84,7 @@ def test_a_fork_is_branches_beside_each_other() -> None:
     ["", "4,", "4;2", "a", "4,2,x", "1.5", "fork:4", "fork:4x", "fork:x5", "fork:4x5x6", "chain:", "chain:a", "parents:",
      "tree:4", "widths:4,2", "parents:-1,x", ":", "::4"],
 )  # fmt: skip
-def test_what_is_no_tree_is_refused_with_the_forms_there_are(text: str) -> None:
+def test_what_is_no_tree_is_refused_with_what_is_expected(text: str) -> None:
     with pytest.raises(InputError, match=r"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6") as error:
         parse_tree(text)
     assert repr(text) in str(error.value)
@@ -140,11 +140,11 @@ def test_a_parent_list_is_renumbered_by_depth_and_stays_the_same_tree(seed: int)
     order = sorted(range(len(parents)), key=depth)  # stable: siblings in the order of the list
     row = {-1: 0, **{node: at for at, node in enumerate(order, 1)}}
     assert tree.depth == sorted(tree.depth)
-    for node, above in enumerate(parents):
-        assert tree.parent[row[node]] == row[above]
+    for node, parent in enumerate(parents):
+        assert tree.parent[row[node]] == row[parent]
         assert tree.depth[row[node]] == depth(node)
-    for above in range(-1, len(parents)):
-        assert tree.children[row[above]] == sorted(row[n] for n, p in enumerate(parents) if p == above)
+    for parent in range(-1, len(parents)):
+        assert tree.children[row[parent]] == sorted(row[n] for n, p in enumerate(parents) if p == parent)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -159,7 +159,7 @@ def test_the_mask_is_the_matrix_of_ancestors(seed: int) -> None:
         assert forest.sees.sum(1).tolist() == [d + 1 for d in forest.depth]
 
 
-@pytest.mark.parametrize("text", [*FORMS, *(f"seed {s}" for s in range(30))])
+@pytest.mark.parametrize("text", [*SHAPES, *(f"seed {s}" for s in range(30))])
 def test_a_name_says_the_tree_again(text: str) -> None:
     tree = from_parents(random_parents(int(text[5:]))) if text.startswith("seed") else parse_tree(text)
     assert parse_tree(tree.name).parent == tree.parent
@@ -192,7 +192,7 @@ def test_a_rooted_forest_is_the_tree_without_its_anchor(seed: int) -> None:
     tree = from_parents(random_parents(seed))
     forest = tree.rooted()
     assert forest.roots == len(tree.levels[1])
-    assert forest.parent == tuple(above - 1 for above in tree.parent[1:])
+    assert forest.parent == tuple(parent - 1 for parent in tree.parent[1:])
     assert forest.depth == [d - 1 for d in tree.depth[1:]]
     assert torch.equal(forest.sees, tree.sees[1:, 1:])
 

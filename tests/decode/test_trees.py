@@ -126,7 +126,7 @@ def test_a_pruned_tree_reads_as_the_chains_it_has(model: PreTrainedModel, seed: 
 def test_parts_of_a_tree_come_and_come_again_in_any_order(
     some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of changing sizes behind prefixes of changing lengths, more of them than are kept."""
+    """Of changing sizes after prefixes of changing lengths, more of them than are kept."""
     monkeypatch.setattr("specstop.decode.models.tree_masks._MOST", 2)
     tree, draw = parse_tree("3,2,2"), random.Random(4)
     made = Tree(some, tree, 9)
@@ -143,7 +143,7 @@ def test_parts_of_a_tree_come_and_come_again_in_any_order(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_kept_is_as_if_it_had_been_read_alone(model: PreTrainedModel, seed: int) -> None:
-    """Compaction along a path, then a chain and another tree behind it."""
+    """Compaction along a path, then a chain and another tree after it."""
     tree, draw = parse_tree("3,2,2"), random.Random(seed)
     rows = pruned(tree, draw)
     made = Tree(model, tree, 6, seed)
@@ -245,7 +245,7 @@ def test_a_window_may_end_inside_the_tree(kind: str) -> None:
 def test_a_chain_is_kept_without_moving_anything(some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Tree(some, chain(5), 6)
     made.read(list(range(6)))
-    monkeypatch.setattr("specstop.decode.models.kv_cache.Slots.move", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr("specstop.decode.models.kv_cache.KVCache.move", lambda *_: pytest.fail("moved"))
     made.cached.keep(6, [6, 7, 8])
     assert made.cached.length == 9
 

@@ -16,10 +16,10 @@ DRAFT, TARGET = 5, 7
 
 HALF, SMALL = np.float32(0.5), np.float32(0.3)
 
-Made = tuple[str, tuple[str, ...], dict[str, Array]]
+HeadTensors = tuple[str, tuple[str, ...], dict[str, Array]]
 
 
-def resnet(names: tuple[str, ...], hidden: dict[str, int], blocks: int = 2, width: int = 6) -> Made:
+def resnet(names: tuple[str, ...], hidden: dict[str, int], blocks: int = 2, width: int = 6) -> HeadTensors:
     """Return a residual head on these scalars (all of them or none) and hidden states."""
     columns = WIDTH if names else 0
     tensors = {
@@ -49,7 +49,7 @@ def layers(sizes: tuple[int, ...]) -> dict[str, Array]:
     return tensors
 
 
-def specdec(order: tuple[int, ...] = (0, 1, 2), size: int = DRAFT) -> Made:
+def specdec(order: tuple[int, ...] = (0, 1, 2), size: int = DRAFT) -> HeadTensors:
     """Return SpecDec++'s head with these blocks in this order."""
     count = len(set(order))
     tensors = {
@@ -63,7 +63,7 @@ def specdec(order: tuple[int, ...] = (0, 1, 2), size: int = DRAFT) -> Made:
     return "specdec", (), tensors
 
 
-MADE: dict[str, Made] = {
+RANDOM_HEADS: dict[str, HeadTensors] = {
     **{kind: (kind, NAMES, make()) for kind, make in TENSORS.items()},
     "tokens": ("tokens", TOKEN_NAMES, token_tensors()),
     "resnet of the draft": resnet((), {"draft_hidden": DRAFT}),
@@ -76,7 +76,7 @@ MADE: dict[str, Made] = {
 """Kind, scalar features and tensors by a name."""
 
 
-def made_head(name: str) -> tuple[tuple[str, ...], Head]:
+def random_head(name: str) -> tuple[tuple[str, ...], Head]:
     """Return the scalar features and the head called `name`."""
-    kind, names, tensors = MADE[name]
+    kind, names, tensors = RANDOM_HEADS[name]
     return names, build_head(kind, names, tensors)

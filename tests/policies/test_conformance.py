@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from contract_policies import TEST_POLICIES
 from head_tensors import knots
-from random_heads import MADE, made_head
+from random_heads import RANDOM_HEADS, random_head
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.learned.calibration import Calibrator
@@ -25,7 +25,7 @@ RULES: dict[str, Rule] = {
 
 def learned(name: str) -> StopPolicy:
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    features, head = made_head(name)
+    features, head = random_head(name)
     return LearnedPolicy("mine", features, head, *maps, RULES.get(name, Derived([0.1, 0.2, 0.3, 0.2])), 5)
 
 
@@ -33,23 +33,23 @@ CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [*BUILTINS, *MADE, *(f"contract {name}" for name in TEST_POLICIES)])
+@pytest.mark.parametrize("name", [*BUILTINS, *RANDOM_HEADS, *(f"contract {name}" for name in TEST_POLICIES)])
 def test_a_policy_of_ours_conforms(name: str, check: str) -> None:
     class Case(PolicyTests):
         def make(self) -> StopPolicy:
             if name.startswith("contract "):
                 return TEST_POLICIES[name.removeprefix("contract ")]
-            return learned(name) if name in MADE else load_policy(name)
+            return learned(name) if name in RANDOM_HEADS else load_policy(name)
 
     getattr(Case(), check)()
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", [*BUILTINS, *MADE])
+@pytest.mark.parametrize("name", [*BUILTINS, *RANDOM_HEADS])
 def test_a_policy_of_ours_conforms_on_trees(name: str, check: str) -> None:
     class Case(TreePolicyTests):
         def make(self) -> StopPolicy:
-            return learned(name) if name in MADE else load_policy(name)
+            return learned(name) if name in RANDOM_HEADS else load_policy(name)
 
     getattr(Case(), check)()
 

@@ -41,8 +41,8 @@ def rule(rate: float = 100.0, verify_s: float = 1e-3, step_s: float = 1e-3, **mo
 
 def depths_of(parent: Array) -> Array:
     depth: list[int] = []
-    for above in parent.tolist():
-        depth.append(1 if above < 0 else depth[above] + 1)
+    for parent_node in parent.tolist():
+        depth.append(1 if parent_node < 0 else depth[parent_node] + 1)
     return np.array(depth)
 
 
@@ -67,18 +67,20 @@ def make_steps(
     chance, depth, steps = np.random.default_rng(seed), depths_of(parent), []
     for d in range(policy.first, int(depth.max())):
         nodes = np.flatnonzero(depth == d) if d else np.array([0])
-        above = parent[nodes] - np.flatnonzero(depth == d - 1)[0] if d > 1 else np.zeros(len(nodes), dtype=np.int64)
+        parent_node = (
+            parent[nodes] - np.flatnonzero(depth == d - 1)[0] if d > 1 else np.zeros(len(nodes), dtype=np.int64)
+        )
         alive = chance.random((streams, len(nodes))) > 0.15 * (d > 0)
         features = chance.random((streams, len(nodes), len(policy.features))).round(digits) * alive[..., None]
         every = np.zeros(streams, dtype=np.int64)
-        steps.append(DraftStep(d, alive, np.tile(above, (streams, 1)), features.astype(np.float32), {}, every))
+        steps.append(DraftStep(d, alive, np.tile(parent_node, (streams, 1)), features.astype(np.float32), {}, every))
     return steps
 
 
 def make_drawn(seed: int, streams: int = 1, parent: Array = PARENT) -> DraftTree:
     drawn = np.random.default_rng(seed).random((streams, len(parent))) > 0.2
-    for node, above in enumerate(parent.tolist()):
-        drawn[:, node] &= drawn[:, above] if above >= 0 else True
+    for node, parent_node in enumerate(parent.tolist()):
+        drawn[:, node] &= drawn[:, parent_node] if parent_node >= 0 else True
     return DraftTree(*(np.tile(values, (streams, 1)) for values in (parent, parent, depths_of(parent))), drawn)
 
 
@@ -137,12 +139,12 @@ class Reference:
             return mean[:branches]
         return np.full(branches, np.prod(self.rule.acceptance[:depth]))
 
-    def path(self, table: Array, above: Array, logits: Array, depth: int, ranks: Array) -> Array:
+    def path(self, table: Array, parent_chance: Array, logits: Array, depth: int, ranks: Array) -> Array:
         scale, tilt, *shifts = table[min(depth, len(table) - 1)].astype(np.float64)
-        product = np.clip(above / (1.0 + np.exp(-np.clip(logits, -60.0, 60.0))), 1e-6, 1.0 - 1e-6)
+        product = np.clip(parent_chance / (1.0 + np.exp(-np.clip(logits, -60.0, 60.0))), 1e-6, 1.0 - 1e-6)
         odds = scale * np.log(product / (1.0 - product)) + tilt * logits
         odds = np.clip(odds + np.array(shifts)[np.minimum(ranks, len(shifts) - 1)], -60.0, 60.0)
-        return np.minimum(1.0 / (1.0 + np.exp(-odds)), above)
+        return np.minimum(1.0 / (1.0 + np.exp(-odds)), parent_chance)
 
     def read(self, step: DraftStep, levels: Levels) -> tuple[Array, Array]:
         """Survival and next of the branches of a depth."""
@@ -152,16 +154,16 @@ class Reference:
         accept, next_ = np.moveaxis(scores.reshape(streams, branches, 2), 2, 0)
         if depth < 2 or not levels:
             wide = int(step.parent.max()) + 1
-            above = self.mean_survival(depth - 1, wide)[step.parent] if depth > 1 else np.ones(step.alive.shape)
+            parent_chance = self.mean_survival(depth - 1, wide)[step.parent] if depth > 1 else np.ones(step.alive.shape)
             expected = np.broadcast_to(self.mean_survival(depth, branches), step.alive.shape)
         else:
             one, two = (np.take_along_axis(values, step.parent, 1) for values in levels[-1])
-            above = np.maximum(one, 0.0)
-            expected = above * self.share(two, ranks)
+            parent_chance = np.maximum(one, 0.0)
+            expected = parent_chance * self.share(two, ranks)
         there = step.alive & ((depth == 0) | (expected >= self.rule.floor))
         survival = np.ones(there.shape)
         if depth:
-            survival = self.path(self.policy.accept.knots, above, accept, depth, ranks)
+            survival = self.path(self.policy.accept.knots, parent_chance, accept, depth, ranks)
         chance = self.path(self.policy.next.knots, survival, next_, depth, ranks) / np.maximum(survival, 1e-9)
         return np.where(there, survival, -1.0), np.where(there, chance, 0.0)
 
@@ -209,11 +211,11 @@ class Reference:
         out, next_ = np.empty(drawn.shape), np.empty(drawn.shape)
         for d in range(1, int(depth.max()) + 1):
             nodes = np.flatnonzero(depth == d)
-            above = parent[nodes]
-            ranks = np.tril(above[:, None] == above[None], -1).sum(1)
+            parents = parent[nodes]
+            ranks = np.tril(parents[:, None] == parents[None], -1).sum(1)
             inherited, chance = np.ones((len(drawn), len(nodes))), np.full((len(drawn), len(nodes)), self.mean(1))
             if d > 1:
-                inherited, chance = out[:, above], next_[:, above]
+                inherited, chance = out[:, parents], next_[:, parents]
             out[:, nodes] = inherited * self.share(chance, ranks)
             next_[:, nodes] = self.mean(d + 1)
             at = d - max(self.rule.first, 1)

@@ -92,7 +92,7 @@ def _own_text(target: LlamaForCausalLM, starts: torch.Tensor, recipe: PairRecipe
         weight.data = weight.data.bfloat16()
     with torch.no_grad():
         for text in torch.split(prefixes, _OWN_BATCH):
-            heat = torch.tensor(_TEMPERATURES).repeat(len(text) // len(_TEMPERATURES) + 1)[: len(text), None]
+            temperature = torch.tensor(_TEMPERATURES).repeat(len(text) // len(_TEMPERATURES) + 1)[: len(text), None]
             out = writer(input_ids=text, use_cache=True)
             seen = [out.logits]
             for _ in range(recipe.own_tokens):
@@ -100,7 +100,7 @@ def _own_text(target: LlamaForCausalLM, starts: torch.Tensor, recipe: PairRecipe
                 # Gumbel-max sampling: the largest of scores + T g, g = -log(-log u); at T = 0 the best token.
                 # u = 0 would make g infinite, and 0 times that NaN.
                 uniform = torch.rand(scores.shape, generator=generator).clamp_min(1e-20)
-                token = (scores - heat * uniform.log().neg().log()).argmax(-1, keepdim=True)
+                token = (scores - temperature * uniform.log().neg().log()).argmax(-1, keepdim=True)
                 text = torch.cat([text, token], dim=1)
                 out = writer(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
                 seen.append(out.logits)
@@ -182,10 +182,10 @@ def _depth(step: int, recipe: PairRecipe) -> int:
 
 def _adam(model: LlamaForCausalLM, recipe: PairRecipe) -> torch.optim.AdamW:
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in model.parameters() if weight.ndim <= 1]
+    not_decayed = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": not_decayed, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 

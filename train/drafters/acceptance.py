@@ -20,7 +20,7 @@ def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: M
 
     Args:
         network: of a drafter.
-        texts: those decoded greedily count, behind their prompts.
+        texts: those decoded greedily count, after their prompts.
         embedding, output: of the target.
     """
     hits = [right.cumprod(1) for right in right_proposals(network, texts, embedding, output)]

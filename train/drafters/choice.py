@@ -108,7 +108,7 @@ def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArra
     made = dataclasses.replace(
         other,
         columns={name: of(first.column(name), values) for name, values in other.columns.items()},
-        vectors={},
+        hidden={},
         extra={},
         **{
             name: of(getattr(first, name), getattr(other, name))

@@ -49,7 +49,7 @@ def _by_heads(network: Heads, batch: Batch, embedding: Module) -> Iterator[Tenso
 
 
 def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:
-    """Return [B, n - 1, T, V + 1] the log-probabilities of the symbols at T positions behind each root."""
+    """Return [B, n - 1, T, V + 1] the log-probabilities of the symbols at T positions after each root."""
 
     def next_symbols(states: Tensor) -> Tensor:
         symbols.append(network.with_blank(output(states), states).log_softmax(-1))

@@ -30,7 +30,7 @@ def choose_lengths(export: Export, sizes: Sequence[int]) -> dict[int, int]:
     out, so that no table contradicts the figures on its page.
 
     Args:
-        export: with the fixed lengths walked.
+        export: with the fixed lengths replayed.
         sizes: rising.
     """
     fit, held = (batch_seconds(side, export.profile, sizes) for side in (export.fit_fixed, export.held_fixed))

@@ -20,7 +20,7 @@ from ...policies.progress import Progress, silent
 from ..fit.tuning.rates import is_priced, solve_rate
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
-from ..replay.known_lengths import Walked, walk_fixed
+from ..replay.known_lengths import ReplayedRuns, replay_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
 from ..report.decision_costs import with_prices
@@ -70,7 +70,7 @@ class Export:
         profile: with the policy's decisions.
         policy: as it was replayed, or None.
         draws: of that.
-        fit_fixed, held_fixed: the fixed lengths 0..K, walked.
+        fit_fixed, held_fixed: the fixed lengths 0..K, replayed.
         held_boot: resamples of the held-out prompts.
         best: the fixed length that is fastest on the prompts of the choice.
     """
@@ -100,8 +100,8 @@ class Export:
             profile, _ = with_prices(profile, [policy], traces.header)
             self.policy = self._ready(policy, profile)
         self.profile, self.draws = profile, Draws(profile, seed)
-        self.fit_fixed: Walked = walk_fixed(self.sides.fit, self.depth)
-        self.held_fixed: Walked = walk_fixed(self.sides.held, self.depth)
+        self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
+        self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)
         self.held_boot = Resamples(self.sides.held.prompt_ids, seed)
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 

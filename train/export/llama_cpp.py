@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...policies.errors import TraceError
-from ..replay.known_lengths import Walked, draft_bound, walk_lengths
+from ..replay.known_lengths import ReplayedRuns, draft_bound, replay_lengths
 from ..replay.traces.arrays import TraceArrays
 from ..report.whatif.records import markdown_table
 from .folder import Export, Written, caveats
@@ -62,13 +62,13 @@ def shares(arrays: TraceArrays) -> Tensor:
     return top1 / torch.stack([arrays.column(name) for name in TOP]).sum(0).clamp_min(1e-30)
 
 
-def walk_shares(arrays: TraceArrays, rules: Sequence[Share]) -> Walked:
+def replay_shares(arrays: TraceArrays, rules: Sequence[Share]) -> ReplayedRuns:
     """Walk all texts under several rules."""
     p, bound = shares(arrays), draft_bound(arrays)
     counts = {t: (p >= t).long().cumprod(1).sum(1) for t in {rule.p_min for rule in rules}}  # [N] before the first
     pairs = [rule.lengths(counts[rule.p_min], bound) for rule in rules]
     drafted, verified = (torch.stack(column) for column in zip(*pairs, strict=True))
-    return walk_lengths(arrays, drafted, verified)
+    return replay_lengths(arrays, drafted, verified)
 
 
 def make_files(export: Export) -> Written:
@@ -81,8 +81,8 @@ def make_files(export: Export) -> Written:
         raise TraceError("--traces: expected the feature top1 (and top2 to top10); collect them again with it")
     now, older = tuned(export), tuned(export, older=True)
     usual = Share(DEFAULT, min(DEFAULT_MAX, export.depth))
-    walked = walk_shares(export.sides.held, [now, older, usual])
-    mine, before, default = (walked.rounds(run) for run in range(3))
+    replayed = replay_shares(export.sides.held, [now, older, usual])
+    mine, before, default = (replayed.rounds(run) for run in range(3))
     alone = export.alone(mine)
     beside = {"to_default": export.ratio(mine, default), "older": export.alone(before)}
     figures = {
@@ -103,7 +103,7 @@ def tuned(export: Export, *, older: bool = False) -> Share:
         export.progress("tune, older" if older else "tune", done, len(SHARES))
         smallest = (0,) if older else LEAST
         rules = [Share(p, n, m, older) for n in range(1, export.depth + 1) for m in smallest if m <= n]
-        seconds = walk_shares(export.sides.fit, rules).seconds(export.profile).sum(1)
+        seconds = replay_shares(export.sides.fit, rules).seconds(export.profile).sum(1)
         at = int(seconds.argmin())
         if float(seconds[at]) < least:
             best, least = rules[at], float(seconds[at])

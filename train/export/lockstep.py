@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..replay.arrivals import deal
-from ..replay.known_lengths import KnownLengths, Walked
+from ..replay.known_lengths import KnownLengths, ReplayedRuns
 from ..replay.traces.arrays import TraceArrays
 
 
@@ -65,7 +65,7 @@ class Steps:
         return at, mean
 
 
-def lockstep(arrays: TraceArrays, rules: Sequence[Steps], batch: int, start: int, seed: int = 0) -> Walked:
+def lockstep(arrays: TraceArrays, rules: Sequence[Steps], batch: int, start: int, seed: int = 0) -> ReplayedRuns:
     """Play a batch that is always full under each rule, a run for each, all on the same texts in the same order.
 
     Args:
@@ -91,7 +91,7 @@ def lockstep(arrays: TraceArrays, rules: Sequence[Steps], batch: int, start: int
             mean[i] = rule.followed(mean[i], int(length[i]), float(averages[i]))
             if rule.is_time(counted):
                 at[i], mean[i] = rule.moved(at[i], mean[i])
-    return source.walked(len(rules))
+    return source.replayed(len(rules))
 
 
 def _refill(source: KnownLengths, waiting: Sequence[deque[int]]) -> None:

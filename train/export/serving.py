@@ -18,7 +18,7 @@ from ...policies.latency.batch import BatchCosts
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
-from ..replay.known_lengths import Walked
+from ..replay.known_lengths import ReplayedRuns
 from ..replay.traces.arrays import TraceArrays
 from ..replay.traces.checking import check_apart
 
@@ -210,12 +210,12 @@ def _draft_growth(profile: Profile, weights: _Line, batch: int) -> float:
     return max(line(batch) / one, 1.0) if one > 0 else 1.0
 
 
-def batch_seconds(walked: Walked, profile: Profile, sizes: Sequence[int]) -> dict[int, Tensor]:
+def batch_seconds(replayed: ReplayedRuns, profile: Profile, sizes: Sequence[int]) -> dict[int, Tensor]:
     """Return, by batch size, [C, S] seconds of the runs: each request's share of the engine's time.
 
     Args:
-        walked: runs, such as all fixed lengths.
+        replayed: runs, such as all fixed lengths.
         profile: of one request.
         sizes: batch sizes.
     """
-    return {size: walked.seconds(batch_profile(profile, size)) for size in sizes}
+    return {size: replayed.seconds(batch_profile(profile, size)) for size in sizes}

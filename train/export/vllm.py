@@ -1,7 +1,7 @@
 """vLLM's table of draft lengths by batch size, computed from traces and a profile.
 
 vLLM takes one draft length for all requests of a step and lets it depend on their number alone: ranges (first, last, K),
-both ends included, the first from 1 on, none overlapping; sizes behind the last range keep its K, and no K is above
+both ends included, the first from 1 on, none overlapping; sizes after the last range keep its K, and no K is above
 `num_speculative_tokens` (`vllm/v1/spec_decode/dynamic/utils.py` and `vllm/config/speculative.py` of 0.33.0).
 """
 

@@ -69,7 +69,7 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
         seed: of folds and trees.
     """
     # The header forgets recorded hidden states, too: `check_sizes` would hold the two scores below to the models' widths.
-    bare = dataclasses.replace(arrays, vectors={}, header=dataclasses.replace(arrays.header, vectors={}))
+    bare = dataclasses.replace(arrays, hidden={}, header=dataclasses.replace(arrays.header, hidden={}))
     names = tuple(name for name in recorded_scalars(arrays) if name not in HISTORY_FEATURES)
     every = Visits.once(torch.arange(len(arrays.accepted)))
     visited = every.part(~arrays.cut)
@@ -77,8 +77,8 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
     calibrated = calibrate(held_out_outputs(fitted, bare, names, visited))
     # [N, K + 1, 2]: every fold has a head, so that no anchor is left out and rows stay in order.
     logits = torch.from_numpy(held_out_outputs(fitted, bare, names, every).logits)
-    vectors: dict[str, Any] = {TARGET_HIDDEN: _Scores(logits[:, 0]), DRAFT_HIDDEN: _Scores(logits[:, 1:])}
-    known = dataclasses.replace(bare, vectors=vectors)
+    hidden: dict[str, Any] = {TARGET_HIDDEN: _Scores(logits[:, 0]), DRAFT_HIDDEN: _Scores(logits[:, 1:])}
+    known = dataclasses.replace(bare, hidden=hidden)
     acceptance = conditional_acceptance(arrays, visited)
     facts = Facts(verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME))
     policy = LearnedPolicy(

@@ -15,7 +15,7 @@ from ..heads.crossfit import (
     FOLDS,
 )
 from ..heads.fitting import HEAD_KINDS, FitOptions
-from ..heads.head_specs import Form, form
+from ..heads.head_specs import HeadSpec, head_spec
 from ..replay.traces.concatenate import temperatures
 from .fit_rule import check_rule
 
@@ -40,17 +40,17 @@ class Plan:
     cross_fit: bool = True
     passes: int | None = None
     fit: FitOptions = field(default_factory=FitOptions)
-    vectors: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
 
     @property
-    def form(self) -> Form:
+    def head_spec(self) -> HeadSpec:
         """What the head asks of training."""
-        return form(self.head)
+        return head_spec(self.head)
 
     @property
     def grid(self) -> tuple[float, ...]:
         """The thresholds that were published with the rule, where the head is used under its own."""
-        return self.form.thresholds if self.rule == self.form.rule else ()
+        return self.head_spec.thresholds if self.rule == self.head_spec.rule else ()
 
 
 def check_plan(plan: Plan) -> None:

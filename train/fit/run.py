@@ -30,7 +30,7 @@ from ..heads.crossfit import (
     prompt_folds,
 )
 from ..heads.fitting import FitOptions
-from ..heads.head_specs import form, read_vectors, usual_features
+from ..heads.head_specs import head_spec, read_hidden, usual_features
 from ..heads.hosts import check_host, features_for
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
@@ -63,7 +63,7 @@ def train(
     rule: str | None = None,
     threshold: float | None = None,
     features: Sequence[str] | None = None,
-    vectors: Sequence[str] | None = None,
+    hidden: Sequence[str] | None = None,
     name: str | None = None,
     seed: int = 0,
     folds: int = FOLDS,
@@ -85,11 +85,11 @@ def train(
         out: the policy folder to write; None keeps the policy in memory.
         rule: "gain" for trees (`trees.fit.train_tree`), "batch" for batches (`policies.joint.survival`); else "derived"
             (look-ahead, no threshold), "survival", "step" or "any"; by default the one that the head was published with
-            (`head_specs.FORMS`), or the derived one.
+            (`head_specs.HEAD_SPECS`), or the derived one.
         threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
         features: scalar features; by default those that every trace of chains holds, or those that the head was
             published with.
-        vectors: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
+        hidden: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
         name: of the policy; by default the head's.
         seed: of split and fit.
         folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
@@ -108,15 +108,15 @@ def train(
         TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
     kernels.load(progress)
-    several = [traces] if isinstance(traces, Trace) else list(traces)
-    if not several:
+    opened = [traces] if isinstance(traces, Trace) else list(traces)
+    if not opened:
         raise TraceError("--traces: expected at least one trace")
-    tell_other_verification(profile, several[0].header)
+    tell_other_verification(profile, opened[0].header)
     if host is not None:
-        check_host(host, several, rule, [*(vectors or ()), *form(head).vectors])
-        features = features_for(host, several, head, features, default_features(several))
+        check_host(host, opened, rule, [*(hidden or ()), *head_spec(head).hidden])
+        features = features_for(host, opened, head, features, default_features(opened))
     if rule == "gain":
-        if len(several) != 1 or threshold is not None or vectors or mixed is not None:
+        if len(opened) != 1 or threshold is not None or hidden or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
         from .trees.fit import train_tree, tree_features
 
@@ -125,28 +125,26 @@ def train(
             fit=fit or FitOptions(),
         )  # fmt: skip
         check_plan(plan)
-        folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
-        return train_tree(plan, several[0], profile, folder, progress)
-    wanted = form(head)
+        folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
+        return train_tree(plan, opened[0], profile, folder, progress)
+    wanted = head_spec(head)
     names = (
-        tuple(features)
-        if features
-        else without_noise(usual_features(head, default_features(several)), several[0].header)
+        tuple(features) if features else without_noise(usual_features(head, default_features(opened)), opened[0].header)
     )
     if not features and rule == "continuation":
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
         head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
-        fit or FitOptions(), () if host is not None else read_vectors(head, several, vectors),
+        fit or FitOptions(), () if host is not None else read_hidden(head, opened, hidden),
     )  # fmt: skip
     check_plan(plan)
-    folder = None if out is None else claimed(out, [*several, mixed], profile, fit, overwrite=overwrite)
-    extra = label_columns([trace.header for trace in several], wanted.soft)
-    arrays = joined_arrays(several, names, plan.vectors, extra)
-    sources = [str(trace.folder) for trace in (*several, mixed) if trace is not None]
+    folder = None if out is None else claimed(out, [*opened, mixed], profile, fit, overwrite=overwrite)
+    extra = label_columns([trace.header for trace in opened], wanted.soft)
+    arrays = joined_arrays(opened, names, plan.hidden, extra)
+    sources = [str(trace.folder) for trace in (*opened, mixed) if trace is not None]
     return train_arrays(
-        plan, arrays, profile, temperatures(several), sources, folder, progress,
-        None if mixed is None else mixed_arrays(mixed, several[0], names, plan.vectors),
+        plan, arrays, profile, temperatures(opened), sources, folder, progress,
+        None if mixed is None else mixed_arrays(mixed, opened[0], names, plan.hidden),
     )  # fmt: skip
 
 
@@ -175,7 +173,7 @@ def train_arrays(
     if plan.rule == "continuation":
         return _train_continuation(plan, arrays, folds, profile, sampled_at, sources, folder, progress)
     fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
-    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.form.calibrated)
+    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head_spec.calibrated)
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
     acceptance = conditional_acceptance(arrays, visited)
     drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
@@ -214,13 +212,13 @@ def _train_continuation(
     rounds = plan.passes or MOST_ROUNDS
     if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first one
         first = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=1, **how).made
-        profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.vectors)
+        profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.hidden)
     settled = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=rounds, **how)
     policy = settled.made
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
         "policy_iterations": len(settled.rates),
-        "best_refit": settled.best,
+        "best_iteration": settled.best,
         "visits_moved": settled.moved[-1],
     } | _held_out_speed(policy, held_side, profile)
     played = replay(fit_side, policy, profile)
@@ -270,7 +268,7 @@ def _fitted(
     """
     grid = [] if arrays.header.mix else fixed_grid(arrays, profile)
     visited = reference = _reference(arrays, grid)
-    for turn in range(plan.passes or plan.form.passes):
+    for turn in range(plan.passes or plan.head_spec.passes):
         work = plan.fit.checkpoints
         options = dataclasses.replace(plan.fit, checkpoints=work / f"pass-{turn}" if work is not None else None)
         fitted = fit_folds(
@@ -280,9 +278,9 @@ def _fitted(
         if arrays.header.mix:
             break
         outputs = held_out_outputs(fitted, arrays, plan.features, visited)
-        calibrated = calibrate(outputs, not plan.form.calibrated)
+        calibrated = calibrate(outputs, not plan.head_spec.calibrated)
         drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
-        profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.vectors)
+        profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.hidden)
         mean = conditional_acceptance(arrays, visited)
         rule = passing_rule(drafts[0], plan.rule, plan.threshold, arrays, profile, mean, best_of(grid).rate)
         own = own_visits(arrays, folds, [draft.with_rule(rule) for draft in drafts], profile)

@@ -24,7 +24,7 @@ from .calibration.logits import Array, auc, fit_calibrator, fit_kind, log_loss
 from .calibration.scores import Scored
 from .calibration.survival import Products, SurvivalFit, fit_survival, products_as_they_are
 from .fitting import FitOptions, FitTask, fitter
-from .head_specs import form
+from .head_specs import head_spec
 from .mixing import mixed_rows
 from .rows import FitRows, Visits, fit_rows, known_chances, ranked_prompts, visits
 
@@ -113,7 +113,7 @@ def fit_folds(
     owner = folds.of_rows(arrays, visited)
     # Looked up once: each fold's rows serve all the other folds' heads.
     parts = [
-        fit_rows(arrays, names, visited.part(owner == fold), tuple(arrays.vectors), form(kind).lag)
+        fit_rows(arrays, names, visited.part(owner == fold), tuple(arrays.hidden), head_spec(kind).lag)
         for fold in range(folds.count)
     ]
     options = options or FitOptions()
@@ -126,7 +126,7 @@ def fit_folds(
         if mixed is not None:
             # A prompt may be in both traces: what is held out here must not be fitted on there.
             mine = {arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)}
-            rows = mixed_rows(mixed, mine, names, form(kind).lag)
+            rows = mixed_rows(mixed, mine, names, head_spec(kind).lag)
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
         work = options.checkpoints
@@ -191,7 +191,7 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
         seen = seen_features(arrays, names, row, visited.history[mine]).numpy()
         for depth in range(seen.shape[1]):
             nodes = torch.tensor([depth - 1]) if depth else None
-            states = {name: seen_states(arrays.vector(name), row, nodes)[:, 0] for name in head.sizes}
+            states = {name: seen_states(arrays.hidden_state(name), row, nodes)[:, 0] for name in head.sizes}
             logits[mine.numpy(), depth] = head.scores(np.ascontiguousarray(seen[:, depth]), depth, states)
     # Parts of their own: where one head was fitted, all outputs are of one fold.
     numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}

@@ -15,13 +15,13 @@ from .fitting import HEAD_KINDS
 
 
 @dataclass(frozen=True)
-class Form:
+class HeadSpec:
     """Of a kind of head.
 
     Attributes:
         features: the scalar features that it reads; None = those that are asked for.
-        vectors: the hidden states that it must have.
-        any_vectors: it takes further hidden states, those that the trace has.
+        hidden: the hidden states that it must have.
+        any_hidden: it takes further hidden states, those that the trace has.
         soft: its labels are min(1, p/q), so traces are read with those columns (`rows.SOFT_COLUMNS`).
         lag: its `accept` at depth j speaks of x_{j - lag}: rows pair a label with the state that many depths on.
         calibrated: outputs are calibrated; else they are used as they come, as published.
@@ -32,8 +32,8 @@ class Form:
     """
 
     features: tuple[str, ...] | None = None
-    vectors: tuple[str, ...] = ()
-    any_vectors: bool = False
+    hidden: tuple[str, ...] = ()
+    any_hidden: bool = False
     soft: bool = False
     lag: int = 0
     calibrated: bool = True
@@ -49,19 +49,19 @@ def _survival(stops: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(round(1.0 - h, 6) for h in sorted(stops, key=lambda h: (h != STOP_THRESHOLD, h)))
 
 
-FORMS: dict[str, Form] = {
+HEAD_SPECS: dict[str, HeadSpec] = {
     # Beside tokens and the margin these tell little, less than the time that they take (`benchmarks/heads.py`). With many
     # weights it matters on which rounds they are fitted; heads of few gain nothing by a second pass.
-    "tokens": Form(
+    "tokens": HeadSpec(
         passes=2, more=("noisy_score", *TOKEN_FEATURES), less=("mean_full", "last_accepted", "top1", "depth")
     ),
-    "resnet": Form(any_vectors=True),
-    "dynasd-soft": Form(
+    "resnet": HeadSpec(any_hidden=True),
+    "dynasd-soft": HeadSpec(
         (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)
     ),
-    "dynasd-hard": Form(HARD_FEATURES, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)),
-    "specdec": Form((), (DRAFT_HIDDEN,), soft=True, lag=1, rule="survival"),
-    "specdec-published": Form(
+    "dynasd-hard": HeadSpec(HARD_FEATURES, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)),
+    "specdec": HeadSpec((), (DRAFT_HIDDEN,), soft=True, lag=1, rule="survival"),
+    "specdec-published": HeadSpec(
         (),
         (DRAFT_HIDDEN,),
         soft=True,
@@ -74,13 +74,13 @@ FORMS: dict[str, Form] = {
 """Those that ask for anything; all others read the scalars asked for."""
 
 
-SCALAR_KINDS = tuple(kind for kind in HEAD_KINDS if not FORMS.get(kind, Form()).vectors)
+SCALAR_KINDS = tuple(kind for kind in HEAD_KINDS if not HEAD_SPECS.get(kind, HeadSpec()).hidden)
 """Kinds that can do without hidden states."""
 
 
-def form(kind: str) -> Form:
+def head_spec(kind: str) -> HeadSpec:
     """Return what a kind of head asks of training."""
-    return FORMS.get(kind, Form())
+    return HEAD_SPECS.get(kind, HeadSpec())
 
 
 _KNOWN = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
@@ -88,7 +88,7 @@ _KNOWN = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
 
 def usual_features(kind: str, features: Sequence[str]) -> tuple[str, ...]:
     """Return what a head reads where `features` are what heads read unless told otherwise."""
-    asked = form(kind)
+    asked = head_spec(kind)
     if asked.features is not None:
         return asked.features
     if not asked.more and not asked.less:
@@ -98,20 +98,20 @@ def usual_features(kind: str, features: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: _KNOWN.index(feature(name).kind)))
 
 
-def read_vectors(kind: str, traces: Sequence[Trace], wanted: Sequence[str] | None) -> tuple[str, ...]:
+def read_hidden(kind: str, traces: Sequence[Trace], wanted: Sequence[str] | None) -> tuple[str, ...]:
     """Return the hidden states that a head is to read: those asked for, its own, or all that every trace holds.
 
     Raises:
         InputError: the head reads no hidden state, or other ones.
-        PolicyError: there is no vector of a name.
+        PolicyError: there is no hidden state of a name.
     """
-    asked = form(kind)
+    asked = head_spec(kind)
     if wanted:
         names = check_hidden(wanted)
-        if not asked.any_vectors and names != asked.vectors:
-            reads = ", ".join(asked.vectors) or "no hidden state"
-            raise InputError(f"--vector: the head {kind} reads {reads}, not {', '.join(names)}")
+        if not asked.any_hidden and names != asked.hidden:
+            reads = ", ".join(asked.hidden) or "no hidden state"
+            raise InputError(f"--hidden: the head {kind} reads {reads}, not {', '.join(names)}")
         return names
-    if not asked.any_vectors:
-        return asked.vectors
-    return check_hidden(name for name in HIDDEN_STATES if all(name in trace.header.vectors for trace in traces))
+    if not asked.any_hidden:
+        return asked.hidden
+    return check_hidden(name for name in HIDDEN_STATES if all(name in trace.header.hidden for trace in traces))

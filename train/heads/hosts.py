@@ -8,7 +8,7 @@ from ...collect.store.folder import Trace
 from ...decode.engines.policies import known_in_engines
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
-from .head_specs import form, usual_features
+from .head_specs import head_spec, usual_features
 
 HOSTS = ("vllm",)
 
@@ -16,14 +16,14 @@ INSTEAD = ("margin", "entropy")
 """Read in the place of a noisy margin, which tells how sure the draft is."""
 
 
-def check_host(host: str, traces: Sequence[Trace], rule: str | None, vectors: Sequence[str]) -> None:
+def check_host(host: str, traces: Sequence[Trace], rule: str | None, hidden: Sequence[str]) -> None:
     """Refuse what no policy of an engine can be trained on.
 
     Args:
         host: of `HOSTS`.
         traces: that it is to be fitted on.
         rule: that is asked for.
-        vectors: hidden states that are asked for, or that the head must read.
+        hidden: hidden states that are asked for, or that the head must read.
 
     Raises:
         InputError: there is no such host, or it has no hidden states or no trees.
@@ -33,8 +33,8 @@ def check_host(host: str, traces: Sequence[Trace], rule: str | None, vectors: Se
         raise InputError(f"--for: expected {', '.join(HOSTS)}, not {host!r}{close_match(host, HOSTS)}")
     if rule == "gain":
         raise InputError(f"--for {host}: expected a rule for chains, not gain: no trees are drafted there")
-    if vectors:
-        raise InputError(f"--for {host}: {', '.join(vectors)} cannot be read there; choose a head of scalar features")
+    if hidden:
+        raise InputError(f"--for {host}: {', '.join(hidden)} cannot be read there; choose a head of scalar features")
     for trace in traces:
         header = trace.header
         if header.temperature > 0 and header.label != "point":
@@ -63,7 +63,7 @@ def features_for(
     greedy = all(trace.header.temperature == 0.0 for trace in traces)
     names = tuple(asked) if asked else usual_features(head, usual)
     unknown = [name for name in names if not known_in_engines(feature(name).name, greedy)]
-    if unknown and (asked or form(head).features is not None):
+    if unknown and (asked or head_spec(head).features is not None):
         raise InputError(
             f"--for {host}: {', '.join(unknown)} cannot be read there; known are the draft's own rows, tokens and earlier "
             "rounds"

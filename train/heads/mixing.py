@@ -17,7 +17,7 @@ OWN = "mixed"
 """The column that says whether the last token that the draft had read was its own."""
 
 
-def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], vectors: Sequence[str]) -> TraceArrays:
+def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Sequence[str]) -> TraceArrays:
     """Read a mixed trace for heads that are calibrated on another trace.
 
     Raises:
@@ -27,7 +27,7 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], vectors: Se
         raise TraceError(f"--mixed: {trace.folder} is no mixed trace; collect one with --mix 0.15 --depth 1")
     check_alike(like.header, trace.header, str(like.folder), str(trace.folder), ("pair", "vocabulary", "verification"))
     read = [name for name in features if name not in HISTORY_FEATURES]
-    return trace_arrays(trace, read, (*SOFT_COLUMNS, OWN), vectors)
+    return trace_arrays(trace, read, (*SOFT_COLUMNS, OWN), hidden)
 
 
 def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], lag: int = 0) -> FitRows:
@@ -45,9 +45,9 @@ def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], 
     use = torch.tensor([name not in without for name in arrays.prompt_ids])
     owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
-    vectors = tuple(arrays.vectors)
+    hidden = tuple(arrays.hidden)
     if lag == 0:
-        return fit_rows(arrays, features, Visits.once(row), vectors)
+        return fit_rows(arrays, features, Visits.once(row), hidden)
     if lag > 1 or features:
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i stands in the next position's row, which must be of the same text.
@@ -60,6 +60,9 @@ def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], 
         arrays.accepted[row] >= 1,
         none,
         none,
-        {name: arrays.vector(name).at(row + 1, first if arrays.vector(name).of_nodes else None) for name in vectors},
+        {
+            name: arrays.hidden_state(name).at(row + 1, first if arrays.hidden_state(name).of_nodes else None)
+            for name in hidden
+        },
         None if soft is None else soft[:, 1],
     )

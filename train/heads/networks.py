@@ -213,12 +213,12 @@ def stacked_blocks(weights: Mapping[str, Tensor], count: int, width: int) -> dic
 
 def states(rows: FitRows, name: str, who: str) -> Tensor:
     """Return the hidden states [M, H] of the rows; `TraceError` where there are none."""
-    if name not in rows.vectors:
+    if name not in rows.hidden:
         model = name.removesuffix("_hidden")
         raise TraceError(
             f"--head {who}: it reads {name}, which the trace does not hold; collect it with --hidden {model}"
         )
-    return rows.vectors[name]
+    return rows.hidden[name]
 
 
 def opening(task: FitTask) -> Tensor:

@@ -14,7 +14,7 @@ from ...policies.errors import TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, seen_features
-from ..replay.traces.hidden_states import StoredVectors
+from ..replay.traces.hidden_states import StoredHidden
 
 SOFT_COLUMNS = ("draft_prob", "target_prob")
 """What soft labels want of `trace_arrays` as `extra`."""
@@ -38,7 +38,7 @@ class FitRows:
         accepted: [M] bool, x_j accepted; the label of `accept` where `depth` is 1 or more.
         followed: [M] bool, x_{j+1} accepted; the label of `next` where `followed_known`.
         followed_known: [M] bool, x_1..x_j were accepted and j < K.
-        vectors: [M, H] hidden states by name, for heads that read some.
+        hidden: [M, H] hidden states by name, for heads that read some.
         soft: [M] min(1, p/q) of x_j, its chance of acceptance under rejection; None where the trace was read without.
         chances: [M, 2] that x_j is accepted, and x_{j+1}, as far as x_1..x_j tell: the same labels with less variance; None
             where the trace was read without `CHANCE_COLUMNS`.
@@ -49,7 +49,7 @@ class FitRows:
     accepted: Tensor
     followed: Tensor
     followed_known: Tensor
-    vectors: dict[str, Tensor] = field(default_factory=dict)
+    hidden: dict[str, Tensor] = field(default_factory=dict)
     soft: Tensor | None = None
     chances: Tensor | None = None
 
@@ -120,7 +120,7 @@ def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
 
 
 def fit_rows(
-    arrays: TraceArrays, features: Sequence[str], visited: Visits, vectors: Sequence[str] = (), lag: int = 0
+    arrays: TraceArrays, features: Sequence[str], visited: Visits, hidden: Sequence[str] = (), lag: int = 0
 ) -> FitRows:
     """Return the training rows of the rounds visited: every depth up to the first rejection.
 
@@ -128,12 +128,12 @@ def fit_rows(
         arrays: of chains.
         features: names.
         visited: the rounds.
-        vectors: hidden states to add, float16 as they are recorded.
+        hidden: hidden states to add, float16 as they are recorded.
         lag: depths by which a head's `accept` is behind (`Head.lag`): the row of x_j then has the draft's hidden state of
             depth j + lag, and those without one are left out.
 
     Raises:
-        TraceError: a feature or a vector is not recorded.
+        TraceError: a feature or a hidden state is not recorded.
     """
     seen = seen_features(arrays, features, visited.row, visited.history)
     depth = torch.arange(arrays.depth + 1)[None].expand(len(seen), -1)
@@ -148,13 +148,13 @@ def fit_rows(
         (length >= depth)[use],
         (length > depth)[use],
         known[use],
-        {name: _states(arrays.vector(name), visited.row, use, lag) for name in vectors},
+        {name: _states(arrays.hidden_state(name), visited.row, use, lag) for name in hidden},
         soft=None if soft is None else soft[use],
         chances=None if chances is None else chances[use],
     )
 
 
-def _states(recorded: StoredVectors, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
+def _states(recorded: StoredHidden, row: Tensor, use: Tensor, lag: int = 0) -> Tensor:
     """Return [M, H] float16, the hidden states of the rows and depths in `use` [R, K + 1]; 0 for the draft's at depth 0."""
     at, depth = use.nonzero(as_tuple=True)
     out = torch.zeros(len(at), recorded.width, dtype=torch.float16)
@@ -179,11 +179,11 @@ def known_chances(arrays: TraceArrays, visited: Visits) -> Tensor | None:
     """Return [R, K + 1, 2] the chances that x_j and x_{j+1} are accepted; None without `CHANCE_COLUMNS`."""
     if not set(CHANCE_COLUMNS) <= set(arrays.extra):
         return None
-    accept, following = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
+    accept, next_ = (arrays.extra[name][visited.row].float() for name in CHANCE_COLUMNS)
     pad = torch.nn.functional.pad
     # Node j's `next_chance` is of x_j before it was drawn: the label of `next` at depth j - 1. At depth 0 nothing was drawn,
     # at depth K nothing follows.
-    return torch.stack([pad(accept, (1, 0)), pad(following, (0, 1))], -1)
+    return torch.stack([pad(accept, (1, 0)), pad(next_, (0, 1))], -1)
 
 
 def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
@@ -219,7 +219,7 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
 
 
 def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float, ...]:
-    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one above."""
+    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one before."""
     length = arrays.accepted[visited.row]
     out: list[float] = []
     for depth in range(1, arrays.depth + 1):

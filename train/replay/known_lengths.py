@@ -23,7 +23,7 @@ from .traces.arrays import TraceArrays
 
 
 @dataclass(frozen=True)
-class Walked:
+class ReplayedRuns:
     """Rounds of C runs over the same S texts.
 
     Attributes:
@@ -109,7 +109,7 @@ class KnownLengths(TraceSource):
         super().take(streams)
         self.run = self.run[streams]
 
-    def walked(self, runs: int) -> Walked:
+    def replayed(self, runs: int) -> ReplayedRuns:
         """Return all rounds so far, of so many runs."""
         columns = torch.from_numpy(np.concatenate([np.zeros((8, 0), dtype=np.int64), *self._log], 1))
         run, sequence, anchor, context, drafted, verified, backlog, committed = columns
@@ -117,10 +117,10 @@ class KnownLengths(TraceSource):
         every = Rounds(
             sequence, anchor, context, drafted, verified, accepted, backlog, none, drafted, None, cost_name=""
         )
-        return Walked(self.arrays, runs, run, every)
+        return ReplayedRuns(self.arrays, runs, run, every)
 
 
-def walk_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Walked:
+def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> ReplayedRuns:
     """Replay all texts under C rules.
 
     Args:
@@ -136,10 +136,10 @@ def walk_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Walk
         source.begin()
         source.play(draws[source.run, source.row], sends[source.run, source.row])  # `begin` has found the rows
         source.next_texts()
-    return source.walked(runs)
+    return source.replayed(runs)
 
 
-def walk_fixed(arrays: TraceArrays, depth: int) -> Walked:
+def replay_fixed(arrays: TraceArrays, depth: int) -> ReplayedRuns:
     """Replay all texts under the fixed lengths 0..`depth`."""
     length = torch.arange(depth + 1)[:, None].expand(-1, len(arrays.accepted))
-    return walk_lengths(arrays, length, length)
+    return replay_lengths(arrays, length, length)

@@ -68,7 +68,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     header = arrays.header
     if header.collector != "live" or arrays.drawn is None:
         raise TraceError("single rounds are of live traces; replay dense ones")
-    unknown = [name for name in policy.hidden if name not in arrays.vectors]
+    unknown = [name for name in policy.hidden if name not in arrays.hidden]
     if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
     source, runner = RecordedRounds(arrays, policy), PolicyRunner(policy, profile)

@@ -142,7 +142,7 @@ def _by_draw(arrays: TraceArrays, orders: Array) -> Array:
 
 def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
     """Return how many streams' hidden states of one depth fit into `MOST_HIDDEN_BYTES`."""
-    return MOST_HIDDEN_BYTES // (4 * arrays.tree.width * sum(arrays.vector(name).width for name in policy.hidden))
+    return MOST_HIDDEN_BYTES // (4 * arrays.tree.width * sum(arrays.hidden_state(name).width for name in policy.hidden))
 
 
 def _played(

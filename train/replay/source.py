@@ -54,7 +54,7 @@ class TraceSource:
         anchors, nodes = arrays.tensors(policy.features)
         # The kernel takes nodes with strides: a contiguous copy would hold them in memory twice.
         self._anchors, self._nodes = anchors.float().contiguous().numpy(), nodes.float().numpy()
-        self._hidden = {name: arrays.vector(name) for name in policy.hidden}
+        self._hidden = {name: arrays.hidden_state(name) for name in policy.hidden}
         self._accepted, self._tokens = arrays.accepted.numpy(), arrays.tokens.numpy()
         self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
         self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()
@@ -145,7 +145,7 @@ class TraceSource:
             )  # fmt: skip
         # Added to zeros, since a broadcast view would not be C-contiguous, as compiled policies want it.
         parent = np.zeros(alive.shape, dtype=np.int64)
-        parent += self.topology.above_in_level[depth]
+        parent += self.topology.parent_in_level[depth]
         hidden = {name: self._states(name, first, alive) for name in self._hidden}
         batch = np.where(self.active, np.arange(len(alive)), -1)
         return DraftStep(depth, alive.copy(), parent, features, hidden, batch)
@@ -165,7 +165,7 @@ class TraceSource:
         span = self.topology.spans[depth + 1]
         nodes = slice(span.start - 1, span.stop - 1)
         # Below a row that is fed all of its children are drawn, as in the trace.
-        drawn = feeding if self.topology.is_chain else feeding[:, self.topology.above_in_level[depth + 1]]
+        drawn = feeding if self.topology.is_chain else feeding[:, self.topology.parent_in_level[depth + 1]]
         if self._missing is not None:
             drawn = drawn & ~self._missing[self.row, nodes]
         return drawn, drawn if self._ends is None else drawn & ~self._ends[self.row, nodes]
@@ -215,10 +215,10 @@ class TraceSource:
 
         How a candidate fares under rejection depends on which were tried before it, and in the trace that was all of them.
         """
-        above = self.topology.parents[1:]
+        parents = self.topology.parents[1:]
         drawn, sent = found.drawn[:, 1:] & self.active[:, None], found.sent[:, 1:]
-        for parent in np.unique(above):
-            level = above == parent
+        for parent in np.unique(parents):
+            level = parents == parent
             some = (drawn & sent)[:, level].any(1) & (drawn & ~sent)[:, level].any(1)
             if some.any():
                 raise TraceError(

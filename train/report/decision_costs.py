@@ -131,7 +131,7 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
     if found is None:
         streams = streams_of(profile)
         timed = measure_decision(
-            policy, header.vocabulary, profile.temperature, device, header.vectors, streams, profile
+            policy, header.vocabulary, profile.temperature, device, header.hidden, streams, profile
         )
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():
@@ -167,7 +167,7 @@ def _key(policy: StopPolicy, profile: Profile, header: Header, device: torch.dev
         "versions": [platform.python_version(), *map(version, _VERSIONS)],
         "profile": digest(costs),
         "vocabulary": header.vocabulary,
-        "vectors": dict(header.vectors),
+        "vectors": dict(header.hidden),
     }
 
 

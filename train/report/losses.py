@@ -183,7 +183,7 @@ def _path(arrays: TraceArrays, row: int) -> list[int]:
 
 
 def _committed(arrays: TraceArrays, row: int, decode: Callable[[int], str]) -> str:
-    """Return the token committed behind the anchor of a row, if the draft proposed it."""
+    """Return the token committed after the anchor of a row, if the draft proposed it."""
     if int(arrays.accepted[row]) < 1:
         return UNKNOWN
     return decode(int(arrays.tokens[row, _path(arrays, row)[0]]))

@@ -1,6 +1,6 @@
 """How far a learned policy's survival can be believed: predicted against observed, by depth.
 
-Rows are the rounds that the policy itself comes to, every drawn candidate of them, also behind a rejection, because a live
+Rows are the rounds that the policy itself comes to, every drawn candidate of them, also after a rejection, because a live
 policy does not know that a branch has failed.
 """
 
@@ -97,9 +97,9 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
         step = DraftStep(
             depth,
             np.ones((streams, len(level)), dtype=bool),  # after a rejection too: a live one does not know
-            np.tile(tree.above_in_level[depth], (streams, 1)),
+            np.tile(tree.parent_in_level[depth], (streams, 1)),
             np.ascontiguousarray(seen[:, level + 1]),
-            {name: seen_states(arrays.vector(name), row, nodes if depth else None) for name in policy.hidden},
+            {name: seen_states(arrays.hidden_state(name), row, nodes if depth else None) for name in policy.hidden},
             np.arange(streams),
         )
         _, state = policy.keep(step, state)

@@ -1,6 +1,6 @@
 """Candidates from a layer that was trained with CTC: what its output positions say of the sequences that they may mean.
 
-The layer draws T positions behind the root, each fed with the best symbol of the one before (CTC-drafter, arXiv 2412.00061).
+The layer draws T positions after the root, each fed with the best symbol of the one before (CTC-drafter, arXiv 2412.00061).
 A position says a token or a blank; equal tokens side by side are one, blanks fall away. The released code collapses the paths
 of a fixed tree so, and masks what is left out. Here candidates are asked for by what they are a prefix of: the chance of a
 prefix, over all alignments, is the forward algorithm's. So no candidate stands there twice, each has its own position, and
@@ -99,18 +99,18 @@ class CTCDrafter(LayerReader):
             self._prefixes = Prefixes.empty(self._positions)
         else:
             of = dict(zip(streams, found, strict=True))
-            above = [self._row_of[stream, of[stream].parent[place]] for stream, place in keys]
-            self._of = [self._of[row] for row in above]
+            rows = [self._row_of[stream, of[stream].parent[place]] for stream, place in keys]
+            self._of = [self._of[row] for row in rows]
             tokens = upload([of[stream].tokens[place] for stream, place in keys], self._device)
             positions = self._positions[upload(self._of, self._device)]
-            self._prefixes = self._prefixes.extended(upload(above, self._device), tokens, positions)
+            self._prefixes = self._prefixes.extended(upload(rows, self._device), tokens, positions)
         self._row_of = {key: row for row, key in enumerate(keys)}
         chances = self._prefixes.next(self._positions[upload(self._of, self._device)])
         top = chances.topk(min(KEPT, chances.shape[-1]), -1)
         return Proposal(top.values.log().to(self._wide), top.indices)
 
     def _draw(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Tensor:
-        """Return [R, T, V + 1], the chances of the symbols at T positions behind each of R roots."""
+        """Return [R, T, V + 1], the chances of the symbols at T positions after each of R roots."""
         last, roots = self._read_places(streams, found, feeding)
         most, counts = max(map(len, roots)), [len(own) for own in roots]
         # Streams with fewer roots than others are filled up with their last one, which is cut off again at the end.

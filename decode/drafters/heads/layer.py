@@ -85,9 +85,9 @@ class LayerReader:
         base, fed = self._length[stream], self._slot[stream]
         # Candidates of one depth share a position, but each has a slot of its own.
         fed[place] = slot = base + len(fed)
-        depth, above = here.depth[place], here.parent[place]
+        depth, parent = here.depth[place], here.parent[place]
         # Of what the target has not read there is only the layer's own state.
-        state = self._last[stream] if above < 0 else self._states[stream, above]
+        state = self._last[stream] if parent < 0 else self._states[stream, parent]
         assert state is not None
         path = tuple(fed[before] for before in here.path(place))
         return Row(here.tokens[place], state, slot, base + depth, base, path)

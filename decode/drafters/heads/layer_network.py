@@ -29,7 +29,7 @@ def normed(x: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 class LayerNetwork(nn.Module):
-    """One layer of the Llama family behind a projection of [token embedding; state].
+    """One layer of the Llama family after a projection of [token embedding; state].
 
     Args:
         shape: sizes.
@@ -107,7 +107,7 @@ class CTCNetwork(LayerNetwork):
         self.blank_in, self.blank_out = (nn.Parameter(torch.zeros(shape.hidden)) for _ in range(2))
 
     def with_blank(self, logits: Tensor, states: Tensor) -> Tensor:
-        """Return [..., V + 1], the logits of V tokens and that of the blank behind them."""
+        """Return [..., V + 1], the logits of V tokens and that of the blank after them."""
         return torch.cat([logits, (states @ self.blank_out)[..., None]], -1)
 
     def embed(self, tokens: Tensor, embedding: Callable[[Tensor], Tensor]) -> Tensor:

@@ -72,12 +72,12 @@ class Heads(nn.Module, ABC):
         self.outputs = nn.ModuleList([nn.Linear(shape.hidden, shape.vocabulary, bias=False) for _ in inputs])
 
     def _parts(self, head: int) -> int:
-        """Return how many vectors of width H a head reads."""
+        """Return how many hidden states of width H a head reads."""
         return head + 2 if self.reads_path else 1  # the state, the root, a token for each head before
 
     @torch.no_grad()
     def start(self, output: Tensor) -> None:
-        """Begin with the target's own output layer [V, H] behind blocks that add nothing."""
+        """Begin with the target's own output layer [V, H] after blocks that add nothing."""
         for weight in self.blocks.parameters():
             weight.zero_()
         for weight in self.outputs.parameters():

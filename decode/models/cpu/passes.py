@@ -52,9 +52,9 @@ def pass_seconds(products: Sequence[Product], choices: Sequence[Choice]) -> list
     """
     shapes = [shape_of(product) for product in products]
     wanted = {(at, layout) for choice in choices for at, shape in enumerate(shapes) for layout in choice[shape]}
-    forms = {(at, layout): prepared(layout, products[at].weights, products[at].bias) for at, layout in sorted(wanted)}
+    packed = {(at, layout): prepared(layout, products[at].weights, products[at].bias) for at, layout in sorted(wanted)}
     passes = [
-        [[(shape, forms[at, choice[shape][size]]) for at, shape in enumerate(shapes)] for size in range(len(ROWS))]
+        [[(shape, packed[at, choice[shape][size]]) for at, shape in enumerate(shapes)] for size in range(len(ROWS))]
         for choice in choices
     ]
     inputs = {
@@ -83,9 +83,9 @@ def _one_pass(
 ) -> dict[str, float]:
     """Multiply once with each weight, and return the seconds by shape."""
     seconds: dict[str, float] = defaultdict(float)
-    for shape, form in calls:
+    for shape, product in calls:
         x = inputs[shape, size]
         begin = time.perf_counter()
-        form(x)
+        product(x)
         seconds[shape] += time.perf_counter() - begin
     return seconds

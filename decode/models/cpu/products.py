@@ -67,10 +67,10 @@ class Product:
         # A product that is settled has no weight to make another form of.
         if self.weight is None or tuple(layouts) == getattr(self, "layouts", None):
             return
-        forms = {layout: prepared(layout, self.weight, self.bias) for layout in dict.fromkeys(layouts)}
+        packed = {layout: prepared(layout, self.weight, self.bias) for layout in dict.fromkeys(layouts)}
         self.layouts = tuple(layouts)
         classes = [next(i for i, most in enumerate(BOUNDS) if rows <= most) for rows in range(BOUNDS[-1] + 1)]
-        self._by_rows = [forms[layouts[at]] for at in classes]  # by number of rows; more count as the last
+        self._by_rows = [packed[layouts[at]] for at in classes]  # by number of rows; more count as the last
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [..., out]."""

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from ..attention import attending_grouped
 from ..cache import CachedModel
-from ..kv_cache import SlotLayer, Slots
+from ..kv_cache import KVCache, KVLayer
 from ..packed import PackedCall, Part
 from ..placement import is_placed
 from .recorder import Recorder
@@ -43,11 +43,11 @@ class _Now:
     seen: int = 0
 
 
-class FixedLayer(SlotLayer):
+class FixedLayer(KVLayer):
     """Keys and values of one layer, written where `now` says; as many slots are returned as it says, used or not."""
 
-    def __init__(self, slots: Slots, now: _Now) -> None:
-        super().__init__(slots)
+    def __init__(self, kv: KVCache, now: _Now) -> None:
+        super().__init__(kv)
         self._now = now
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class _Recorded:
 
     used: bool = False
     play: Callable[[], Answer] | None = None
-    inherited: bool = False  # recorded for an earlier `CapturedModel`
+    inherited: bool = False  # recorded for an earlier `CudaGraphModel`
 
     def answer(self, recorder: Recorder, forward: Callable[[], Answer]) -> Answer:
         """Make a call, whose tensors the next one of this shape writes to again."""
@@ -129,7 +129,7 @@ def _numbers(call: PackedCall) -> tuple[Tensor | int | None, ...]:
 
 @dataclass
 class _Memory:
-    """Buffers and recordings. They outlive a `CapturedModel`, for the next one of the same model; they refer to neither.
+    """Buffers and recordings. They outlive a `CudaGraphModel`, for the next one of the same model; they refer to neither.
 
     Attributes:
         kind: what else they depend on.
@@ -140,7 +140,7 @@ class _Memory:
     capacity: int
     kind: tuple[object, ...]
     recorder: Recorder
-    slots: Slots
+    kv: KVCache
     positions: Tensor
     position_at: Tensor
     now: _Now = field(default_factory=_Now)
@@ -154,8 +154,8 @@ _KEPT: weakref.WeakKeyDictionary[PreTrainedModel, _Memory] = weakref.WeakKeyDict
 """By model the last memory that nobody uses any more: `generate`, called again, need not record again."""
 
 
-class CapturedModel(CachedModel):
-    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens behind others when they come for the second time.
+class CudaGraphModel(CachedModel):
+    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens after others when they come for the second time.
 
     Args:
         model, capacity, vocabulary, hidden, device: as of `CachedModel`; the capacity is rounded up.
@@ -184,13 +184,13 @@ class CapturedModel(CachedModel):
         super().__init__(model, capacity, vocabulary, hidden, streams, device)
         if memory is None:
             at = self._position_at
-            memory = _Memory(self.capacity, kind, recorder(model.device), self._slots, self._positions, at)
-            memory.layers = [FixedLayer(self._slots, memory.now) for _ in self._layers]
+            memory = _Memory(self.capacity, kind, recorder(model.device), self._kv, self._positions, at)
+            memory.layers = [FixedLayer(self._kv, memory.now) for _ in self._layers]
         # In the place of what the base class has made, where no layer has allocated anything yet.
-        self._memory, self._layers, self._slots = memory, list(memory.layers), memory.slots
+        self._memory, self._layers, self._kv = memory, list(memory.layers), memory.kv
         self._positions, self._position_at = memory.positions, memory.position_at
         self._cache = Cache(layers=list(memory.layers))
-        self._slots.lengths[:] = [0] * streams
+        self._kv.lengths[:] = [0] * streams
         # Not at the end of the process, when nobody comes for it.
         weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
 
@@ -216,7 +216,7 @@ class CapturedModel(CachedModel):
             call.mask[..., end:] = False  # where an earlier call saw more
             call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
         logits, states = self._answer(call, lambda: self._forward(call))
-        self._slots.lengths[0] = end
+        self._kv.lengths[0] = end
         self.states = None if states is None else states.clone()
         return logits.clone()  # the next call of this shape writes there again
 
@@ -227,7 +227,7 @@ class CapturedModel(CachedModel):
         for seen in sorted({min(_seen(length), self.capacity) for length in lengths}):
             for count, rows in calls:
                 for start in (0, seen - count, seen - count):  # the first makes the buffers of the layers
-                    self._slots.lengths[0] = start
+                    self._kv.lengths[0] = start
                     self.read(torch.zeros(1, count, dtype=torch.int64, device=self.model.device), rows)
         self.roll_back(0)
 
@@ -268,7 +268,7 @@ class CapturedModel(CachedModel):
         return self._memory.calls[key]
 
     def _answer(self, call: _Recorded, forward: Callable[[], Answer]) -> Answer:
-        """Make a call; the first one recorded for an earlier `CapturedModel` is compared with what the model says now."""
+        """Make a call; the first one recorded for an earlier `CudaGraphModel` is compared with what the model says now."""
         memory = self._memory
         answer = call.answer(memory.recorder, forward)
         if memory.unchecked and call.inherited:
@@ -329,5 +329,5 @@ def open_cache(
 ) -> CachedModel:
     """Return the cached model for S streams: one that records its calls where all of the model lies on one GPU."""
     if model.device.type == "cuda" and not is_placed(model):
-        return CapturedModel(model, capacity, vocabulary, hidden, streams, device=device)
+        return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)
     return CachedModel(model, capacity, vocabulary, hidden, streams, device)

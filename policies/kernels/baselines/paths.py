@@ -119,11 +119,11 @@ def value_nodes(levels: Any, parent: Any, siblings: Any, drawn: Any, guess: floa
     """
     for s in range(out.shape[0]):
         for n in range(parent.shape[0]):
-            above = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0  # the root: log 1
+            parent_value = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0  # the root: log 1
             if n < levels.shape[1] and levels[s, n] > -np.inf:
-                out[s, n] = min(np.float64(levels[s, n]), above)
+                out[s, n] = min(np.float64(levels[s, n]), parent_value)
             else:
-                out[s, n] = above + guess * (1 + siblings[n])
+                out[s, n] = parent_value + guess * (1 + siblings[n])
         for n in range(parent.shape[0]):
             if not drawn[s, n]:
                 out[s, n] = -np.inf

@@ -299,7 +299,7 @@ def test_trees_rounds_of_the_loop_and_mixed_text_are_collected(collect: list[obj
 
 
 def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[object], done: Trace, home: Path) -> None:
-    assert done.header.vectors == {}
+    assert done.header.hidden == {}
     expected = json.loads(cli(*collect, "--hidden", "target, draft", "--dry-run", "--out", home / "dry").out)
     assert not (home / "dry").exists()
     for name, words in (
@@ -309,14 +309,14 @@ def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[obje
         answer = cli(*collect, *words, "--out", home / f"hidden-{name}")
         assert answer.code == 0, answer.err
     made = open_trace(home / "hidden-dense")
-    assert made.header.vectors == {"draft_hidden": 16, "target_hidden": 16}
+    assert made.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
     size = sum(path.stat().st_size for path in (made.folder / "data").iterdir())
     assert expected["disk_bytes"] == pytest.approx(size, rel=0.2)
     assert size > sum(path.stat().st_size for path in (done.folder / "data").iterdir()) + 32 * 3 * made.row_count // 2
     facts = json.loads(cli("info", made.folder, "--json").out)
     assert facts["hidden states"] == "draft_hidden (2 x 16, float16), target_hidden (16, float16)"
     assert "hidden states" in cli("info", made.folder).out
-    assert list(open_trace(home / "hidden-rounds").header.vectors) == ["draft_hidden"]
+    assert list(open_trace(home / "hidden-rounds").header.hidden) == ["draft_hidden"]
     yaml_file = yaml.safe_load((home / "hidden-dense" / "run.yaml").read_text())
     assert yaml_file["hidden"] == "target,draft"
 

@@ -86,7 +86,7 @@ def test_a_soft_model_of_another_size_is_refused_by_name(
         tmp_path / "t",
         depth=5,
         max_new_tokens=8,
-        vectors=["draft_hidden"],
+        hidden=["draft_hidden"],
     )
     (tmp_path / "profile.json").write_text(json.dumps(profile.to_dict()))
     answer = cli(

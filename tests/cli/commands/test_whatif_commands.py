@@ -75,7 +75,7 @@ def test_compare_shows_both_reports(place: Path) -> None:
     assert {"plain decoding", "best fixed", "confidence:0.6", "confidence:0.3"} <= set(names)
     shown = cli("compare", place / "report", place / "other")
     assert (shown.code, shown.err) == (0, "")
-    for word in ("confidence:0.6", "overlap", raw["way"], "Traces, temperature, pair and profile are the same."):
+    for word in ("confidence:0.6", "overlap", raw["method"], "Traces, temperature, pair and profile are the same."):
         assert word in shown.out
 
 

@@ -1,4 +1,4 @@
-"""Given answers and mixed texts: rows that agree with what the plain way records, where it does."""
+"""Completions and mixed texts: rows that agree with what the plain way records, where it does."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
     own = {(int(r["sequence"]), int(r["anchor"])): r for r in numpy_rows(dense)}
     given = collect(pair, prompts, tmp_path / "given", completions=changed, **options)
     assert given.header.texts == "completions"
-    before, behind = set(), set()
+    before, after = set(), set()
     for row in numpy_rows(given):
         s, anchor = int(row["sequence"]), int(row["anchor"])
         assert not (5 < anchor <= 8 and len(texts[s]) > 9), "the changed token is no continuation of the target's"
         if anchor > 8:
-            behind.add((s, anchor))
+            after.add((s, anchor))
             continue
         before.add((s, anchor))
         for name in (*CHAIN_FEATURES, "tokens", "accepted", "labelled", "target_prob", "overlap", "anchor_entropy"):
@@ -77,16 +77,16 @@ def test_anchors_look_two_tokens_ahead(text: list[int], own: list[int], ended: b
     assert own_anchors(text, own, len(text), 2, ended) == anchors
 
 
-def test_a_trace_of_given_answers_is_not_replayed_where_anchors_miss(
+def test_a_trace_of_completions_is_not_replayed_where_anchors_miss(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile: Profile, tmp_path: Path
 ) -> None:
     assert pair.tokenizer is not None
     texts = plain_texts(pair, prompt_ids, [0] * len(prompts), NEW + DEPTH).tokens
-    given = {
+    completions = {
         p.id: pair.tokenizer.decode([*t[:4], 7 + (t[4] == 7) if len(t) > 4 else EOS, *t[5:]])
         for p, t in zip(prompts, texts, strict=True)
     }
-    trace = collect(pair, prompts, tmp_path / "a", depth=DEPTH, max_new_tokens=NEW, completions=given)
+    trace = collect(pair, prompts, tmp_path / "a", depth=DEPTH, max_new_tokens=NEW, completions=completions)
     with pytest.raises(TraceError, match="its texts are completions"):
         replay(trace_arrays(trace), FixedLength(2), profile)
     with pytest.raises(InputError, match="--completions"):
@@ -101,7 +101,7 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
     profile: Profile,
     tmp_path: Path,
 ) -> None:
-    """Labels are those of the text; features those of the draft behind what `mixed` says that it read."""
+    """Labels are those of the text; features those of the draft after what `mixed` says that it read."""
     options = {"depth": 1, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
     plain = numpy_rows(collect(plain_pair, prompts, tmp_path / "plain", **options))
     trace = collect(plain_pair, prompts, tmp_path / "mixed", mix=0.3, **options)

@@ -145,8 +145,8 @@ def test_completions_need_no_noise(pair: Pair, prompts: list[Prompt], drawn: dic
 
     ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]  # type: ignore[misc]
     texts = plain_texts(pair, ids, [stream_key(0, p.id) for p in prompts], NEW + DEPTH, 0.7).tokens
-    given = {p.id: text for p, text in zip(prompts, texts, strict=True)}
-    trace = collect(pair, prompts, tmp_path, verification="block", draws=2, completions=given, **OPTIONS)
+    completions = {p.id: text for p, text in zip(prompts, texts, strict=True)}
+    trace = collect(pair, prompts, tmp_path, verification="block", draws=2, completions=completions, **OPTIONS)
     assert (trace.header.texts, trace.header.exactness) == ("sampled", "law")
     one, other = trace_arrays(trace), trace_arrays(drawn["block"])
     for sequence in range(one.sequences):

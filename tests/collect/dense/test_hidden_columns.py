@@ -34,18 +34,19 @@ from trace_rows import numpy_rows
 TREE = "3,2,1,1,1"
 BOTH = tuple(HIDDEN_STATES)
 HALF = 2.0**-11
+KEY = "vectors"  # of hidden states in a header
 
 
 def run(pair: Pair, prompts: list[Prompt], out: Path, **more: Any) -> Trace:
-    return collect(pair, prompts, out, **{"depth": DEPTH, "max_new_tokens": NEW, "vectors": BOTH, **more})
+    return collect(pair, prompts, out, **{"depth": DEPTH, "max_new_tokens": NEW, "hidden": BOTH, **more})
 
 
 def by_anchor(trace: Trace) -> dict[tuple[int, int], dict[str, Any]]:
     """Rows by sequence and anchor, the hidden states of the nodes side by side."""
     found = {}
     for row in numpy_rows(trace):
-        for name in trace.header.vectors:
-            row[name] = np.asarray(row[name], dtype=np.float16).reshape(trace.header.vector_shape(name))
+        for name in trace.header.hidden:
+            row[name] = np.asarray(row[name], dtype=np.float16).reshape(trace.header.hidden_shape(name))
         found[int(row["sequence"]), int(row["anchor"])] = row
     return found
 
@@ -71,20 +72,20 @@ def test_dense_rows_hold_the_states_of_whole_forwards(
     tree: str | None,
     temperature: float,
 ) -> None:
-    """Every ninth row; a node's state is that behind its parent, from which it was drawn."""
+    """Every ninth row; a node's state is that after its parent, from which it was drawn."""
     trace = run(plain_pair, prompts[3:6], tmp_path, tree=tree, temperature=temperature)
     ids = prompt_ids[3:6]
     keys = [stream_key(0, p.id) for p in prompts[3:6]]
     texts = plain_texts(plain_pair, ids, keys, NEW, temperature).tokens
-    assert trace.header.vectors == {"draft_hidden": 16, "target_hidden": 16}
+    assert trace.header.hidden == {"draft_hidden": 16, "target_hidden": 16}
     for (s, anchor), row in list(by_anchor(trace).items())[::9]:
         prefix = ids[s] + texts[s][:anchor]
         near_half(row["target_hidden"], last_states(plain_pair.target, prefix)[-2])
         for node in range(len(row["tokens"])):
-            path, above = [], trace.header.topology[node]
-            while above >= 0:
-                path.append(int(row["tokens"][above]))
-                above = trace.header.topology[above]
+            path, parent = [], trace.header.topology[node]
+            while parent >= 0:
+                path.append(int(row["tokens"][parent]))
+                parent = trace.header.topology[parent]
             near_half(row["draft_hidden"][node], last_states(plain_pair.draft, prefix + path[::-1])[-1])
 
 
@@ -118,7 +119,7 @@ def test_rows_do_not_depend_on_the_chunk_size(
 
     work = [(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     for tree in (DEPTH, parse_tree(TREE)):
-        one, other = (dense_rows(pair, Unroller(pair, tree, 0.7, vectors=BOTH, **c), work, NEW) for c in ({}, chunk))
+        one, other = (dense_rows(pair, Unroller(pair, tree, 0.7, hidden=BOTH, **c), work, NEW) for c in ({}, chunk))
         for first, second in zip(one, other, strict=True):
             for name in BOTH:
                 np.testing.assert_allclose(
@@ -127,9 +128,9 @@ def test_rows_do_not_depend_on_the_chunk_size(
 
 
 def test_without_them_a_trace_is_what_it_was(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    plain = run(pair, prompts[:4], tmp_path / "plain", vectors=())
-    rich = run(pair, prompts[:4], tmp_path / "rich", vectors=("target_hidden",))
-    assert plain.header.vectors == {} and not set(BOTH) & set(plain.table().schema.names)
+    plain = run(pair, prompts[:4], tmp_path / "plain", hidden=())
+    rich = run(pair, prompts[:4], tmp_path / "rich", hidden=("target_hidden",))
+    assert plain.header.hidden == {} and not set(BOTH) & set(plain.table().schema.names)
     assert rich.table(plain.table().schema.names).equals(plain.table())
     assert set(rich.table().schema.names) - set(plain.table().schema.names) == {"target_hidden"}
 
@@ -137,7 +138,7 @@ def test_without_them_a_trace_is_what_it_was(pair: Pair, prompts: list[Prompt], 
 def test_the_published_data_paths_have_them_too(
     plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
-    """SpecDec++ reads the draft's states behind its own tokens, DynaSD those of ten candidates of one token."""
+    """SpecDec++ reads the draft's states after its own tokens, DynaSD those of ten candidates of one token."""
     mixed = by_anchor(run(plain_pair, prompts[3:4], tmp_path / "mix", depth=1, mix=0.15, temperature=0.7))
     text = plain_texts(plain_pair, prompt_ids[3:4], [stream_key(0, "p3")], NEW, 0.7).tokens[0]
     read = prompt_ids[3] + text[:1]
@@ -157,8 +158,8 @@ def test_given_texts_have_them_too(
 ) -> None:
     keys = [stream_key(0, p.id) for p in prompts]
     texts = plain_texts(pair, prompt_ids, keys, NEW, 0.0).tokens
-    given = {p.id: pair.tokenizer.decode(text) for p, text in zip(prompts, texts, strict=True)}
-    rows = by_anchor(run(pair, prompts[4:6], tmp_path / "given", completions=given))
+    completions = {p.id: pair.tokenizer.decode(text) for p, text in zip(prompts, texts, strict=True)}
+    rows = by_anchor(run(pair, prompts[4:6], tmp_path / "given", completions=completions))
     own = by_anchor(run(pair, prompts[4:6], tmp_path / "own"))
     assert len(rows) > 10
     for key, row in rows.items():
@@ -171,7 +172,7 @@ def test_given_texts_have_them_too(
 def test_a_trace_is_read_by_datasets_and_says_what_it_holds(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     trace = run(pair, prompts[:3], tmp_path / "trace")
     again = open_trace(tmp_path / "trace")
-    assert again.header.vectors == trace.header.vectors
+    assert again.header.hidden == trace.header.hidden
     assert again.table().schema.field("draft_hidden").type == pa.list_(pa.float16(), 16 * DEPTH)
     card = data_card(trace.header)
     assert f"draft_hidden ({DEPTH} x 16, float16), target_hidden (16, float16)" in card
@@ -187,7 +188,7 @@ def test_a_trace_is_read_by_datasets_and_says_what_it_holds(pair: Pair, prompts:
 
 def test_a_dry_run_counts_them(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     options = {"depth": DEPTH, "max_new_tokens": NEW}
-    poor, rich = (estimate(plan_run(pair, prompts, **options, vectors=v), tmp_path).disk_bytes for v in ((), BOTH))
+    poor, rich = (estimate(plan_run(pair, prompts, **options, hidden=v), tmp_path).disk_bytes for v in ((), BOTH))
     made = run(pair, prompts, tmp_path / "made")
     size = sum(path.stat().st_size for path in (made.folder / "data").glob("*"))
     assert rich == pytest.approx(size, rel=0.02)
@@ -200,36 +201,36 @@ def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkey
     each = 2 * 16 * (DEPTH + 1) * NEW
     monkeypatch.setattr(module, "SHARD_BYTES", 3 * each)
     options = {"depth": DEPTH, "max_new_tokens": NEW}
-    assert plan_run(pair, prompts, **options, vectors=BOTH).header.shards == 3
-    assert plan_run(pair, prompts, **options, vectors=BOTH, shards=2).header.shards == 2
+    assert plan_run(pair, prompts, **options, hidden=BOTH).header.shards == 3
+    assert plan_run(pair, prompts, **options, hidden=BOTH, shards=2).header.shards == 2
     assert plan_run(pair, prompts, **options).header.shards == 1
 
 
-def test_an_unknown_vector_is_refused(pair: Pair, prompts: list[Prompt]) -> None:
+def test_an_unknown_hidden_state_is_refused(pair: Pair, prompts: list[Prompt]) -> None:
     with pytest.raises(
         PolicyError, match=r"--hidden: unknown hidden state 'draft' .*known: draft_hidden, target_hidden"
     ):
-        plan_run(pair, prompts, max_new_tokens=NEW, vectors=["draft"])
+        plan_run(pair, prompts, max_new_tokens=NEW, hidden=["draft"])
 
 
 def test_a_header_of_the_version_before_is_read_as_one_without(tmp_path: Path) -> None:
-    old = {k: v for k, v in json.loads(HEADER.to_json()).items() if k != "vectors"} | {"schema": 2}
+    old = {k: v for k, v in json.loads(HEADER.to_json()).items() if k != KEY} | {"schema": 2}
     assert Header.from_json(json.dumps(old), "x") == HEADER
-    with pytest.raises(TraceError, match="unknown fields: vectors"):
+    with pytest.raises(TraceError, match=f"unknown fields: {KEY}"):
         Header.from_json(json.dumps({k: v for k, v in old.items() if k != "schema"} | {"schema": 3}), "x")
-    header = dataclasses.replace(HEADER, vectors={"target_hidden": 4})
+    header = dataclasses.replace(HEADER, hidden={"target_hidden": 4})
     write(tmp_path, header)
     assert Header.from_json(header.to_json(), "x") == header
     assert open_trace(tmp_path).table().schema.equals(arrow_schema(header))
 
 
 @pytest.mark.parametrize(
-    "vectors", [{"draft": 4}, {"draft_hidden": 0}, {"draft_hidden": -1}, {"draft_hidden": 1.5}, ["draft_hidden"],
+    "hidden", [{"draft": 4}, {"draft_hidden": 0}, {"draft_hidden": -1}, {"draft_hidden": 1.5}, ["draft_hidden"],
                 {"draft_hidden": True}, {"draft_hidden": 1 << 40}],
 )  # fmt: skip
-def test_a_header_with_other_vectors_is_refused(vectors: object) -> None:
-    with pytest.raises(TraceError, match=r"here: the header has .*vector"):
-        Header.from_json(json.dumps({**json.loads(HEADER.to_json()), "vectors": vectors}), "here")
+def test_a_header_with_other_hidden_states_is_refused(hidden: object) -> None:
+    with pytest.raises(TraceError, match=r"here: the header has .*hidden"):
+        Header.from_json(json.dumps({**json.loads(HEADER.to_json()), KEY: hidden}), "here")
 
 
 class Carrying(StopPolicy):
@@ -258,7 +259,7 @@ def test_a_carrying_policy_resumed_is_one_undisturbed(
     from specstop.collect.shards import record
 
     options = {"depth": DEPTH, "max_new_tokens": NEW, "collector": "live", "shards": shards}
-    whole = run(pair, prompts, tmp_path / "whole", policy=Carrying(), vectors=(), collector="live", shards=shards)
+    whole = run(pair, prompts, tmp_path / "whole", policy=Carrying(), hidden=(), collector="live", shards=shards)
     assert whole.header.shards == (shards or 1)
     plan = plan_run(pair, prompts, **options, policy=Carrying())
     asked = iter([False, *[True] * 9])
@@ -278,7 +279,7 @@ def test_a_policy_that_failed_in_one_shard_is_asked_again_in_the_next(
             raise RuntimeError("now")
 
     with pytest.warns(match="failed"):
-        trace = run(pair, prompts, tmp_path, vectors=(), collector="live", policy=Fails(0.4, DEPTH), shards=3)
+        trace = run(pair, prompts, tmp_path, hidden=(), collector="live", policy=Fails(0.4, DEPTH), shards=3)
     assert all(table["decisions"][0].as_py() > 0 for table in trace.shards() if table.num_rows)
 
 

@@ -52,7 +52,7 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
     batch = [(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
     for temperature in (0.0, 0.7):
         settings = Settings(temperature, NEW, DEPTH, tree=tree)
-        unroller = Unroller(pair, settings.topology, temperature, vectors=(TARGET_HIDDEN,))
+        unroller = Unroller(pair, settings.topology, temperature, hidden=(TARGET_HIDDEN,))
         expected = dense_rows(pair, unroller, batch, NEW)
         made = PositionsCollector(pair, settings, (TARGET_HIDDEN,)).rows(batch)
         assert len(made) == len(expected) > 0
@@ -112,4 +112,4 @@ def test_what_takes_a_draft_model_is_refused(pair: Pair, prompts: list[Prompt], 
             alone, prompts, tmp_path / "b", depth=2, max_new_tokens=NEW, completions={p.id: "w7 w8 w9" for p in prompts}
         )
     with pytest.raises(InputError, match="this needs a draft model"):
-        collect(alone, prompts, tmp_path / "c", depth=2, max_new_tokens=NEW, vectors=["draft_hidden"])
+        collect(alone, prompts, tmp_path / "c", depth=2, max_new_tokens=NEW, hidden=["draft_hidden"])

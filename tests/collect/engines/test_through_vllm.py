@@ -23,7 +23,7 @@ from specstop.policies.storage.registry import load_policy
         ({"through": "vlm"}, InputError, "--through: expected vllm, not 'vlm'"),
         ({"tree": "2,2"}, InputError, "--through vllm: expected chains"),
         ({"mix": 0.5}, InputError, "--through vllm: expected chains"),
-        ({"vectors": ["draft_hidden"]}, InputError, "--through vllm: expected chains"),
+        ({"hidden": ["draft_hidden"]}, InputError, "--through vllm: expected chains"),
         ({"verification": "rejection"}, InputError, "--through vllm: expected chains"),
     ],
 )

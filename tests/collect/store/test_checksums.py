@@ -37,7 +37,7 @@ def test_a_damaged_shard_that_was_moved_aside_is_not_loaded(tmp_path: Path, monk
 
 
 def _flip(raw: bytes) -> bytes:
-    """Damage the first column's page, behind the magic number and its page header."""
+    """Damage the first column's page, after the magic number and its page header."""
     return raw[:40] + bytes(255 - b for b in raw[40:80]) + raw[80:]
 
 

@@ -34,7 +34,7 @@ def pair(plain_pair: Pair) -> Pair:
 
 
 def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None = None) -> dict[int, float]:
-    """Weights of what lookup proposes behind the text, by token."""
+    """Weights of what lookup proposes after the text, by token."""
     drafter = LookupDrafter(pair, longest)
     drafter.reserve(1, 64)
     whole = text if anchor is None else [*text, anchor]
@@ -213,8 +213,8 @@ class Half(StopPolicy):
         first = [i for i in range(n) if i == tree.parent[0].tolist().index(int(tree.parent[0, i]))]
         kept = np.zeros_like(tree.drawn)
         for node in first:
-            above = int(tree.parent[0, node])
-            kept[0, node] = above < 0 or bool(kept[0, above])
+            parent = int(tree.parent[0, node])
+            kept[0, node] = parent < 0 or bool(kept[0, parent])
         return kept
 
 

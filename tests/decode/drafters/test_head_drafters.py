@@ -137,8 +137,8 @@ def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair: Pair) -> Non
 
 def _deep(depth: int) -> Candidates:
     found = Candidates.at([3], chain(depth))
-    for above in range(depth):
-        found.add(above, above + 1, 5)
+    for node in range(depth):
+        found.add(node, node + 1, 5)
     return found
 
 

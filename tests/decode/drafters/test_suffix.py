@@ -59,11 +59,11 @@ def test_a_step_falls_back_to_the_longest_suffix_that_is_known() -> None:
     for token in (1, 2, 3, 4, 8, 9):
         state, length = automaton.step(state, length, token)
         lengths.append(length)
-    assert lengths == [1, 2, 3, 3, 0, 1]  # behind 1 2 3 came no 4, behind 2 3 there did; 8 is unknown
+    assert lengths == [1, 2, 3, 3, 0, 1]  # after 1 2 3 came no 4, after 2 3 there did; 8 is unknown
 
 
 def test_frequencies_are_mixed_by_the_escape_estimate() -> None:
-    """Behind 5 came 8, 9, 9; behind 4 5 came 9 alone: worked out by hand, PPM-C."""
+    """After 5 came 8, 9, 9; after 4 5 came 9 alone: worked out by hand, PPM-C."""
     automaton = SuffixAutomaton()
     for token in (5, 8, 4, 5, 9, 5, 9, 4, 5):
         automaton.append(token)

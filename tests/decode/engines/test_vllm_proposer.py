@@ -1,4 +1,4 @@
-"""vLLM's side of the proposer, with a configuration and a model runner of the forms that vLLM 0.32 has."""
+"""vLLM's side of the proposer, with a configuration and a model runner such as vLLM 0.32 has."""
 
 from __future__ import annotations
 

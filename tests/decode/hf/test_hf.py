@@ -284,7 +284,7 @@ def test_assisted_text_is_plain_and_its_drafts_are_the_policys(
     speculator = Speculator(endless, policy, Settings(0.0, NEW + 1))
     seen = set()
     for prompt in prompt_ids[4:6]:
-        # The stock loop has no token of the target's before its first round: the rounds of both are the same behind a
+        # The stock loop has no token of the target's before its first round: the rounds of both are the same after a
         # prompt whose last token is the target's own.
         begun = stock(endless, [prompt], max_new_tokens=3)[0].tolist()
         text, drafts = assisted(endless, begun, policy)
@@ -367,17 +367,17 @@ def test_a_policy_that_the_stock_loop_cannot_serve_is_refused(policy: StopPolicy
         PolicyStoppingCriteria(policy)
 
 
-class ReadsVector(StopPolicy):
-    name, hidden = "reads-vector", ("draft_hidden",)
+class ReadsHidden(StopPolicy):
+    name, hidden = "reads-hidden", ("draft_hidden",)
 
 
 class ReadsNoise(StopPolicy):
     name, features = "reads-noise", ("noisy_margin",)
 
 
-def test_vectors_and_noise_are_refused(pair: Pair) -> None:
-    with pytest.raises(PolicyError, match="reads-vector: reads draft_hidden, which the stock assisted loop has not"):
-        PolicyStoppingCriteria(ReadsVector())
+def test_hidden_states_and_noise_are_refused(pair: Pair) -> None:
+    with pytest.raises(PolicyError, match="reads-hidden: reads draft_hidden, which the stock assisted loop has not"):
+        PolicyStoppingCriteria(ReadsHidden())
     with pytest.raises(PolicyError, match="reads-noise: reads noisy_margin"):
         PolicyStoppingCriteria(ReadsNoise(), temperature=0.7)
     PolicyStoppingCriteria(ReadsNoise())

@@ -60,7 +60,7 @@ def test_rows_asks_for_the_last_rows_only(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def test_a_mask_hides_what_it_says_under_each_backend(model: torch.nn.Module) -> None:
-    """Two branches behind one prefix, read in one call, are what each is alone."""
+    """Two branches after one prefix, read in one call, are what each is alone."""
     prefix, branches = tokens(1, 6), tokens(1, 2, seed=1)
     cached = CachedModel(model, 20, VOCABULARY)
     cached.read(prefix)

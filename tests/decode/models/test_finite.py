@@ -38,7 +38,7 @@ HARMLESS = ("match", "match, sampled", "match, a tree", "typical")
 
 
 def spoiled(model: PreTrainedModel, position: int, value: float, tokens: slice = slice(7, 8)) -> PreTrainedModel:
-    """Return a copy whose logits behind `position` and later hold `value` for some tokens."""
+    """Return a copy whose logits after `position` and later hold `value` for some tokens."""
     broken = copy.deepcopy(model)
 
     def spoil(module: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -72,7 +72,7 @@ def test_a_broken_row_of_the_target_ends_the_run(
     pair: Pair, prompt_ids: list[list[int]], mode: str, value: str
 ) -> None:
     prompt = prompt_ids[3]
-    for position in (0, len(prompt) + LATER):  # behind the prompt, and in the middle of the text
+    for position in (0, len(prompt) + LATER):  # after the prompt, and in the middle of the text
         with pytest.raises(PairError, match=r"^the target's logits are not finite: ") as caught:
             decode(with_target(pair, position, *BAD[value]), prompt, MODES[mode])
         assert "\n" not in str(caught.value)

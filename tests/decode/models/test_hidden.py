@@ -14,7 +14,7 @@ from small_drafters import small_drafter
 from specstop.decode import model_source
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as drafters_module
 from specstop.decode.loop import Speculator
-from specstop.decode.models.cuda.graph import CapturedModel
+from specstop.decode.models.cuda.graph import CudaGraphModel
 from specstop.decode.models.engine import speed_up
 from specstop.decode.models.hidden import hidden_width, seen, stored
 from specstop.decode.models.pair import Pair
@@ -24,7 +24,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
-from specstop.policies.features import hidden_states as vectors
+from specstop.policies.features import hidden_states as features
 from specstop.policies.features.hidden_states import HIDDEN_STATES
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from torch import Tensor
@@ -116,7 +116,7 @@ def test_fixed_shapes_show_the_same_states(
 
     grown = shown()
     for module in (model_source, drafters_module):
-        monkeypatch.setattr(module, "open_cache", CapturedModel)
+        monkeypatch.setattr(module, "open_cache", CudaGraphModel)
     fixed = shown()
     assert len(grown) == len(fixed) > 20
     for one, other in zip(grown, fixed, strict=True):
@@ -238,7 +238,7 @@ def test_rounding_stays_within_the_range_of_float16() -> None:
     assert seen(states).dtype == torch.float32
     assert torch.equal(seen(stored(states)), seen(states)), "what was stored is seen as it is"
     wide = torch.cat([states, torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)])
-    assert np.array_equal(vectors.seen(wide.numpy()), seen(wide)), "arrays are rounded as tensors are"
+    assert np.array_equal(features.seen(wide.numpy()), seen(wide)), "arrays are rounded as tensors are"
 
 
 def test_renewed_is_as_newly_made(pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -31,8 +31,8 @@ def tokens(count: int, draw: random.Random) -> list[int]:
 def subtree(tree: Topology, draw: random.Random) -> list[int]:
     """Rows of a part of a tree that is closed under parents."""
     rows = [0]
-    for row, above in enumerate(tree.parent):
-        if above in rows and draw.random() < 0.7:
+    for row, parent in enumerate(tree.parent):
+        if parent in rows and draw.random() < 0.7:
             rows.append(row)
     return rows
 

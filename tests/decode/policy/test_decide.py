@@ -70,7 +70,7 @@ def test_every_branch_is_shown_in_its_own_place(pair: Pair, prompt_ids: list[lis
     """The children of a later branch may stand before those of an earlier one."""
     policy = Notes()
     Speculator(pair, policy, Settings(0.7, 20, tree=tree, verification="match")).generate(prompt_ids[3])
-    levels = parse_tree(tree).above_in_level
+    levels = parse_tree(tree).parent_in_level
     drawn: dict[int, list[float]] = {0: []}
     for depth, alive, parent, features in policy.seen:
         assert parent == list(levels[depth])

@@ -58,7 +58,7 @@ def test_a_residual_left_out(case: Case, monkeypatch: Patch) -> None:
 Rows = dict[int, Tensor]
 
 
-def above(found: Candidates, rows: Rows) -> Rows:
+def of_parents(found: Candidates, rows: Rows) -> Rows:
     """Return by place the row of its parent."""
     return {place: rows[max(found.parent[place], 0)] for place in rows}
 
@@ -76,13 +76,13 @@ def tried_with(shown: Callable[[Candidates, Rows], tuple[Candidates, Rows]]) -> 
 
 @pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
 def test_the_targets_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    assert is_seen(case, monkeypatch, *tried_with(lambda found, probs: (found, above(found, probs))))
+    assert is_seen(case, monkeypatch, *tried_with(lambda found, probs: (found, of_parents(found, probs))))
 
 
 @pytest.mark.parametrize("case", [LONG_CHAIN, LONG_TREE], ids=str)
 def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
     def shifted(found: Candidates, probs: Rows) -> tuple[Candidates, Rows]:
-        return replace(found, drawn_from=above(found, found.drawn_from)), probs
+        return replace(found, drawn_from=of_parents(found, found.drawn_from)), probs
 
     assert is_seen(case, monkeypatch, *tried_with(shifted))
 
@@ -167,7 +167,7 @@ def test_roots_drawn_from_a_sharper_distribution(monkeypatch: Patch) -> None:
 
 
 def test_acceptance_and_residual_that_share_a_number(monkeypatch: Patch) -> None:
-    """The number by which a token was accepted draws the one behind it."""
+    """The number by which a token was accepted draws the one after it."""
     assert prove(CHAIN).reused == 0
     shipped = Choices.draw
 
@@ -210,7 +210,7 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        (kv_cache.Slots, "move", lambda self, stream, slots, to: None),
+        (kv_cache.KVCache, "move", lambda self, stream, slots, to: None),
         (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
         (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
     ],

@@ -47,7 +47,7 @@ def allowed(batch: int, ids: Tensor) -> list[int]:
 
 
 class Alternating(LogitsProcessor):
-    """Forbids low tokens behind a text of even length: the answer depends on how long the prefix is."""
+    """Forbids low tokens after a text of even length: the answer depends on how long the prefix is."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.masked_fill(torch.arange(VOCABULARY) < 20, -torch.inf) if input_ids.shape[1] % 2 == 0 else scores

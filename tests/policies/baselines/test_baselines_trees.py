@@ -21,8 +21,8 @@ PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""
 
 DEPTHS: list[int] = []
-for _above in PARENTS:
-    DEPTHS.append(1 if _above < 0 else DEPTHS[_above] + 1)
+for _parent in PARENTS:
+    DEPTHS.append(1 if _parent < 0 else DEPTHS[_parent] + 1)
 LEVELS = [[n for n, d in enumerate(DEPTHS) if d == depth] for depth in (1, 2, 3, 4)]
 
 
@@ -53,8 +53,8 @@ def grow(policy: StopPolicy, streams: int = 8, seed: int = 0) -> list[Played]:
     dice = random.Random(seed)
     played = [Played() for _ in range(streams)]
     for one in played:
-        for node, above in enumerate(PARENTS):
-            inherited = one.values[above] if above >= 0 else 0.0
+        for node, parent_node in enumerate(PARENTS):
+            inherited = one.values[parent_node] if parent_node >= 0 else 0.0
             one.values[node] = inherited + math.log(dice.choice([0.9, 0.6, 0.3, 0.1]) * dice.uniform(0.9, 1.0))
             one.entropy[node] = dice.uniform(0.0, 3.0)
         one.drawn = set(LEVELS[0])
@@ -91,12 +91,12 @@ def valued(one: Played, power: float = 1.0) -> dict[int, float]:
     """Return the drawn nodes' values as a policy knows them: guessed at depths that it was not asked about."""
     known: dict[int, float] = {}
     for node in sorted(one.drawn):
-        above = PARENTS[node]
+        parent = PARENTS[node]
         if DEPTHS[node] in one.kept:
             known[node] = power * one.values[node]
         else:
-            better = sum(PARENTS[n] == above for n in range(node))
-            known[node] = (known[above] if above >= 0 else 0.0) + (1 + better) * math.log(UNSEEN)
+            better = sum(PARENTS[n] == parent for n in range(node))
+            known[node] = (known[parent] if parent >= 0 else 0.0) + (1 + better) * math.log(UNSEEN)
     return known
 
 

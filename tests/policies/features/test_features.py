@@ -39,9 +39,9 @@ def example(temperature: float, seed: int = 0) -> Rows:
     if temperature:
         noise = torch.randn(ROWS, VOCABULARY, generator=generator, dtype=torch.float64)
         scores = (torch.log_softmax(logits / temperature, -1) + noise).float().double()
-    above = -5 * torch.rand(ROWS, generator=generator, dtype=torch.float64)
-    behind = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
-    return Rows(logits, temperature, scores, scores.argmax(-1), above, depth=3, above=behind)
+    logprob = -5 * torch.rand(ROWS, generator=generator, dtype=torch.float64)
+    after = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    return Rows(logits, temperature, scores, scores.argmax(-1), logprob, depth=3, parents=after)
 
 
 def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:
@@ -73,8 +73,8 @@ def reference(name: str, rows: Rows, i: int) -> float:
         "branch_rank": 0.0,
         "anchor_token": drawn,
         "drawn_token": drawn,
-        "above_token": int(rows.above[i]),
-        "before_token": int(rows.above[i]),
+        "above_token": int(rows.parents[i]),
+        "before_token": int(rows.parents[i]),
     }
     return values[name]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from head_tensors import NAMES, Array, draw, features, slow_basis, zeros
-from random_heads import DRAFT, MADE, TARGET, layers, made_head, resnet, specdec
+from random_heads import DRAFT, RANDOM_HEADS, TARGET, layers, random_head, resnet, specdec
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features.hidden_states import check_sizes
@@ -26,11 +26,11 @@ from told_head import biased, kept_by
 from torch import Tensor, nn
 
 NEAR = 1e-4  # float32 sums in another order
-HIDDEN = [name for name in MADE if made_head(name)[1].sizes]
+HIDDEN = [name for name in RANDOM_HEADS if random_head(name)[1].sizes]
 
 
 def states(name: str, *shape: int, seed: int = 3) -> dict[str, Array]:
-    return {state: draw(*shape, size, seed=seed + size) for state, size in made_head(name)[1].sizes.items()}
+    return {state: draw(*shape, size, seed=seed + size) for state, size in random_head(name)[1].sizes.items()}
 
 
 def scalars(names: tuple[str, ...], count: int, seed: int = 5) -> Array:
@@ -67,7 +67,7 @@ def perceptron(tensors: dict[str, Tensor]) -> nn.Sequential:
 
 def reference(name: str, x: Array, hidden: dict[str, Array], depth: int) -> Array:
     """Return [R, 2] of rows [R, F] as plain modules say."""
-    kind, names, arrays = MADE[name]
+    kind, names, arrays = RANDOM_HEADS[name]
     t = {key: torch.from_numpy(value) for key, value in arrays.items()}
     given = {key: torch.from_numpy(value) for key, value in hidden.items()}
     if kind in ("dynasd-soft", "dynasd-hard", "specdec") and depth == 0:
@@ -94,7 +94,7 @@ def reference(name: str, x: Array, hidden: dict[str, Array], depth: int) -> Arra
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("name", [*HIDDEN, "dynasd-hard"])
 def test_a_head_scores_as_plain_modules_do(name: str, depth: int) -> None:
-    names, head = made_head(name)
+    names, head = random_head(name)
     x, hidden = scalars(names, 8), states(name, 8)
     found = head.scores(x, depth, hidden)
     assert found.dtype == np.float64
@@ -102,12 +102,12 @@ def test_a_head_scores_as_plain_modules_do(name: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("name", list(MADE))
+@pytest.mark.parametrize("name", list(RANDOM_HEADS))
 def test_a_row_scores_the_same_among_however_many(name: str, depth: int) -> None:
     """Bit for bit where the arithmetic is our own; a matrix product of a library adds in another order."""
-    names, head = made_head(name)
+    names, head = random_head(name)
     x, hidden = scalars(names, 2048), states(name, 2048)
-    ours = MADE[name][0] not in ("resnet", "dynasd-soft", "specdec")
+    ours = RANDOM_HEADS[name][0] not in ("resnet", "dynasd-soft", "specdec")
     if ours and names != TOKEN_NAMES:  # unknown and extreme numbers too
         x[::5, 1], x[1::5, 1], x[2::5, 2] = np.nan, 1.0, 0.0
         x[3::5, 0] = 1e30
@@ -125,7 +125,7 @@ def test_a_row_scores_the_same_among_however_many(name: str, depth: int) -> None
 
 @pytest.mark.parametrize("name", ["dynasd-hard", "resnet of both"])
 def test_scalars_beside_hidden_states_and_published_ones_have_ranges(name: str) -> None:
-    kind, names, tensors = MADE[name]
+    kind, names, tensors = RANDOM_HEADS[name]
     low, high = np.full(len(names), 0.2, dtype=np.float32), np.full(len(names), 0.6, dtype=np.float32)
     x, hidden = scalars(names, 40), states(name, 40)
     found = build_head(kind, names, with_ranges(tensors, low, high)).scores(x, 1, hidden)
@@ -137,7 +137,7 @@ def test_scalars_beside_hidden_states_and_published_ones_have_ranges(name: str) 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_float16_states_are_read_as_numbers(name: str) -> None:
     """A trace keeps float16; a policy sees the same numbers as float32."""
-    names, head = made_head(name)
+    names, head = random_head(name)
     halves = {k: v.astype(np.float16) for k, v in states(name, 5).items()}
     x = scalars(names, 5)
     exact = head.scores(x, 1, {k: v.astype(np.float32) for k, v in halves.items()})
@@ -146,7 +146,7 @@ def test_float16_states_are_read_as_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_the_states_that_a_head_is_shown_are_left_as_they_are(name: str) -> None:
-    names, head = made_head(name)
+    names, head = random_head(name)
     x, hidden = scalars(names, 5), states(name, 5)
     before = {k: v.copy() for k, v in hidden.items()}
     head.scores(x, 1, hidden)
@@ -154,7 +154,7 @@ def test_the_states_that_a_head_is_shown_are_left_as_they_are(name: str) -> None
 
 
 def test_before_drafting_only_the_targets_state_counts() -> None:
-    names, head = made_head("resnet of both")
+    names, head = random_head("resnet of both")
     x, one, other = scalars(names, 6), states("resnet of both", 6), states("resnet of both", 6, seed=77)
     mixed = {"draft_hidden": other["draft_hidden"], "target_hidden": one["target_hidden"]}
     assert np.array_equal(head.scores(x, 0, one), head.scores(x, 0, mixed))
@@ -249,7 +249,7 @@ def test_what_is_not_such_a_head_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_states_that_are_missing_or_of_another_size_are_refused(name: str) -> None:
-    names, head = made_head(name)
+    names, head = random_head(name)
     x, hidden = scalars(names, 3), states(name, 3)
     for depth in (0, 1):
         for state, size in head.sizes.items():
@@ -263,7 +263,7 @@ def test_states_that_are_missing_or_of_another_size_are_refused(name: str) -> No
 
 
 def policy_of(name: str, rule: Rule, maps: tuple[Calibrator, Calibrator] | None = None) -> LearnedPolicy:
-    names, head = made_head(name)
+    names, head = random_head(name)
     return LearnedPolicy("mine", names, head, *(maps or (Calibrator(), Calibrator())), rule, 5)
 
 
@@ -278,7 +278,7 @@ RULES = [Derived([0.1, 0.2, 0.15]), Threshold("survival", 0.2), Threshold("step"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
-@pytest.mark.parametrize("name", list(MADE))
+@pytest.mark.parametrize("name", list(RANDOM_HEADS))
 def test_any_head_goes_with_any_rule_and_comes_back_from_its_folder(tmp_path: Path, name: str, rule: Rule) -> None:
     maps = Calibrator("temperature", 1.3), Calibrator("temperature", 0.8)
     policy = policy_of(name, rule, maps)

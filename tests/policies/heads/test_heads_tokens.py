@@ -23,9 +23,9 @@ def test_scores_are_the_sums_that_they_are_said_to_be(depth: int) -> None:
                 if (feature == 0) == (depth == 0) and 0 <= row[place] < WIDTH:
                     wanted += float(t["table"][output, feature, int(row[place])])
             if depth:
-                anchor, entropy, drawn, above = row
+                anchor, entropy, drawn, parent = row
                 within = (entropy > 0.25) + (entropy > 0.5)
-                sums = (drawn + 5 * above, 3 * anchor + drawn + 2 * depth, 4 * within + drawn)
+                sums = (drawn + 5 * parent, 3 * anchor + drawn + 2 * depth, 4 * within + drawn)
                 wanted += sum(float(t["hashed"][output, at, int(total) % SIZE]) for at, total in enumerate(sums))
             assert scores[output] == pytest.approx(wanted, abs=1e-5)
 

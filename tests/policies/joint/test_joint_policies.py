@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from joint_policies import LINEAR, STEPPED, made_batch_policy, made_profile
+from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
@@ -26,12 +26,12 @@ from specstop.policies.testing import TreePolicyTests
 
 class TestBest(TreePolicyTests):
     def make(self) -> StopPolicy:
-        return made_batch_policy("stepped", depth=5)
+        return batch_policy("stepped", depth=5)
 
 
 class TestAll(TreePolicyTests):
     def make(self) -> StopPolicy:
-        return made_batch_policy("linear", "all", depth=5)
+        return batch_policy("linear", "all", depth=5)
 
 
 class TestLearnsSoon(TreePolicyTests):
@@ -132,7 +132,7 @@ def confidences(rows: Sequence[Sequence[float]]) -> Array:
 
 def test_adaptive_verification_spends_the_budget_of_the_round_before_on_the_best() -> None:
     before, now = [[0.9, 0.8], [0.4, 0.3]], [[0.2, 0.5], [0.95, 0.9]]
-    policy = AdaptiveVerification(2, profile=made_profile(STEPPED))
+    policy = AdaptiveVerification(2, profile=synthetic_profile(STEPPED))
     state = policy.observe(outcome([2, 2], [1, 0]), asked(policy, before))
     # The last depth, too, was shown here; the loop asks no policy there.
     old = np.cumprod(confidences(before), 1)
@@ -182,8 +182,8 @@ def test_adaptive_verification_learns_as_newton_does() -> None:
         theta[1 + d] += own * counts[d] / (counts[d] + 50)
     theta[0] += slope
     assert np.allclose(state.weights, theta, rtol=1e-6)
-    assert state.refits.tolist() == [1, 1] and state.rounds.tolist() == [0, 0] and not state.sums.any()
-    behind = type(state)(**{**{f: getattr(state, f) for f in state.__slots__}, "refits": np.array([0, 1])})
+    assert state.updates.tolist() == [1, 1] and state.rounds.tolist() == [0, 0] and not state.sums.any()
+    behind = type(state)(**{**{f: getattr(state, f) for f in state.__slots__}, "updates": np.array([0, 1])})
     behind.weights[0] = 9.0
     _, shared = policy.keep(step(0, [0.0, 0.0]), behind)
     assert np.allclose(shared.weights, theta, rtol=1e-6)  # one that had paused takes over what the others have learned
@@ -201,7 +201,7 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
     rate = 4.0 if verify_s is LINEAR else 1.0
-    grid, rng = grids_of(made_profile(verify_s)).of(3, 2), np.random.default_rng(1)
+    grid, rng = grids_of(synthetic_profile(verify_s)).of(3, 2), np.random.default_rng(1)
     rates, batches = np.full(len(grid.draft), rate), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
     taken = set()
     for _ in range(40):
@@ -221,7 +221,7 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
     """Every set of streams and number of steps is tried; sets beyond the streams of the largest gains are no better."""
-    grid, rng = grids_of(made_profile(verify_s, 0.3)).of(3, 3), np.random.default_rng(2)
+    grid, rng = grids_of(synthetic_profile(verify_s, 0.3)).of(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.draft), 1.0), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
     ahead, numbers = np.array([1.0, 0.7]), set()
     for _ in range(30):
@@ -256,8 +256,8 @@ def test_plain_decoding_is_left_only_for_what_is_expected_to_beat_it() -> None:
     free = tuple(1.0 for _ in range(40))
     even = tuple(1.0 + n for n in range(40))  # a token costs as much as a stream: nothing is gained by sending more
     for verify_s, drafts in ((free, True), (even, False)):
-        policy = made_batch_policy()
-        policy = for_batches(policy, profile=made_profile(verify_s, 0.02))
+        policy = batch_policy()
+        policy = for_batches(policy, profile=synthetic_profile(verify_s, 0.02))
         kept, _ = policy.keep(
             DraftStep(0, np.ones((4, 1), dtype=bool), np.zeros((4, 1), dtype=np.int64),
                       np.zeros((4, 1, 2), dtype=np.float32), {}, np.zeros(4, dtype=np.int64)),
@@ -275,20 +275,20 @@ def begun(policy: BatchStop, streams: int = 4) -> int:
 
 
 def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
-    policy = made_batch_policy()
+    policy = batch_policy()
     assert policy.cost_name == "mine?rule=batch"
     for price, drafts in ((0.0, 4), (0.05, 4), (3.0, 0)):
-        priced = made_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
+        priced = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
         made = for_batches(policy, profile=priced)
         assert begun(made) == drafts
         assert made._grids.of(2, 3).draft[:3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
-    by_row = made_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
+    by_row = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
     draft = for_batches(policy, profile=by_row)._grids.of(3, 3).draft
     assert draft[:4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
 
 
 def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
-    policy, rates = made_batch_policy(), [(2, 1.5), (4, 2.0)]
+    policy, rates = batch_policy(), [(2, 1.5), (4, 2.0)]
     made = for_batches(policy, rule=BatchRule("best", rates))
     grid, streams = made._grids.of(4, 3), np.arange(5)
     assert (made._rate(grid)[:5] / policy._rate(grid)[:5])[1:] == pytest.approx([1.5, 1.5, 1.75, 2.0])
@@ -312,7 +312,7 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first: int) -> None:
-    policy = for_batches(made_batch_policy(), rule=BatchRule("best", first=first))
+    policy = for_batches(batch_policy(), rule=BatchRule("best", first=first))
     assert policy.first == first and policy.rule.to_dict() == {"kind": "batch", "send": "best", "first": first}
     streams, keys = 3, np.arange(3)
     features = np.full((streams, 1, 2), 0.5, dtype=np.float32)
@@ -333,14 +333,14 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
 
 
 def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
-    costs = SingleStreamCosts(made_profile(STEPPED, 0.25))
+    costs = SingleStreamCosts(synthetic_profile(STEPPED, 0.25))
     assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx([STEPPED[3], STEPPED[4], STEPPED[5]])
     assert costs.verify_s(1, 1, 50.0) == pytest.approx(STEPPED[0])
     assert costs.first_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.25])
-    dips = SingleStreamCosts(made_profile((1.0, 1.5, 1.2, 1.4)))
+    dips = SingleStreamCosts(synthetic_profile((1.0, 1.5, 1.2, 1.4)))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4])
     assert dips.verify_s(1, [1, 2], 50.0).tolist() == pytest.approx([1.0, 1.2]), "whatever else is asked for beside it"
-    level = SingleStreamCosts(made_profile((1.0, 1.24, 1.2, 1.4)))
+    level = SingleStreamCosts(synthetic_profile((1.0, 1.24, 1.2, 1.4)))
     assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
     grid = Grids(LinearCosts(0.5, 0.1), 0.0).of(20, 3)
     assert grid.verify.shape[0] == 33 and grid.verify[2, 5] == pytest.approx(1.4)
@@ -348,9 +348,9 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
 
 
 def test_a_folder_is_put_under_the_rule(tmp_path: Path) -> None:
-    made = made_batch_policy("stepped")
+    made = batch_policy("stepped")
     profile = tmp_path / "profile.json"
-    made_profile(LINEAR).save(profile)
+    synthetic_profile(LINEAR).save(profile)
     save_policy(made, tmp_path / "mine")
     again = load_policy(tmp_path / "mine")
     assert isinstance(again, BatchPolicy) and again.rule.to_dict() == {"kind": "batch", "send": "best"}

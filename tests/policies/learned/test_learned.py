@@ -242,7 +242,7 @@ def test_a_pickle_or_an_empty_folder_is_no_policy(tmp_path: Path) -> None:
 
 
 class Unwritable(Derived):
-    """Fails when it is written, behind the weights."""
+    """Fails when it is written, after the weights."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": "derived", "thresholds": [float("inf")]}

@@ -208,11 +208,11 @@ def test_a_node_costs_what_verifying_one_more_does_or_what_it_displaces() -> Non
 def test_paths_are_never_likelier_than_what_comes_before() -> None:
     table = np.array([[1.0, 0.0, 2.0], [0.5, 0.3, 3.0]], dtype=np.float32)
     calibrator = PathCalibrator(table)
-    above = np.linspace(0.0, 1.0, 7)
-    chance = calibrator.of(above, np.linspace(-3, 3, 7), 1, np.zeros(7, dtype=int))
-    assert (chance <= above).all() and chance[3] > 0.0
+    parent = np.linspace(0.0, 1.0, 7)
+    chance = calibrator.of(parent, np.linspace(-3, 3, 7), 1, np.zeros(7, dtype=int))
+    assert (chance <= parent).all() and chance[3] > 0.0
     bare = PathCalibrator(np.array([[1.0, 0.0, 0.0]], dtype=np.float32))
-    assert bare.of(above[1:], np.zeros(6), 4, np.zeros(6, dtype=int)) == pytest.approx(above[1:] / 2, abs=1e-5)
+    assert bare.of(parent[1:], np.zeros(6), 4, np.zeros(6, dtype=int)) == pytest.approx(parent[1:] / 2, abs=1e-5)
 
 
 def test_its_folder_comes_back_as_it_was(tmp_path: Path) -> None:

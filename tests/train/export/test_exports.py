@@ -26,7 +26,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.folder import find_sizes
-from specstop.train.export.llama_cpp import Share, shares, walk_shares
+from specstop.train.export.llama_cpp import Share, replay_shares, shares
 from specstop.train.export.sglang import rules_around
 from specstop.train.export.vllm import length_at
 from specstop.train.replay.run import replay
@@ -251,9 +251,9 @@ def reference(arrays: TraceArrays, rule: Share) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("rule", [Share(0.3, 4), Share(0.45, 5, 2), Share(0.3, 4, 0, older=True), Share(0.0, 3)])
 def test_the_share_rule_drafts_as_llama_cpp_does(rule: Share, traces: dict[float, Trace]) -> None:
     arrays = trace_arrays(traces[0.0])
-    walked = walk_shares(arrays, [rule])
-    order = torch.argsort(walked.every.sequence, stable=True)
-    found = list(zip(walked.every.drafted[order].tolist(), walked.every.verified[order].tolist(), strict=True))
+    replayed = replay_shares(arrays, [rule])
+    order = torch.argsort(replayed.every.sequence, stable=True)
+    found = list(zip(replayed.every.drafted[order].tolist(), replayed.every.verified[order].tolist(), strict=True))
     assert found == reference(arrays, rule)
     assert len(set(found)) > 1 or rule.p_min == 0.0
 

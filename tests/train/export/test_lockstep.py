@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from made import made_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
 from specstop.train.export.lockstep import Steps, lockstep
-from specstop.train.replay.known_lengths import Walked, walk_fixed
+from specstop.train.replay.known_lengths import ReplayedRuns, replay_fixed
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from synthetic import synthetic_trace
 
 EXACT = 1e-12
 
@@ -21,14 +21,14 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
     return trace_arrays(sides[0])
 
 
-def lengths(played: Walked, run: int = 0) -> list[int]:
+def lengths(played: ReplayedRuns, run: int = 0) -> list[int]:
     """Return the length of each step of a run whose texts never cut a draft."""
     return played.every.drafted[played.run == run].tolist()
 
 
 def test_one_candidate_alone_is_that_fixed_length(arrays: TraceArrays, profile: Profile) -> None:
     played = lockstep(arrays, [Steps((k,)) for k in range(4)], 1, 2)
-    torch.testing.assert_close(played.seconds(profile), walk_fixed(arrays, 3).seconds(profile), rtol=EXACT, atol=0.0)
+    torch.testing.assert_close(played.seconds(profile), replay_fixed(arrays, 3).seconds(profile), rtol=EXACT, atol=0.0)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7])
@@ -41,7 +41,7 @@ def test_a_batch_is_always_full(batch: int, arrays: TraceArrays) -> None:
 
 def endless(accepted: int) -> TraceArrays:
     """Return one long text in which every draft is accepted that far."""
-    made = made_trace([[accepted] * 300], depth=6)
+    made = synthetic_trace([[accepted] * 300], depth=6)
     return dataclasses.replace(made, header=dataclasses.replace(made.header, max_new_tokens=400))
 
 

@@ -1,4 +1,4 @@
-"""Known lengths walked as replay walks them, and a profile scaled to a batch."""
+"""Known lengths replayed as policies are, and a profile scaled to a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from made import made_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
@@ -24,9 +23,10 @@ from specstop.train.export.serving import (
     measured_rows,
     split_sides,
 )
-from specstop.train.replay.known_lengths import walk_fixed, walk_lengths
+from specstop.train.replay.known_lengths import replay_fixed, replay_lengths
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from synthetic import synthetic_trace
 
 EXACT = 1e-12
 
@@ -52,7 +52,7 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
 def test_fixed_lengths_take_what_replay_says(arrays: TraceArrays, profile: Profile) -> None:
     assert bool(arrays.ends.any()), "the trace should have drafts that end"
     depth = min(arrays.depth, profile.max_depth)
-    found = walk_fixed(arrays, depth).seconds(profile)
+    found = replay_fixed(arrays, depth).seconds(profile)
     for k in range(depth + 1):
         torch.testing.assert_close(found[k], replay(arrays, FixedLength(k), profile).seconds, rtol=EXACT, atol=0.0)
 
@@ -64,23 +64,25 @@ def test_known_lengths_take_what_the_policy_takes_in_replay(
     length = min(arrays.depth, profile.max_depth)
     sure = (arrays.column("top1") >= threshold).long().cumprod(1).sum(1)
     drafted = (sure + 1).clamp_max(length)[None]
-    found = walk_lengths(arrays, drafted, drafted).seconds(profile)[0]
+    found = replay_lengths(arrays, drafted, drafted).seconds(profile)[0]
     torch.testing.assert_close(found, replay(arrays, Sure(threshold, length), profile).seconds, rtol=EXACT, atol=0.0)
     assert found.sum() != replay(arrays, FixedLength(length), profile).seconds.sum()
 
 
 def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
-    arrays = made_trace([[3, 3, 3, 3, 3, 3, 3]], depth=3)
+    arrays = synthetic_trace([[3, 3, 3, 3, 3, 3, 3]], depth=3)
     drafted, verified = torch.full((1, 7), 2), torch.full((1, 7), 1)
-    walked = walk_lengths(arrays, drafted, verified)
-    assert walked.every.accepted.tolist() == [1, 1, 1, 0]
-    assert walked.every.drafted.tolist() == [2, 2, 2, 2] and walked.every.verified.tolist() == [1, 1, 1, 1]
-    assert walked.every.backlog[1:].tolist() == [1, 1, 1], "the draft has read the accepted token"
+    replayed = replay_lengths(arrays, drafted, verified)
+    assert replayed.every.accepted.tolist() == [1, 1, 1, 0]
+    assert replayed.every.drafted.tolist() == [2, 2, 2, 2] and replayed.every.verified.tolist() == [1, 1, 1, 1]
+    assert replayed.every.backlog[1:].tolist() == [1, 1, 1], "the draft has read the accepted token"
 
 
 def test_a_batch_of_one_is_the_profile(arrays: TraceArrays, profile: Profile) -> None:
-    walked = walk_fixed(arrays, 4)
-    torch.testing.assert_close(batch_seconds(walked, profile, [1])[1], walked.seconds(profile), rtol=EXACT, atol=0.0)
+    replayed = replay_fixed(arrays, 4)
+    torch.testing.assert_close(
+        batch_seconds(replayed, profile, [1])[1], replayed.seconds(profile), rtol=EXACT, atol=0.0
+    )
 
 
 def flat(rise: float, context: float) -> Profile:

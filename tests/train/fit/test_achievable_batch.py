@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from made import telling_trace, told
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
 from specstop.train.report.batches import by_batch
+from synthetic import telling_trace, told
 
 SIZE = 4
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made import telling_trace, told
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep
@@ -29,6 +28,7 @@ from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays
+from synthetic import telling_trace, told
 from told_head import ToldHead
 
 EXACT = 1e-12
@@ -211,7 +211,7 @@ def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> N
             build_rule({"kind": "continuation", "remembers": False, **raw})
 
 
-def test_refitting_ends_where_visits_settle_and_keeps_the_best_round() -> None:
+def test_policy_iteration_ends_where_visits_settle_and_keeps_the_best_round() -> None:
     still = torch.tensor([1.0, 2.0, 0.0])
     other, over = torch.tensor([0.0, 2.0, 1.0]), []
     rounds: Any = Iteration()

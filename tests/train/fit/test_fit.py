@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xgboost as xgb
-from made import NAMES, TRUE_BIAS, TRUE_WEIGHT, made_rows, made_trace, true_logits
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
@@ -26,6 +25,7 @@ from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule
 from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays
+from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
 
 DEPTH = 3
 MARGIN = 2e-5  # float32 sums of up to 150 leaves, in another order
@@ -38,7 +38,7 @@ MIXED = ("top1", "mean_full", "anchor_top1", "depth", "last_accepted")
 def trace() -> TraceArrays:
     chance = random.Random(1)
     lengths = [[min(chance.choice((0, 1, 1, 2, 3)), n - t) for t in range(n)] for n in (12, 3, 20, 1)]
-    return made_trace(lengths, DEPTH, (("anchor_top1",), ("top1", "depth")))
+    return synthetic_trace(lengths, DEPTH, (("anchor_top1",), ("top1", "depth")))
 
 
 # Rows
@@ -106,7 +106,7 @@ def test_cut_rounds_are_left_out(trace: TraceArrays, profile: Profile) -> None:
 
 
 def test_each_fold_is_visited_by_its_own_policy(profile: Profile) -> None:
-    trace = made_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], DEPTH)
+    trace = synthetic_trace([[3, 0, 1, 2] * 5, [1, 3] * 12, [0, 2] * 9, [2, 3, 3] * 7], DEPTH)
     folds = prompt_folds(trace, 3, 0)
     found = own_visits(trace, folds, [FixedLength(2), FixedLength(1)], profile)
     for fold, length in enumerate((2, 1, 2)):
@@ -122,7 +122,7 @@ def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceA
     lengths = trace.accepted[visited.row].tolist()
     expected = [sum(a >= j for a in lengths) / sum(a >= j - 1 for a in lengths) for j in range(1, DEPTH + 1)]
     assert conditional_acceptance(trace, visited) == pytest.approx(expected)
-    never = made_trace([[1] * 9], DEPTH)
+    never = synthetic_trace([[1] * 9], DEPTH)
     assert conditional_acceptance(never, visits(never, [replay(never, FixedLength(1), profile)])) == (
         1.0,
         0.0,
@@ -132,11 +132,11 @@ def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceA
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prompt_is_always_on_one_side(seed: int) -> None:
-    trace = made_trace([[0, 0]] * 20, DEPTH)
+    trace = synthetic_trace([[0, 0]] * 20, DEPTH)
     fit, held = split_prompts(trace, 0.25, seed)
     assert sorted(fit + held) == list(range(20))
     assert len(held) == 5
-    twice = made_trace([[0, 0]] * 20, DEPTH)
+    twice = synthetic_trace([[0, 0]] * 20, DEPTH)
     twice.prompt_ids[:] = [str(i // 2) for i in range(20)]
     sides = [{twice.prompt_ids[s] for s in side} for side in split_prompts(twice, 0.25, seed)]
     assert not sides[0] & sides[1]
@@ -146,7 +146,7 @@ def test_a_prompt_is_always_on_one_side(seed: int) -> None:
 
 def test_too_few_prompts_to_split_are_refused() -> None:
     with pytest.raises(TraceError, match="at least 4 prompts to split, got 3"):
-        split_prompts(made_trace([[0]] * 3, DEPTH), 0.25, 0)
+        split_prompts(synthetic_trace([[0]] * 3, DEPTH), 0.25, 0)
 
 
 # Heads
@@ -154,7 +154,7 @@ def test_too_few_prompts_to_split_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[FitRows, FitRows]:
-    return made_rows(24_000, 1), made_rows(8_000, 2)
+    return synthetic_rows(24_000, 1), synthetic_rows(8_000, 2)
 
 
 def scored(head: Head, rows: FitRows) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_ranges_are_those_of_the_rows_that_know_the_feature() -> None:
 
 @pytest.mark.parametrize("kind", ["logistic", "xgboost", "mlp"])
 def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str) -> None:
-    rows = made_rows(1500, 4)
+    rows = synthetic_rows(1500, 4)
     head, _ = fitter(kind)(FitTask(rows, rows, NAMES, options=FitOptions(epochs=1)))
     seen = rows.features[rows.drawn].numpy()
     end = seen[:50].copy()
@@ -227,7 +227,7 @@ def test_a_head_answers_beyond_its_training_range_as_at_the_end_of_it(kind: str)
 
 @pytest.mark.parametrize("label", [True, False])
 def test_labels_of_one_kind_give_a_constant(label: bool) -> None:
-    rows = made_rows(50)
+    rows = synthetic_rows(50)
     flat = torch.full_like(rows.accepted, label)
     alike = FitRows(rows.features, rows.depth, flat, flat, rows.depth < 3)
     head, _ = fitter("logistic")(FitTask(alike, alike, NAMES))
@@ -295,7 +295,7 @@ def test_the_mlp_learns_is_reproducible_and_leaves_random_states_alone(
 
 def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) -> None:
     """Folded weights and the flag for depth 0 against the network on the data module's own columns."""
-    rows = made_rows(500, 7)
+    rows = synthetic_rows(500, 7)
     head, _ = fitter("mlp")(FitTask(rows, rows, NAMES, options=FitOptions(epochs=1)))
     tensors = head.tensors()
     module = StopHeadModule(len(NAMES) + 1)
@@ -321,7 +321,7 @@ def test_a_batch_without_labels_weighs_nothing() -> None:
 
 
 def test_the_training_batches_are_shuffled_whole_and_seeded() -> None:
-    rows = made_rows(2_500)
+    rows = synthetic_rows(2_500)
     basis = fit_basis(rows, NAMES)
     orders = []
     for seed in (0, 0, 1):
@@ -335,7 +335,7 @@ def test_the_training_batches_are_shuffled_whole_and_seeded() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_module_and_data_serve_a_trainer_of_your_own() -> None:
-    rows = made_rows(300)
+    rows = synthetic_rows(300)
     basis = fit_basis(rows, NAMES)
     module = StopHeadModule(basis.width + 1, hidden=(8,))
     before = [p.clone() for p in module.parameters()]

@@ -136,8 +136,8 @@ def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> 
         accepted = [True, *arrays.path[row].tolist()]  # type: ignore[index]
         ended = [False, *arrays.ends[row].tolist()]
         for node in range(len(tree)):
-            above = tree.parent[node]
-            if node and (not accepted[above] or ended[node] or ended[above]):
+            parent = tree.parent[node]
+            if node and (not accepted[parent] or ended[node] or ended[parent]):
                 continue
             below = tree.children[node]
             assert rows.rows.depth[at] == tree.depth[node]
@@ -177,7 +177,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
     head = LinearHead(names, {"weight": weight, **{name: v.astype(np.float32) for name, v in blank.items()}})
     accept, next_ = fit_paths([(head, visited)], arrays, names)
     seen = seen_features(arrays, names, visited.row, visited.history).numpy()
-    survival, following = path_chances(head, accept, next_, tree, seen)
+    survival, next_chance = path_chances(head, accept, next_, tree, seen)
     below = [[len(tree.children[row]) for row in level] for level in tree.levels]
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], [0.5] * arrays.depth, [(-2.0, 0.5)] * 2, below, first=0)
     policy, state, streams = TreeGain("tree", names, head, accept, next_, rule, arrays.depth), None, len(seen)
@@ -188,7 +188,7 @@ def test_chances_on_a_trace_are_those_that_the_policy_works_out(forest: dict[flo
         step = DraftStep(depth, np.ones(parent.shape, dtype=bool), parent, features, {}, np.arange(streams))
         _, state = policy.keep(step, state)
         if depth:
-            np.testing.assert_allclose(state[1], np.stack([survival[:, level], following[:, level]], 1), rtol=1e-12)
+            np.testing.assert_allclose(state[1], np.stack([survival[:, level], next_chance[:, level]], 1), rtol=1e-12)
 
 
 def test_shares_follow_the_chance_of_the_best_child() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made import NAMES, TRUE_BIAS, TRUE_WEIGHT
 from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.rules.chains import Derived, Threshold
 from specstop.train.heads.kinds.classifiers import StopClassifier
+from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT
 
 torch.set_num_threads(1)
 

@@ -32,7 +32,7 @@ def test_a_policy_for_vllm_reads_what_vllm_knows(traces: dict[float, Trace], pro
     [
         (0.0, {"host": "vlm"}, InputError, "--for: expected vllm, not 'vlm' .did you mean 'vllm'"),
         (0.0, {"features": ["top1", "anchor_entropy"]}, InputError, "--for vllm: anchor_entropy cannot be read there"),
-        (0.0, {"vectors": ["draft_hidden"]}, InputError, "--for vllm: draft_hidden cannot be read there"),
+        (0.0, {"hidden": ["draft_hidden"]}, InputError, "--for vllm: draft_hidden cannot be read there"),
         (0.0, {"head": "specdec"}, InputError, "--for vllm: draft_hidden cannot be read there"),
         (0.0, {"rule": "gain"}, InputError, "--for vllm: expected a rule for chains, not gain"),
         (0.7, {}, TraceError, "has labels 'match' at temperature 0.7"),

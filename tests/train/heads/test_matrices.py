@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xgboost as xgb
-from made import NAMES, made_rows
 from scipy.special import expit
 from specstop.policies.errors import InputError
 from specstop.train.heads.calibration.logits import log_loss
@@ -18,13 +17,14 @@ from specstop.train.heads.fitting import FitOptions, FitTask
 from specstop.train.heads.kinds.boosted import fit_trees, flatten
 from specstop.train.heads.matrices import Pieces, matrices
 from specstop.train.heads.rows import FitRows
+from synthetic import NAMES, synthetic_rows
 
 CLOSE = 0.003  # nats: quantiles of pieces are merged, so a split may lie a rank beside
 
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[FitRows, FitRows]:
-    return made_rows(6000, 1), made_rows(3000, 2)
+    return synthetic_rows(6000, 1), synthetic_rows(3000, 2)
 
 
 def _put(found: list[dict[str, Any]], **piece: Any) -> None:

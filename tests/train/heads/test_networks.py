@@ -8,7 +8,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from made import NAMES, made_rows, made_trace, true_logits
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.build import Head
 from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
@@ -20,6 +19,7 @@ from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
 from specstop.train.heads.networks import Perceptron, Recipe, RowsDataModule, RowsModule, train_network
 from specstop.train.heads.rows import FitRows, Visits, fit_rows
+from synthetic import NAMES, synthetic_rows, synthetic_trace, true_logits
 from told_head import biased
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def hidden_rows(count: int, seed: int) -> tuple[FitRows, Tensor, Tensor]:
 
     The draft's state moves the log-odds of `accept`, the target's those of `next`, and the scalars both.
     """
-    base = made_rows(count, seed)
+    base = synthetic_rows(count, seed)
     generator = torch.Generator().manual_seed(seed + 100)
     draft, target = (torch.randn(count, size, generator=generator) for size in (DRAFT, TARGET))
     first = base.depth == 0
@@ -43,9 +43,9 @@ def hidden_rows(count: int, seed: int) -> tuple[FitRows, Tensor, Tensor]:
     full = torch.stack([logits[:, 0] + 1.5 * draft[:, 0] - draft[:, 1], logits[:, 1] + 1.5 * target[:, 0]], 1)
     drawn = torch.rand(count, 2, generator=generator) < torch.sigmoid(full)
     accepted = drawn[:, 0] | first
-    vectors = {"draft_hidden": draft.half(), "target_hidden": target.half()}
+    hidden = {"draft_hidden": draft.half(), "target_hidden": target.half()}
     rows = FitRows(
-        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), vectors, soft
+        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), hidden, soft
     )
     return rows, soft, torch.sigmoid(full)
 
@@ -60,7 +60,7 @@ def published_rows(count: int, seed: int) -> tuple[FitRows, Tensor]:
 
 def scored(head: Head, rows: FitRows, depth: int) -> Tensor:
     """Return [M, 2] float32, the head's scores of all rows as if they were at this depth."""
-    states = {name: rows.vectors[name].float().numpy() for name in head.sizes}
+    states = {name: rows.hidden[name].float().numpy() for name in head.sizes}
     return torch.from_numpy(head.scores(rows.features.numpy(), depth, states)).float()
 
 
@@ -91,7 +91,7 @@ def test_the_residual_head_scores_as_its_network_does(names: tuple[str, ...], st
     if not names and not states:
         return
     rows = hidden_rows(400, 3)[0]
-    rows = dataclasses.replace(rows, vectors={name: rows.vectors[name] for name in states})
+    rows = dataclasses.replace(rows, hidden={name: rows.hidden[name] for name in states})
     if not names:
         rows = dataclasses.replace(rows, features=torch.zeros(len(rows), 0))
     options = FitOptions(epochs=1, params={"width": 12, "blocks": 2, "dropout": 0.5})
@@ -108,7 +108,7 @@ def test_the_residual_head_scores_as_its_network_does(names: tuple[str, ...], st
         flag = torch.full((int(mine.sum()), 1), float(depth == 0))
         columns = torch.cat([torch.from_numpy(head.basis(rows.features[mine].numpy(), depth)), flag], 1)
         inputs = [
-            (rows.vectors[name][mine].float() - t[f"mean.{name}"]) / t[f"scale.{name}"]
+            (rows.hidden[name][mine].float() - t[f"mean.{name}"]) / t[f"scale.{name}"]
             * (depth > 0 or name == "target_hidden")
             for name in states
         ]  # fmt: skip
@@ -151,7 +151,7 @@ def test_dynasds_hard_model_is_fitted_on_as_many_accepted_rows_as_rejected() -> 
 
 
 def test_rows_of_one_kind_are_all_kept() -> None:
-    rows = made_rows(50)
+    rows = synthetic_rows(50)
     flat = dataclasses.replace(rows, accepted=torch.ones_like(rows.accepted))
     assert len(balanced(flat, 0)) == int(flat.drawn.sum())
 
@@ -217,7 +217,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_random_states_alone(fit
 
 @pytest.mark.parametrize("fit", [fit_soft, fit_specdec])
 def test_rows_without_the_drafts_state_are_refused(fit: object) -> None:
-    rows = dataclasses.replace(published_rows(50, 9)[0], vectors={})
+    rows = dataclasses.replace(published_rows(50, 9)[0], hidden={})
     with pytest.raises(
         TraceError, match="reads draft_hidden, which the trace does not hold; collect it with --hidden draft"
     ):
@@ -227,7 +227,7 @@ def test_rows_without_the_drafts_state_are_refused(fit: object) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_module_and_data_serve_a_trainer_of_your_own() -> None:
     rows = published_rows(300, 10)[0]
-    inputs = (rows.vectors["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
+    inputs = (rows.hidden["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
     module = RowsModule(Perceptron((DRAFT, 4, 1), torch.relu), constant=True)
     trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(module, datamodule=RowsDataModule(inputs, inputs, 64))
@@ -237,7 +237,7 @@ def test_module_and_data_serve_a_trainer_of_your_own() -> None:
 def test_options_come_before_the_recipe() -> None:
     calls: list[tuple[str, int, int]] = []
     rows = published_rows(200, 11)[0]
-    inputs = (rows.vectors["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
+    inputs = (rows.hidden["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
     task = FitTask(rows, rows, (), progress=lambda *call: calls.append(call), options=FitOptions(epochs=2))
     train_network(Perceptron((DRAFT, 4, 1), torch.relu), inputs, inputs, task, Recipe(epochs=9), "net")
     assert calls == [("train net", 1, 2), ("train net", 2, 2)]
@@ -247,7 +247,7 @@ def test_options_come_before_the_recipe() -> None:
 
 
 def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
-    arrays = made_trace([[1, 0, 2, 3, 1, 0, 0, 0]], 3, ((), ("top1",)))
+    arrays = synthetic_trace([[1, 0, 2, 3, 1, 0, 0, 0]], 3, ((), ("top1",)))
     generator = torch.Generator().manual_seed(0)
     q, p = (torch.rand(8, 3, generator=generator) for _ in range(2))
     q[0, 0] = 0.0
@@ -267,7 +267,7 @@ def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
 
 def test_a_lagging_head_has_no_row_for_the_last_token() -> None:
     """The state after x_K is not recorded, for x_K is never fed."""
-    arrays = made_trace([[3, 3, 3, 0, 0, 0]], 3, ((), ("top1",)))
+    arrays = synthetic_trace([[3, 3, 3, 0, 0, 0]], 3, ((), ("top1",)))
     visited = Visits(torch.arange(2), torch.zeros(2, 4))
     assert fit_rows(arrays, ("top1",), visited).depth.tolist() == [0, 1, 2, 3] * 2
     assert fit_rows(arrays, ("top1",), visited, lag=1).depth.tolist() == [0, 1, 2] * 2

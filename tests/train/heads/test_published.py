@@ -22,7 +22,7 @@ from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.crossfit import Outputs, calibrate
 from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.head_specs import FORMS, form, read_vectors
+from specstop.train.heads.head_specs import HEAD_SPECS, head_spec, read_hidden
 from specstop.train.heads.mixing import OWN, mixed_arrays, mixed_rows
 from specstop.train.heads.rows import SOFT_COLUMNS, Visits, fit_rows
 from specstop.train.replay.run import replay
@@ -41,9 +41,9 @@ def hidden(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace,
     options = {"temperature": 0.7, "verification": "match", "max_new_tokens": NEW, "shards": 2}
     fit, held = make_prompts(16, "fit", 21), make_prompts(6, "held", 22)
     return (
-        collect(pair, fit, folder / "fit", depth=DEPTH, vectors=both, **options),
-        collect(pair, held, folder / "held", depth=DEPTH, vectors=both, **options),
-        collect(pair, fit, folder / "mixed", depth=1, mix=0.15, vectors=both[:1], **options),
+        collect(pair, fit, folder / "fit", depth=DEPTH, hidden=both, **options),
+        collect(pair, held, folder / "held", depth=DEPTH, hidden=both, **options),
+        collect(pair, fit, folder / "mixed", depth=1, mix=0.15, hidden=both[:1], **options),
     )
 
 
@@ -73,22 +73,22 @@ READS = {
 def test_a_published_head_reads_what_it_was_published_with_under_its_rule(
     trained: dict[str, Trained], kind: str
 ) -> None:
-    features, vectors, rule = READS[kind]
+    features, hidden, rule = READS[kind]
     policy = trained[kind].policy
-    assert (policy.hidden, policy.rule.kind) == (vectors, rule)
+    assert (policy.hidden, policy.rule.kind) == (hidden, rule)
     assert features is None or policy.features == features
     published = kind in ("dynasd-soft", "dynasd-hard", "specdec-published")
-    assert published is not form(kind).calibrated
+    assert published is not head_spec(kind).calibrated
     if published:
-        assert isinstance(policy.rule, Threshold) and policy.rule.threshold in form(kind).thresholds
+        assert isinstance(policy.rule, Threshold) and policy.rule.threshold in head_spec(kind).thresholds
         assert (policy.accept.kind, policy.next.kind, policy.survival) == ("identity", "identity", None)
 
 
 def test_the_published_grid_is_the_papers() -> None:
     """Stop above h in 0.1 .. 0.9 is to draft on at a survival of 1 - h at least; the released example has h = 0.7."""
-    assert sorted(FORMS["specdec-published"].thresholds) == [0.1, 0.3, 0.5, 0.7, 0.9]
-    assert FORMS["specdec-published"].thresholds[0] == 0.3
-    assert FORMS["dynasd-soft"].thresholds == FORMS["dynasd-hard"].thresholds == (0.4, 0.5)
+    assert sorted(HEAD_SPECS["specdec-published"].thresholds) == [0.1, 0.3, 0.5, 0.7, 0.9]
+    assert HEAD_SPECS["specdec-published"].thresholds[0] == 0.3
+    assert HEAD_SPECS["dynasd-soft"].thresholds == HEAD_SPECS["dynasd-hard"].thresholds == (0.4, 0.5)
 
 
 @pytest.mark.parametrize("kind", READS)
@@ -132,14 +132,14 @@ def test_any_rule_can_be_asked_for(hidden: tuple[Trace, Trace, Trace], costs: Pr
 
 def test_a_head_takes_the_hidden_states_that_are_asked_for(hidden: tuple[Trace, Trace, Trace], costs: Profile) -> None:
     options = {"head": "resnet", "fit": QUICK, "cross_fit": False}
-    policy = train(hidden[0], costs, vectors=["target_hidden"], features=["top1"], **options).policy
+    policy = train(hidden[0], costs, hidden=["target_hidden"], features=["top1"], **options).policy
     assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
-    with pytest.raises(InputError, match="--vector: the head dynasd-soft reads draft_hidden, not target_hidden"):
-        read_vectors("dynasd-soft", [hidden[0]], ["target_hidden"])
+    with pytest.raises(InputError, match="--hidden: the head dynasd-soft reads draft_hidden, not target_hidden"):
+        read_hidden("dynasd-soft", [hidden[0]], ["target_hidden"])
     with pytest.raises(InputError, match="the head mlp reads no hidden state, not draft_hidden"):
-        read_vectors("mlp", [hidden[0]], ["draft_hidden"])
+        read_hidden("mlp", [hidden[0]], ["draft_hidden"])
     with pytest.raises(PolicyError, match="did you mean 'draft_hidden'"):
-        read_vectors("resnet", [hidden[0]], ["draft_hiden"])
+        read_hidden("resnet", [hidden[0]], ["draft_hiden"])
 
 
 def test_a_trace_without_hidden_states_is_refused(sides: tuple[Trace, Trace], costs: Profile) -> None:
@@ -156,7 +156,7 @@ def mixed(hidden: tuple[Trace, Trace, Trace]) -> TraceArrays:
     return mixed_arrays(hidden[2], hidden[0], (), ("draft_hidden",))
 
 
-def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_behind_it(mixed: TraceArrays) -> None:
+def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_after_it(mixed: TraceArrays) -> None:
     """By hand: the next place's state, where the draft read its own token there; the label of this place."""
     held = {mixed.prompt_ids[0], mixed.prompt_ids[3]}
     rows = mixed_rows(mixed, held, (), 1)
@@ -167,10 +167,10 @@ def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_behind_it(mix
         for row in range(start, start + count - 1):
             if name in held or bool(mixed.cut[row]) or not bool(mixed.extra[OWN][row + 1]):
                 continue
-            state = mixed.vector("draft_hidden").at(torch.tensor([row + 1]), torch.tensor([0]))[0]
+            state = mixed.hidden_state("draft_hidden").at(torch.tensor([row + 1]), torch.tensor([0]))[0]
             expected.append((state, bool(mixed.accepted[row] >= 1), min(1.0, float(p[row, 0] / q[row, 0]))))
     assert len(rows) == len(expected) > 100
-    assert torch.equal(rows.vectors["draft_hidden"], torch.stack([state for state, _, _ in expected]))
+    assert torch.equal(rows.hidden["draft_hidden"], torch.stack([state for state, _, _ in expected]))
     assert rows.accepted.tolist() == [label for _, label, _ in expected]
     assert rows.soft is not None and rows.soft.tolist() == pytest.approx([ratio for _, _, ratio in expected])
     assert bool(rows.drawn.all()) and not rows.followed_known.any()
@@ -181,7 +181,7 @@ def test_a_head_without_lag_reads_the_place_itself(mixed: TraceArrays) -> None:
     rows = mixed_rows(mixed, set(), (), 0)
     every = (~mixed.cut).nonzero()[:, 0]
     whole = fit_rows(mixed, (), Visits(every, torch.zeros(len(every), 4)), ("draft_hidden",))
-    assert torch.equal(rows.vectors["draft_hidden"], whole.vectors["draft_hidden"])
+    assert torch.equal(rows.hidden["draft_hidden"], whole.hidden["draft_hidden"])
     assert torch.equal(rows.accepted, whole.accepted) and set(rows.depth.tolist()) == {0, 1}
 
 

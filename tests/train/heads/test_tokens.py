@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from made import made_trace
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
 from specstop.collect.store.folder import Trace
@@ -21,9 +20,10 @@ from specstop.train.heads.kinds.tokens import fit_tokens
 from specstop.train.heads.rows import FitRows
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from synthetic import synthetic_trace
 
 
-def made_rows(count: int, seed: int) -> FitRows:
+def synthetic_rows(count: int, seed: int) -> FitRows:
     generator = torch.Generator().manual_seed(seed)
     token = torch.randint(0, 12, (count,), generator=generator)
     chance = 0.1 + 0.8 * (token % 2).double()
@@ -32,12 +32,12 @@ def made_rows(count: int, seed: int) -> FitRows:
 
 
 def test_each_token_gets_the_weight_that_it_has() -> None:
-    head, files = fit_tokens(FitTask(made_rows(4000, 0), made_rows(1000, 1), ("drawn_token",)))
+    head, files = fit_tokens(FitTask(synthetic_rows(4000, 0), synthetic_rows(1000, 1), ("drawn_token",)))
     assert files == {}
     odds = expit(head.scores(np.arange(12, dtype=np.float32)[:, None], 1))
     assert odds[1::2, 0].min() > 0.8 > 0.2 > odds[::2, 0].max()
     assert odds[::2, 1].min() > 0.65 > 0.35 > odds[1::2, 1].max()  # of the second output few rows are known
-    held = made_rows(1000, 2)
+    held = synthetic_rows(1000, 2)
     assert (auc(head.scores(held.features.numpy(), 1)[:, 0], held.accepted.numpy()) or 0.0) > 0.85
 
 
@@ -73,8 +73,8 @@ def test_pairs_tell_what_neither_token_tells() -> None:
     assert found[0] < 0.6 and found[97] > 0.85
 
 
-def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:
-    arrays = made_trace([[1, 2, 0]], 3, (("anchor_token",), ()))
+def test_tokens_of_a_trace_are_the_ones_drawn_and_their_parents() -> None:
+    arrays = synthetic_trace([[1, 2, 0]], 3, (("anchor_token",), ()))
     arrays = dataclasses.replace(
         arrays, tokens=torch.arange(9).view(3, 3), columns={"anchor_token": torch.tensor([7.0, 8.0, 9.0])}
     )
@@ -82,7 +82,7 @@ def test_tokens_of_a_trace_are_the_ones_drawn_and_the_ones_above() -> None:
     assert arrays.column("above_token").tolist() == [[7, 0, 1], [8, 3, 4], [9, 6, 7]]
 
 
-def test_the_token_above_can_be_asked_for_alone(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+def test_the_parent_token_can_be_asked_for_alone(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     few, every = trace_arrays(sides[0], ("above_token", "depth")), trace_arrays(sides[0])
     assert torch.equal(few.column("above_token"), every.column("above_token"))
     policy = train(sides[0], full_profile, head="tokens", features=["drawn_token", "above_token", "depth"]).policy
@@ -104,4 +104,4 @@ def test_it_is_fitted_again_on_its_own_rounds(sides: tuple[Trace, Trace], full_p
 
 def test_a_fit_without_token_features_is_refused() -> None:
     with pytest.raises(InputError, match="the tokens head needs one of before_token"):
-        fit_tokens(FitTask(made_rows(40, 0), made_rows(40, 1), ("entropy",)))
+        fit_tokens(FitTask(synthetic_rows(40, 0), synthetic_rows(40, 1), ("entropy",)))

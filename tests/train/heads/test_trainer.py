@@ -10,7 +10,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from made import NAMES, made_rows
 from specstop.policies.errors import InputError
 from specstop.policies.heads.build import MLPHead
 from specstop.policies.progress import Progress, silent
@@ -19,13 +18,14 @@ from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.fitting import FitOptions, FitTask, fitter
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.trainer import find_logger, make_trainer
+from synthetic import NAMES, synthetic_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[FitRows, FitRows]:
-    return made_rows(1500, 1), made_rows(600, 2)
+    return synthetic_rows(1500, 1), synthetic_rows(600, 2)
 
 
 def fit_network(rows: FitRows, held_out: FitRows, options: FitOptions, progress: Progress = silent) -> Any:
@@ -116,7 +116,7 @@ def test_training_stops_early(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     noise = []
     for count in (60, 60):
-        rows = made_rows(count)
+        rows = synthetic_rows(count)
         labels = torch.rand(count, generator=generator) < 0.5
         noise.append(FitRows(rows.features, rows.depth.clamp_min(1), labels, labels, labels))
     epochs = []

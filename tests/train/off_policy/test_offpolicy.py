@@ -91,9 +91,9 @@ def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile:
 
 def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str = "match") -> Any:
     """Return arrays of one text whose rounds drafted 3 tokens."""
-    from made import made_trace
+    from synthetic import synthetic_trace
 
-    arrays = made_trace([[0] * len(accepted)], 3)
+    arrays = synthetic_trace([[0] * len(accepted)], 3)
     path = torch.tensor(accepted)
     drawn = torch.ones_like(path)
     extra = {
@@ -112,7 +112,7 @@ def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str 
     )  # fmt: skip
 
 
-def test_an_accepted_end_of_text_has_no_token_behind_it(profile: Profile) -> None:
+def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None:
     arrays = made([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
     assert shown_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
     assert shown_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]

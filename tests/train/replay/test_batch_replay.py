@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from joint_policies import made_batch_policy
+from joint_policies import batch_policy
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Request, Settings, Speculator
@@ -104,7 +104,7 @@ def test_rounds_of_joint_policies_are_those_of_the_live_batch(
 def joint(timed: Profile) -> list[StopPolicy]:
     """Return one of each kind, that decide by these costs."""
     learned = [
-        for_batches(made_batch_policy(names=("top1", "mean_accepted", feature), depth=DEPTH), send, timed)
+        for_batches(batch_policy(names=("top1", "mean_accepted", feature), depth=DEPTH), send, timed)
         for send, feature in (("best", "noisy_margin"), ("all", "drawn_prob"))
     ]
     learned.append(for_batches(learned[0], rule=BatchRule("best", [(1, 1.1), (4, 0.9)], first=2), profile=timed))
@@ -207,7 +207,7 @@ def test_where_a_policy_is_not_asked_a_fixed_length_is_drafted(
 
 
 def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float, TraceArrays], timed: Profile) -> None:
-    held, free = arrays[0.7], made_batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
+    held, free = arrays[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
     settled = settle_batch(free, held, timed.with_decisions({name: Price(1.0, 1.0, 1.0)}))
     assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]

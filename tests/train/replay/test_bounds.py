@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from contract_policies import TEST_POLICIES
-from made import made_trace
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
@@ -16,6 +15,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from synthetic import synthetic_trace
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -50,21 +50,21 @@ def test_it_is_the_best_of_all_choices_of_lengths(seed: int) -> None:
         return min(cost(8 + t, k) + best(lengths, t + min(lengths[t], k) + 1) for k in range(depth + 1))
 
     expected = [best(lengths, 0) + 0.5 + 7 * 0.01 for lengths in accepted]
-    assert oracle_seconds(made_trace(accepted, depth), profile).tolist() == pytest.approx(expected, abs=1e-9)
+    assert oracle_seconds(synthetic_trace(accepted, depth), profile).tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_perfect_draft_makes_the_bound_that_of_the_best_fixed_length() -> None:
     """With every token accepted at no verification cost by length, one round of 3 + 1 tokens serves 4."""
     table = CostTable(8.0, (0.0, 0.0), 0.0, (1.0, 1.0, 1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    assert oracle_seconds(made_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
+    assert oracle_seconds(synthetic_trace([[3] * 8], 3), profile).tolist() == pytest.approx([2.0])
 
 
 def test_no_policy_is_faster_where_a_step_reads_two_tokens_cheaper_than_one() -> None:
     """A noisy profile may order them so; full acceptance then leaves a backlog of two each round."""
     table = CostTable(8.0, (0.11, 0.10), 0.0, (1.0, 1.0, 1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    arrays = made_trace([[3] * 12], 3)
+    arrays = synthetic_trace([[3] * 12], 3)
     assert replay(arrays, FixedLength(3), profile).seconds >= oracle_seconds(arrays, profile) - 1e-9
 
 
@@ -78,6 +78,6 @@ def test_nobody_drafts_deeper_than_was_timed() -> None:
     """A trace of depth 3 under a profile that ends at 1: two tokens a round at most, in 1.1 seconds each."""
     table = CostTable(8.0, (0.1, 0.1), 0.0, (1.0, 1.0))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0))
-    arrays = made_trace([[3] * 8], 3)
+    arrays = synthetic_trace([[3] * 8], 3)
     assert oracle_seconds(arrays, profile).tolist() == pytest.approx([4.4])
     assert replay(arrays, FixedLength(1), profile).seconds == pytest.approx(4.4)

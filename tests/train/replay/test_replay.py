@@ -55,7 +55,7 @@ def rounds(generations: list[Generation]) -> list[list[list[int]]]:
     return [[[r.anchor, r.drafted, r.verified, r.accepted] for r in g.rounds] for g in generations]
 
 
-def logged(replayed: Replayed) -> list[list[list[int]]]:
+def rounds_of(replayed: Replayed) -> list[list[list[int]]]:
     sequences = range(len(replayed.tokens))
     return [replayed.log[replayed.log[:, 0] == s, 1:].tolist() for s in sequences]
 
@@ -66,7 +66,7 @@ def test_rounds_are_those_of_the_live_loop(
     arrays: dict[float, TraceArrays], live: Live, profile: Profile, name: str, temperature: float
 ) -> None:
     policy = TEST_POLICIES.get(name) or SelectingByToken()
-    assert logged(replay(arrays[temperature], policy, profile)) == rounds(live(policy, temperature))
+    assert rounds_of(replay(arrays[temperature], policy, profile)) == rounds(live(policy, temperature))
 
 
 def token_policy(vocabulary: int) -> LearnedPolicy:
@@ -97,7 +97,7 @@ def test_rounds_of_a_token_head_are_those_of_the_live_loop(
 ) -> None:
     policy = token_policy(arrays[temperature].header.vocabulary)
     played = replay(arrays[temperature], policy, profile)
-    assert logged(played) == rounds(live(policy, temperature))
+    assert rounds_of(played) == rounds(live(policy, temperature))
     assert len(played.log[:, 2].unique()) > 2, "it stops at several depths"
 
 
@@ -117,7 +117,7 @@ def test_seconds_are_those_of_the_live_rounds_under_the_profile(
 
 def test_sums_are_those_of_the_log(arrays: dict[float, TraceArrays], profile: Profile) -> None:
     replayed = replay(arrays[0.7], TEST_POLICIES["trimming"], profile)
-    for s, log in enumerate(logged(replayed)):
+    for s, log in enumerate(rounds_of(replayed)):
         assert [len(log), *(sum(column) for column in list(zip(*log, strict=True))[1:])] == [
             int(x[s]) for x in (replayed.rounds, replayed.drafted, replayed.verified, replayed.accepted)
         ]
@@ -130,7 +130,7 @@ def test_a_sequence_is_replayed_alike_in_any_company(arrays: dict[float, TraceAr
     for name in ("reads-history", "adaptive", "trimming", "randomised"):
         whole = replay(arrays[0.7], TEST_POLICIES[name], profile)
         part = replay(arrays[0.7].subset([5, 2]), TEST_POLICIES[name], profile)
-        assert logged(part) == [logged(whole)[s] for s in (5, 2)]
+        assert rounds_of(part) == [rounds_of(whole)[s] for s in (5, 2)]
         assert torch.equal(part.seconds, whole.seconds[[5, 2]])
 
 
@@ -138,7 +138,7 @@ def test_a_policy_limited_to_the_trace_is_that_policy_live(
     arrays: dict[float, TraceArrays], live: Live, profile: Profile
 ) -> None:
     policy = Confidence(0.1).limited(DEPTH)
-    assert logged(replay(arrays[0.7], policy, profile)) == rounds(live(policy, 0.7))
+    assert rounds_of(replay(arrays[0.7], policy, profile)) == rounds(live(policy, 0.7))
 
 
 class Looking(StopPolicy):
@@ -247,7 +247,7 @@ def test_a_policy_that_carries_its_state_is_replayed_in_order_or_refused(
         replayed = replay(arrays[0.7], Carrying(), profile)
     except TraceError:
         return
-    assert logged(replayed) == rounds(live(Carrying(), 0.7))
+    assert rounds_of(replayed) == rounds(live(Carrying(), 0.7))
 
 
 def test_a_trace_with_a_missing_anchor_is_refused(traces: dict[float, Trace]) -> None:

@@ -63,8 +63,8 @@ class Pruning(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         kept = tree.drawn & (tree.tokens % 3 != 0)
         for node in range(kept.shape[1]):
-            above = tree.parent[:, node : node + 1]
-            kept[:, node] &= (above[:, 0] < 0) | np.take_along_axis(kept, np.maximum(above, 0), 1)[:, 0]
+            parent = tree.parent[:, node : node + 1]
+            kept[:, node] &= (parent[:, 0] < 0) | np.take_along_axis(kept, np.maximum(parent, 0), 1)[:, 0]
         return kept
 
 
@@ -122,7 +122,7 @@ def rounds(generations: list[Generation]) -> list[list[list[int]]]:
     return [[[r.anchor, r.drafted, r.verified, r.accepted] for r in g.rounds] for g in generations]
 
 
-def logged(replayed: Replayed) -> list[list[list[int]]]:
+def rounds_of(replayed: Replayed) -> list[list[list[int]]]:
     sequences = range(len(replayed.tokens))
     return [replayed.log[replayed.log[:, 0] == s, 1:].tolist() for s in sequences]
 
@@ -139,7 +139,7 @@ def test_rounds_are_those_of_the_live_loop(
     forests: dict[object, TraceArrays], live: Live, profile: Profile, name: str, tree: str, temperature: float
 ) -> None:
     replayed = replay(forests[tree, temperature], POLICIES[name], profile)
-    assert logged(replayed) == rounds(live(name, TREES[tree], temperature))
+    assert rounds_of(replayed) == rounds(live(name, TREES[tree], temperature))
 
 
 @pytest.mark.parametrize("name", ["fixed:4", "siblings", "by-parent"])
@@ -190,7 +190,7 @@ def test_a_sequence_is_replayed_alike_in_any_company(forests: dict[object, Trace
     arrays = forests["widths", 0.7]
     for name in ("reads-history", "adaptive", "by-parent", "randomised"):
         whole, part = (replay(a, POLICIES[name], profile) for a in (arrays, arrays.subset([5, 2])))
-        assert logged(part) == [logged(whole)[s] for s in (5, 2)]
+        assert rounds_of(part) == [rounds_of(whole)[s] for s in (5, 2)]
         assert torch.equal(part.seconds, whole.seconds[[5, 2]])
 
 

@@ -52,7 +52,7 @@ def figures(prompts: list[str], seed: int, speed: float = 1.0) -> dict[str, Any]
 def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
     one = written(tmp_path / "a", details=figures(PROMPTS, 1))
     found = compare(one, one / "report.json")
-    assert (found.way, found.prompts, found.differs) == (PAIRED, 20, ())
+    assert (found.method, found.prompts, found.differs) == (PAIRED, 20, ())
     assert [x.name for x in found.lines] == list(LINES)
     for x in found.lines:
         assert x.rate_a == x.rate_b
@@ -66,7 +66,7 @@ def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
 def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) -> None:
     mine, other = figures(PROMPTS[:15], 1), figures(PROMPTS[5:][::-1], 2, speed=1.1)
     found = compare(written(tmp_path / "a", details=mine), written(tmp_path / "b", details=other))
-    assert (found.way, found.prompts) == (PAIRED, 10)
+    assert (found.method, found.prompts) == (PAIRED, 10)
     gain = found.line("mine").gain
     common = PROMPTS[5:15]
     spent = [
@@ -89,7 +89,7 @@ def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) 
 def test_unpaired_says_why_and_combines_both_intervals(tmp_path: Path) -> None:
     one, two = written(tmp_path / "a"), written(tmp_path / "b", 1.5, details=figures(PROMPTS, 1))
     found = compare(one, two)
-    assert (found.way, found.prompts) == (UNPAIRED, 0)
+    assert (found.method, found.prompts) == (UNPAIRED, 0)
     assert found.why == f"{one / 'report.json'} holds no figures by prompt"
     mine = found.line("mine")
     assert mine.overlap is False
@@ -101,7 +101,7 @@ def test_unpaired_says_why_and_combines_both_intervals(tmp_path: Path) -> None:
         written(tmp_path / "c", details=figures(PROMPTS[:10], 1)),
         written(tmp_path / "d", details=figures(PROMPTS[11:], 1)),
     )
-    assert compare(*apart).way == UNPAIRED
+    assert compare(*apart).method == UNPAIRED
     assert "0 prompts in common" in compare(*apart).why
 
 

@@ -1,4 +1,4 @@
-"""Replays priced again in every resample: exact beside brute force, and verdicts that timings alone cannot turn."""
+"""Replays priced again in every resample: exact beside brute force, and a verdict that timings alone cannot turn."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: Tr
         torch.testing.assert_close(rounds.of_texts(profile, arrays.prompt_tokens), plan.seconds, rtol=EXACT, atol=0.0)
 
 
-# Verdicts
+# The verdict
 
 
 def test_what_timings_alone_could_turn_is_not_deployed() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from made import made_trace
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
@@ -42,6 +41,7 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.reliability import _at_depth, reliability, survival
+from synthetic import synthetic_trace
 from trees import make_tree_policy
 
 EXACT = 1e-12  # the same sums, in another order
@@ -144,7 +144,7 @@ def steep(step: float) -> Profile:
 
 def test_stops_are_early_or_late_as_they_are(profile: Profile) -> None:
     """Verification costs 1 and a draft step .1, so that the ideal round drafts just what is accepted."""
-    arrays = made_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
+    arrays = synthetic_trace([[3, 0, 0, 0, 0, 2, 1, 0, 0, 0]], 4)
     costs = steep(0.1)
     plan = oracle_plan(arrays, costs)
     early = judge(arrays, play(arrays, FixedLength(1), costs).rounds, plan, costs)
@@ -216,7 +216,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
 
 
 def test_one_group_is_no_section(profile: Profile) -> None:
-    arrays = made_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
+    arrays = synthetic_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
     played = play(arrays, FixedLength(1), steep(0.1))
     assert by_group(arrays, [Entry("x", "rule", "", played)], [played], played, Draws(profile), 0) == ()
 

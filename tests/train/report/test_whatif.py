@@ -171,7 +171,7 @@ def test_a_policy_below_best_fixed_is_not_to_be_deployed(sides: tuple[Trace, Tra
         (1.1, 1.2, FEWEST - 1, TOO_FEW),
     ],
 )
-def test_verdicts(low: float, high: float, prompts: int, expected: str) -> None:
+def test_the_verdict_is_that_of_the_interval(low: float, high: float, prompts: int, expected: str) -> None:
     assert verdict(Ratio(1.0, low, high), prompts) == expected
 
 

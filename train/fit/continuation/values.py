@@ -171,7 +171,7 @@ def achievable_estimate(
     Args:
         arrays: the trace that is reported on.
         profile: what rounds cost.
-        features: scalars; by default all that the trace has, with those of the depth above, and HISTORY.
+        features: scalars; by default all that the trace has, with those of the depth before, and HISTORY.
         extra: [N, K + 1, E] more columns, such as outputs of other heads.
         seed: of folds and trees.
     """
@@ -183,7 +183,7 @@ def achievable_estimate(
     best: Stages | None = None
     for _ in range(ROUNDS):  # the fastest counts
         seen = seen_features(arrays, names, torch.arange(len(lengths)), played.history)
-        if features is None:  # the depth above, which a policy may remember
+        if features is None:  # the depth before, which a policy may remember
             seen = torch.cat([seen, torch.nn.functional.pad(seen[:, :-1], (0, 0, 1, 0))], -1)
         if extra is not None:
             seen = torch.cat([seen, extra], -1)

@@ -44,26 +44,26 @@ def fit_paths(
     accepted, there = accepted_nodes(arrays, row), askable_nodes(arrays, row)
     ranks = torch.tensor(node_ranks(tree))
     most = int(ranks.max()) + 1
-    above = torch.ones(len(row), 1, dtype=torch.float64)  # calibrated chances of the level above
+    parent_chance = torch.ones(len(row), 1, dtype=torch.float64)  # calibrated chances of the level before
     tables: list[list[Tensor]] = [[], []]
-    # From the root down: a level's fit rests on the calibrated chances of the level above, as the policy's do.
+    # From the root down: a level's fit rests on the calibrated chances of the level before, as the policy's do.
     for depth, level in enumerate(tree.levels):
         scores = [level_scores(head, some, level, depth) for (head, _), some in zip(parts, seen, strict=True)]
         one, two = torch.from_numpy(np.concatenate(scores)).unbind(-1)
         use, rank = there[:, level], ranks[level].expand(len(row), -1)
         if depth == 0:
             tables[0].append(_plain(most))  # at depth 0 nothing is drawn: `accept` has no label
-            chance = above
+            chance = parent_chance
         else:
             first = tree.levels[depth - 1][0]
-            chance = above[:, [tree.parent[node] - first for node in level]]
+            chance = parent_chance[:, [tree.parent[node] - first for node in level]]
             tables[0].append(_row(chance[use], one[use], accepted[:, level][use], rank[use], most))
             calibrator = _calibrator(tables[0])
             chance = torch.from_numpy(calibrator.of(chance.numpy(), one.numpy(), depth, ranks[level].numpy()))
         best = torch.tensor([(tree.children[node] or [0])[0] for node in level])  # 0, the root = no child
         use = use & (best > 0)
         tables[1].append(_row(chance[use], two[use], accepted[:, best][use], rank[use], most))
-        above = chance
+        parent_chance = chance
     return _calibrator(tables[0]), _calibrator(tables[1])
 
 
@@ -77,16 +77,16 @@ def path_chances(
         tree: of N nodes.
         seen: [R, N + 1, F] float32, what the head reads of R rounds.
     """
-    survival, following = np.ones(seen.shape[:2]), np.empty(seen.shape[:2])
+    survival, next_chance = np.ones(seen.shape[:2]), np.empty(seen.shape[:2])
     ranks = np.array(node_ranks(tree))
     for depth, level in enumerate(tree.levels):
         scores = level_scores(head, seen, level, depth)
         if depth:  # the root was not drawn
-            above = survival[:, [tree.parent[row] for row in level]]
-            survival[:, level] = accept.of(above, scores[..., 0], depth, ranks[level])
+            parent_chance = survival[:, [tree.parent[row] for row in level]]
+            survival[:, level] = accept.of(parent_chance, scores[..., 0], depth, ranks[level])
         here = survival[:, level]
-        following[:, level] = next_.of(here, scores[..., 1], depth, ranks[level]) / np.maximum(here, LEAST_SURVIVAL)
-    return survival, following
+        next_chance[:, level] = next_.of(here, scores[..., 1], depth, ranks[level]) / np.maximum(here, LEAST_SURVIVAL)
+    return survival, next_chance
 
 
 def sibling_shares(
@@ -104,11 +104,11 @@ def sibling_shares(
     found = []
     for head, visited in parts:
         seen = seen_features(arrays, features, visited.row, visited.history).numpy()
-        _, following = path_chances(head, accept, next_, arrays.tree, seen)
+        _, next_chance = path_chances(head, accept, next_, arrays.tree, seen)
         accepted = accepted_nodes(arrays, visited.row)
         children, width = accepted_children(arrays.tree, accepted)
         use = accepted & askable_nodes(arrays, visited.row) & (width > 0)
-        found.append((torch.from_numpy(following)[use], children[use], width.expand_as(use)[use]))
+        found.append((torch.from_numpy(next_chance)[use], children[use], width.expand_as(use)[use]))
     return fit_shares(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
@@ -120,11 +120,11 @@ def _plain(ranks: int) -> Tensor:
     return torch.tensor([1.0, 0.0, *[0.0] * ranks], dtype=torch.float64)
 
 
-def _row(above: Tensor, logits: Tensor, labels: Tensor, rank: Tensor, ranks: int) -> Tensor:
+def _row(parent_chance: Tensor, logits: Tensor, labels: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """Return [2 + R]: scale, tilt and shifts by rank."""
     if not len(labels):
         return _plain(ranks)
-    product = (above * torch.sigmoid(logits)).clamp(_EDGE, 1.0 - _EDGE)
+    product = (parent_chance * torch.sigmoid(logits)).clamp(_EDGE, 1.0 - _EDGE)
     x, y = torch.logit(product), labels.double()
     fitted = _plain(ranks)
     start = fitted.clone()

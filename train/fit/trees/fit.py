@@ -64,7 +64,7 @@ def train_tree(plan: Plan, traces: Trace, profile: Profile, folder: Path | None,
         InputError: the head does not read scalars only.
         TraceError: the traces cannot be replayed, lack a feature or have too few prompts.
     """
-    if plan.form.vectors:
+    if plan.head_spec.hidden:
         raise InputError(
             f"--head: {plan.head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost"
         )

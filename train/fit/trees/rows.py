@@ -57,8 +57,8 @@ def askable_nodes(arrays: TraceArrays, row: Tensor) -> Tensor:
     """Return [R, N + 1] bool, the nodes that a policy can be asked about: without a gap or an end of text on the path."""
     there = torch.ones(len(row), len(arrays.tree), dtype=torch.bool)
     there[:, 1:] = ~arrays.ends[row] & (arrays.tokens[row] != NO_TOKEN)
-    for node, above in enumerate(arrays.tree.parent[1:], 1):  # parents come before their children
-        there[:, node] &= there[:, above]
+    for node, parent in enumerate(arrays.tree.parent[1:], 1):  # parents come before their children
+        there[:, node] &= there[:, parent]
     return there
 
 
@@ -73,9 +73,9 @@ def tree_rows(arrays: TraceArrays, features: Sequence[str], visited: Visits) -> 
     tree = arrays.tree
     seen = seen_features(arrays, features, visited.row, visited.history)
     accepted = accepted_nodes(arrays, visited.row)
-    above = torch.tensor([max(parent, 0) for parent in tree.parent])
+    parents = torch.tensor([max(parent, 0) for parent in tree.parent])
     # `accept` is conditional on the path so far: only children of accepted nodes are on its distribution.
-    use = accepted[:, above] & askable_nodes(arrays, visited.row)
+    use = accepted[:, parents] & askable_nodes(arrays, visited.row)
     children, width = accepted_children(tree, accepted)
     depth, rank = (torch.tensor(v).expand(len(seen), -1) for v in (tree.depth, node_ranks(tree)))
     group = arrays.owner[visited.row]

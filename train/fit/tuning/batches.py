@@ -44,7 +44,7 @@ def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -
     """
     header, send = arrays.header, policy.rule.send if isinstance(policy.rule, BatchRule) else ""
     made = for_batches(policy, send, profile)
-    profile = add_decisions(profile, [made], header.vocabulary, header.vectors)
+    profile = add_decisions(profile, [made], header.vocabulary, header.hidden)
     # Made again, since the policy keeps the price of its own decisions, which has only now been measured.
     made = for_batches(policy, rule=BatchRule(made.send), profile=profile)
     if profile.batch is None or not (header.has_every_anchor and arrays.tree.is_chain):

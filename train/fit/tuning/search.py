@@ -30,7 +30,7 @@ from ....policies.limits import check_limits
 from ....policies.progress import Progress, shown, silent
 from ....policies.storage.registry import load_policy
 from ...heads.fitting import FitOptions
-from ...heads.head_specs import form, read_vectors, usual_features
+from ...heads.head_specs import head_spec, read_hidden, usual_features
 from ...heads.rows import label_columns
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays
@@ -110,22 +110,22 @@ def train_best(
         overwrite: replace what is in `out`.
         progress: see `Progress`.
     """
-    several = [traces] if isinstance(traces, Trace) else list(traces)
+    opened = [traces] if isinstance(traces, Trace) else list(traces)
     for head in options.heads:
         check_plan(Plan(head, features=tuple(features or FEATURES)))
-    folder = None if out is None else claimed(out, several, profile, fit, overwrite=overwrite)
-    names = tuple(features) if features else default_features(several)
+    folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
+    names = tuple(features) if features else default_features(opened)
     plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
-    asked = [form(head) for head in options.heads]
-    kept = {v for head in options.heads for v in read_vectors(head, several, None)}
+    asked = [head_spec(head) for head in options.heads]
+    kept = {v for head in options.heads for v in read_hidden(head, opened, None)}
     usual = [n for head in options.heads for n in usual_features(head, names)]
-    read = dict.fromkeys([*names, *without_noise(usual, several[0].header)])
-    plan = dataclasses.replace(plan, vectors=tuple(sorted(kept)))
-    extra = label_columns([trace.header for trace in several], any(one.soft for one in asked))
-    arrays = joined_arrays(several, tuple(read), plan.vectors, extra)
-    sampled_at = temperatures(several)
+    read = dict.fromkeys([*names, *without_noise(usual, opened[0].header)])
+    plan = dataclasses.replace(plan, hidden=tuple(sorted(kept)))
+    extra = label_columns([trace.header for trace in opened], any(one.soft for one in asked))
+    arrays = joined_arrays(opened, tuple(read), plan.hidden, extra)
+    sampled_at = temperatures(opened)
     found = search(plan, arrays, profile, sampled_at, options, progress)
-    sources = [str(trace.folder) for trace in several]
+    sources = [str(trace.folder) for trace in opened]
     trained = train_arrays(
         found.plan, arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()}
     )  # fmt: skip
@@ -187,11 +187,11 @@ def planned(plan: Plan, trial: Trial, header: Header) -> Plan:
     """Return the plan with the head, rule and hyper-parameters of a trial."""
     name = plan.name if plan.name != plan.head else trial.name
     fit = dataclasses.replace(plan.fit, params={**plan.fit.params, **trial.params})
-    asked = form(trial.name)
+    asked = head_spec(trial.name)
     features = without_noise(usual_features(trial.name, plan.features), header)
-    vectors = plan.vectors if asked.any_vectors else asked.vectors
+    hidden = plan.hidden if asked.any_hidden else asked.hidden
     return dataclasses.replace(
-        plan, head=trial.name, rule=trial.rule, threshold=None, name=name, fit=fit, features=features, vectors=vectors
+        plan, head=trial.name, rule=trial.rule, threshold=None, name=name, fit=fit, features=features, hidden=hidden
     )
 
 
@@ -256,11 +256,11 @@ class CrossValidation:
         arrays, profile, header = self.arrays, self.profile, self.arrays.header
         if not job.rule:
             policy: StopPolicy = load_policy(spec_of(job)).limited(min(arrays.depth, profile.max_depth))
-            return policy, add_decisions(profile, [policy], header.vocabulary, header.vectors)
+            return policy, add_decisions(profile, [policy], header.vocabulary, header.hidden)
         # A trial needs a ranking, not the last percent: one head on one pass, and no files, which trials would share.
         quick = dataclasses.replace(planned(self.plan, job, header), cross_fit=False, passes=1)
         options = dataclasses.replace(quick.fit, checkpoints=None, logger=None, resume=False)
         quick = dataclasses.replace(quick, fit=options)
         check_plan(quick)
         trained = train_arrays(quick, arrays.subset(list(fit)), profile, self.sampled_at)
-        return trained.policy, add_decisions(profile, [trained.policy], header.vocabulary, header.vectors)
+        return trained.policy, add_decisions(profile, [trained.policy], header.vocabulary, header.hidden)

@@ -59,7 +59,7 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
     """
     params = task.options.params
     basis = fit_basis(task.rows, task.names)
-    names = [name for name in HIDDEN_STATES if name in task.rows.vectors]
+    names = [name for name in HIDDEN_STATES if name in task.rows.hidden]
     moments = {name: state_moments(task.rows, name) for name in names}
     inputs = [basis.width + 1, *(len(moments[name][0]) for name in names)]
     width, blocks = int(params.get("width", WIDTH)), int(params.get("blocks", BLOCKS))
@@ -83,7 +83,7 @@ def fit_resnet(task: FitTask) -> tuple[ResNetHead, dict[str, bytes]]:
 
 def state_moments(rows: FitRows, name: str) -> tuple[Tensor, Tensor]:
     """Return (mean, scale) [H] of a hidden state over rows with a drawn token; constant numbers get scale 1."""
-    known = rows.vectors[name][rows.drawn].float()
+    known = rows.hidden[name][rows.drawn].float()
     scale = known.std(0, correction=0)
     return known.mean(0), torch.where(scale > 1e-6, scale, 1.0)
 
@@ -93,6 +93,6 @@ def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Ten
     first = (rows.depth == 0)[:, None]
     states = []
     for name, (mean, scale) in moments.items():
-        state = (rows.vectors[name].float() - mean) / scale
+        state = (rows.hidden[name].float() - mean) / scale
         states.append(state if HIDDEN_STATES[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
     return flagged_columns(basis, rows.features, rows.depth), *states, rows.labels, rows.known

@@ -111,7 +111,7 @@ class CostToGo:
         return max(0.5 * (low[1] - low[0] + high[1] - high[0]), 0.0)
 
     def rounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ([...] seconds, [...] next row or -1 behind the text) of rounds of these lengths, [N] or [N, M]."""
+        """Return ([...] seconds, [...] next row or -1 after the text) of rounds of these lengths, [N] or [N, M]."""
         wide = lengths if lengths.dim() == 2 else lengths[:, None]
         accepted = torch.minimum(self.arrays.accepted[:, None], wide)
         step = torch.minimum(accepted + 1, self.left[:, None])
@@ -134,11 +134,11 @@ class CostToGo:
         # All texts at once, from their last anchors back: a round leads to a later anchor, whose value is known by then.
         for t in range(int(arrays.rows.max()) - 1, -1, -1):
             at = (arrays.offset + t)[t < arrays.rows]
-            value[at] = seconds[at] + value[row[at]]  # the entry behind the last, at -1, is 0
+            value[at] = seconds[at] + value[row[at]]  # the entry after the last, at -1, is 0
         return value
 
     def outcomes(self, value: Tensor) -> Tensor:
-        """Return [N, K + 1] cost-to-go in seconds if this round is of k tokens and the ones behind it are worth `value`."""
+        """Return [N, K + 1] cost-to-go in seconds if this round is of k tokens and the ones after it are worth `value`."""
         every = torch.arange(self.depth + 1).expand(len(self.left), -1)
         seconds, row = self.rounds(every)
         return seconds + value[row]

@@ -21,7 +21,7 @@ from ....policies.errors import TraceError
 from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ....policies.features.history import HISTORY_FEATURES
 from .columns import Order, read_columns, read_texts
-from .hidden_states import StoredVectors
+from .hidden_states import StoredHidden
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +47,7 @@ class TraceArrays:
         drawn: [N, K] bool, nodes that a live run drafted; None = all.
         anchors: [N], where a trace has not every anchor; None = they follow one another.
         extra: other columns that were asked for.
-        vectors: hidden states, read when they are first asked for.
+        hidden: hidden states, read when they are first asked for.
     """
 
     header: Header
@@ -68,7 +68,7 @@ class TraceArrays:
     drawn: Tensor | None = None
     anchors: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
-    vectors: dict[str, StoredVectors] = field(default_factory=dict)
+    hidden: dict[str, StoredHidden] = field(default_factory=dict)
 
     @cached_property
     def tree(self) -> Topology:
@@ -111,8 +111,8 @@ class TraceArrays:
         if name == "drawn_token":
             return self.tokens.clamp_min(UNKNOWN).float()  # a node without a token (-2) is unknown (-1)
         if name == "above_token":
-            behind = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
-            return behind[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
+            token = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
+            return token[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
         if name in RUN_FEATURES and name not in self.columns:
             return torch.full((len(self.ends),), float(getattr(self.header, name)))
         if name not in self.columns:
@@ -121,12 +121,12 @@ class TraceArrays:
             )
         return self.columns[name]
 
-    def vector(self, name: str) -> StoredVectors:
+    def hidden_state(self, name: str) -> StoredHidden:
         """Return a recorded hidden state; `TraceError` where it was not recorded."""
-        if name not in self.vectors:
+        if name not in self.hidden:
             model = name.removesuffix("_hidden")
             raise TraceError(f"the trace has no {name}; collect it again with --hidden {model}, or use another policy")
-        return self.vectors[name]
+        return self.hidden[name]
 
     def tensors(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ([N, anchor features], [N, K, node features]) of `names`, each in their order; HISTORY is left out."""
@@ -169,7 +169,7 @@ class TraceArrays:
             offset=counts.cumsum(0) - counts,
             columns={name: values[index] for name, values in self.columns.items()},
             extra={name: values[index] for name, values in self.extra.items()},
-            vectors={name: values.subset(index) for name, values in self.vectors.items()},
+            hidden={name: values.subset(index) for name, values in self.hidden.items()},
             **{name: getattr(self, name)[at] for name in BY_SEQUENCE},
             **by_row,
         )
@@ -211,7 +211,7 @@ def trace_arrays(
     trace: Trace,
     features: Sequence[str] | None = None,
     extra: Sequence[str] = (),
-    vectors: Sequence[str] | None = None,
+    hidden: Sequence[str] | None = None,
 ) -> TraceArrays:
     """Read a trace into memory.
 
@@ -219,10 +219,10 @@ def trace_arrays(
         trace: from `open_trace`.
         features: only these, which lets a large trace fit; by default every recorded one.
         extra: other columns to keep.
-        vectors: hidden states that will be asked for; by default every recorded one, since none is read before.
+        hidden: hidden states that will be asked for; by default every recorded one, since none is read before.
 
     Raises:
-        TraceError: a dense sequence misses an anchor, or one is there twice; a vector is not recorded.
+        TraceError: a dense sequence misses an anchor, or one is there twice; a hidden state is not recorded.
     """
     header, order = trace.header, Order.read(trace)
     wanted = _wanted(header, features)
@@ -263,10 +263,10 @@ def trace_arrays(
         drawn=read.get("drawn"),
         anchors=None if order.follows else torch.from_numpy(order.anchor),
         extra={name: torch.from_numpy(made) for name, made in more.items()},
-        vectors={n: StoredVectors(trace, n, index) for n in header.vectors if vectors is None or n in vectors},
+        hidden={n: StoredHidden(trace, n, index) for n in header.hidden if hidden is None or n in hidden},
     )
-    for name in vectors or ():
-        made.vector(name)
+    for name in hidden or ():
+        made.hidden_state(name)
     pa.default_memory_pool().release_unused()  # pyarrow keeps what it read through for itself
     return made
 

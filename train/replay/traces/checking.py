@@ -45,13 +45,13 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
         )
     if policy.reads_clock:
         raise TraceError(f"{policy.name} reads the clock, which no trace holds; measure it live (`specstop bench`)")
-    if missing := [name for name in policy.hidden if name not in arrays.vectors]:
+    if missing := [name for name in policy.hidden if name not in arrays.hidden]:
         models = ",".join(name.removesuffix("_hidden") for name in missing)
         raise TraceError(
             f"{policy.name} reads hidden states ({', '.join(missing)}), which the trace was recorded without; "
             f"collect it with --hidden {models}"
         )
-    check_sizes(policy, header.vectors)
+    check_sizes(policy, header.hidden)
 
 
 def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArrays) -> None:

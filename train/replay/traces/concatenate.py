@@ -13,7 +13,7 @@ from ....collect.schema import Header
 from ....collect.store.folder import Trace
 from ....policies.errors import TraceError
 from .arrays import BY_ROW, BY_SEQUENCE, TraceArrays, trace_arrays
-from .hidden_states import StoredVectors
+from .hidden_states import StoredHidden
 
 _ALIKE = (
     "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
@@ -30,7 +30,7 @@ def temperatures(traces: Sequence[Trace]) -> tuple[float, ...]:
 def joined_arrays(
     traces: Sequence[Trace],
     features: Sequence[str] | None = None,
-    vectors: Sequence[str] | None = None,
+    hidden: Sequence[str] | None = None,
     extra: Sequence[str] = (),
 ) -> TraceArrays:
     """Read traces as one: the texts of each follow those of the one before; `temperature` is a column.
@@ -40,7 +40,7 @@ def joined_arrays(
     Args:
         traces: one or more, of one pair and recorded alike.
         features: only these; by default every one that all of them have.
-        vectors: hidden states that will be asked for; by default every one that all of them have.
+        hidden: hidden states that will be asked for; by default every one that all of them have.
         extra: other columns to keep.
 
     Raises:
@@ -50,7 +50,7 @@ def joined_arrays(
         raise TraceError("--traces: expected at least one trace")
     for other in traces[1:]:
         check_alike(traces[0].header, other.header, str(traces[0].folder), str(other.folder))
-    return join_arrays([trace_arrays(trace, features, extra, vectors) for trace in traces])
+    return join_arrays([trace_arrays(trace, features, extra, hidden) for trace in traces])
 
 
 def check_alike(first: Header, second: Header, where: str, other: str, names: Sequence[str] = _ALIKE) -> None:
@@ -88,18 +88,18 @@ def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:
         offset=joined["rows"].cumsum(0) - joined["rows"],
         columns=columns,
         extra={name: torch.cat([part.extra[name] for part in parts]) for name in first.extra},
-        vectors=_joined_vectors(parts),
+        hidden=_joined_hidden(parts),
         **joined,
     )
 
 
-def _joined_vectors(parts: Sequence[TraceArrays]) -> dict[str, StoredVectors]:
+def _joined_hidden(parts: Sequence[TraceArrays]) -> dict[str, StoredHidden]:
     starts = torch.tensor([0, *(len(part.cut) for part in parts)]).cumsum(0)
-    every = [name for name in parts[0].vectors if all(name in part.vectors for part in parts)]
-    return {name: JoinedVectors([part.vectors[name] for part in parts], starts) for name in every}
+    every = [name for name in parts[0].hidden if all(name in part.hidden for part in parts)]
+    return {name: JoinedHidden([part.hidden[name] for part in parts], starts) for name in every}
 
 
-class JoinedVectors(StoredVectors):
+class JoinedHidden(StoredHidden):
     """One hidden state of several traces.
 
     Args:
@@ -107,7 +107,7 @@ class JoinedVectors(StoredVectors):
         starts: [P + 1] first row of each, and how many rows there are.
     """
 
-    def __init__(self, parts: Sequence[StoredVectors], starts: Tensor) -> None:
+    def __init__(self, parts: Sequence[StoredHidden], starts: Tensor) -> None:
         self.name, self.width, self.of_nodes = parts[0].name, parts[0].width, parts[0].of_nodes
         self._parts, self._starts, self._index = list(parts), starts, None
 
@@ -122,9 +122,9 @@ class JoinedVectors(StoredVectors):
                 out[mine] = part.at(row[mine] - self._starts[at], None if node is None else node[mine])
         return out
 
-    def subset(self, row: Tensor) -> JoinedVectors:
+    def subset(self, row: Tensor) -> JoinedHidden:
         """Return those of these rows alone; what was read is shared."""
-        made = JoinedVectors(self._parts, self._starts)
+        made = JoinedHidden(self._parts, self._starts)
         made._index = row if self._index is None else self._index[row]
         return made
 

@@ -18,17 +18,17 @@ from ....policies.features import Kind
 from ....policies.features.hidden_states import HIDDEN_STATES
 
 MEMORY_BYTES = 1 << 30
-"""A vector of a trace that takes more is decoded into a file without a name, which goes when it is no longer used."""
+"""A hidden state of a trace that takes more is decoded into a file without a name, which goes when it is no longer used."""
 
 _BLOCK_BYTES = 1 << 25
 
 
-class StoredVectors:
+class StoredHidden:
     """One hidden state of all rows of a trace, or of some of them.
 
     Args:
         trace: that holds it.
-        name: of the vector.
+        name: of the hidden state.
         index: [N] by row, the row of the trace; None = they are the same.
 
     Attributes:
@@ -39,7 +39,7 @@ class StoredVectors:
     def __init__(self, trace: Trace, name: str, index: Tensor | None = None) -> None:
         self.name, self._index = name, index
         self._source = _Source(trace, name)
-        self.width = trace.header.vectors[name]
+        self.width = trace.header.hidden[name]
         self.of_nodes = HIDDEN_STATES[name].kind is not Kind.ANCHOR
 
     def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
@@ -48,15 +48,15 @@ class StoredVectors:
         values = self._source.values
         return values[row, node] if self.of_nodes else values[row]
 
-    def subset(self, row: Tensor) -> StoredVectors:
+    def subset(self, row: Tensor) -> StoredHidden:
         """Return those of these rows alone; what was read is shared."""
-        made = StoredVectors.__new__(StoredVectors)
+        made = StoredHidden.__new__(StoredHidden)
         made.__dict__.update(self.__dict__)
         made._index = row if self._index is None else self._index[row]
         return made
 
 
-def seen_states(stored: StoredVectors, row: Tensor, nodes: Tensor | None) -> np.ndarray[Any, Any]:
+def seen_states(stored: StoredHidden, row: Tensor, nodes: Tensor | None) -> np.ndarray[Any, Any]:
     """Return [R, B, H] float32, what a policy sees of a hidden state at nodes [B] of rows [R]; of None, before any node.
 
     There one of nodes is 0.
@@ -70,7 +70,7 @@ def seen_states(stored: StoredVectors, row: Tensor, nodes: Tensor | None) -> np.
 
 
 class _Source:
-    """The vector in the order of the trace."""
+    """The hidden state in the order of the trace."""
 
     def __init__(self, trace: Trace, name: str) -> None:
         self._trace, self._name = trace, name
@@ -82,7 +82,7 @@ class _Source:
         Raises:
             TraceError: it fits neither into memory nor on the disk for temporary files.
         """
-        each = self._trace.header.vector_shape(self._name)
+        each = self._trace.header.hidden_shape(self._name)
         shape = (self._trace.row_count, *each)
         block = max(1, _BLOCK_BYTES // (2 * math.prod(each)))  # float16: two bytes each
         if 2 * math.prod(shape) <= MEMORY_BYTES:
@@ -108,7 +108,7 @@ class _Source:
 
 
 def _numbers(column: pa.FixedSizeListArray) -> np.ndarray[Any, Any]:
-    """Return the numbers of a column, one row behind the other."""
+    """Return the numbers of a column, one row after the other."""
     # Unlike `values`, `flatten` heeds that a block may be a slice.
     values: np.ndarray[Any, Any] = column.flatten().to_numpy(zero_copy_only=False)
     return values

@@ -48,7 +48,7 @@ class Comparison:
 
     Attributes:
         a, b: the files.
-        way: "paired" over common prompts, or "unpaired"; `why` in words.
+        method: "paired" over common prompts, or "unpaired"; `why` in words.
         prompts: common ones; 0 where unpaired.
         differs: what else differs between the reports: (what, in A, in B).
         lines: of either report, in the order of A.
@@ -56,7 +56,7 @@ class Comparison:
 
     a: str
     b: str
-    way: str
+    method: str
     why: str
     prompts: int
     differs: tuple[tuple[str, str, str], ...]
@@ -87,7 +87,7 @@ def compare(a: str | Path, b: str | Path, *, seed: int = 0) -> Comparison:
     """
     one, two = read_report(a), read_report(b)
     common = sorted(set(one.seconds_of()) & set(two.seconds_of()))
-    paired, why = _way(one, two, common)
+    paired, why = _method(one, two, common)
     lines = []
     for name in dict.fromkeys([*one.lines, *two.lines]):
         lines.append(_difference(name, one, two, common if paired else [], seed))
@@ -97,7 +97,7 @@ def compare(a: str | Path, b: str | Path, *, seed: int = 0) -> Comparison:
     )  # fmt: skip
 
 
-def _way(one: Read, two: Read, common: Sequence[str]) -> tuple[bool, str]:
+def _method(one: Read, two: Read, common: Sequence[str]) -> tuple[bool, str]:
     lacking = [str(r.path) for r in (one, two) if not r.prompts]
     if lacking:
         return False, f"{' and '.join(lacking)} hold{'s' * (len(lacking) == 1)} no figures by prompt"

@@ -72,7 +72,7 @@ PARTS_OF = (
 
 
 def parts(found: Any, data: Data) -> Section:
-    """What the intervals behind the verdicts are made of."""
+    """What the intervals behind each verdict are made of."""
     rows = tuple(
         (line["name"], *(Spread(("lines", at, "parts", part)) for part, _ in PARTS_OF), Mark(line["verdict"]))
         for at, line in enumerate(found)
@@ -195,11 +195,11 @@ def stops(found: Any, data: Data) -> Section:
     rows: list[tuple[Cell, ...]] = []
     for at, one in enumerate(found):
         path: Path = ("details", "stops", at)
-        forms = (
+        formats = (
             ("rounds", ",.0f"), ("early_rounds", ",.0f"), ("early_ms", ".3f"), ("early_s", ".3f"), ("late_rounds", ",.0f"),
             ("late_ms", ".3f"), ("late_s", ".3f"), ("decision_s", ".3f"), ("other_s", ".3f"), ("total_s", ".3f"),
         )  # fmt: skip
-        rows.append((one["name"], *(Num((*path, name), form) for name, form in forms)))
+        rows.append((one["name"], *(Num((*path, name), form) for name, form in formats)))
     columns = (
         "policy", "rounds", "too early", "ms/round", "s", "too late", "ms/round", "s", "decisions, s", "catching up, s",
         "all, s",

@@ -24,7 +24,7 @@ BUDGET_S = 20.0
 
 
 def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
-    """Add the bar of verdicts and return what was compared."""
+    """Add the bar of wrong deployments and return what was compared."""
     chosen, kinds = near_worlds(1 if options.quick else WORLDS), list(NOISY.items())[: 2 if options.quick else None]
     wrong, prompts_alone, lost, deploys, evaluations = [], 0, 0, 0, 0
     for seed in chosen:

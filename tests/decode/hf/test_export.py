@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learned_policies import learned
-from specstop.decode.hf import export as hub
+from specstop.decode.hf import export
 from specstop.decode.hf.export import carried_policy, deploy_hf, generate_carried
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
@@ -106,7 +106,7 @@ def test_stop_strings_streamer_and_sampling_arrive(
     pair: Pair, prompt_ids: list[list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(hub, "StopStringCriteria", LastWord)
+    monkeypatch.setattr(export, "StopStringCriteria", LastWord)
     deploy_hf("fixed:3", tmp_path / "out")
     ids = torch.tensor([prompt_ids[5]])
     plain = pair.target.generate(ids, **OPTIONS)[0].tolist()
@@ -164,7 +164,7 @@ def test_a_damaged_policy_is_refused(pair: Pair, policy_folder: Path) -> None:
 
 
 def test_a_plugin_is_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "load_policy", lambda _: hub.load_policy_folder)
+    monkeypatch.setattr(export, "load_policy", lambda _: export.load_policy_folder)
     with pytest.raises(PolicyError, match="is a plugin"):
         deploy_hf("somebody?key=1", tmp_path / "out")
     assert not (tmp_path / "out").exists()

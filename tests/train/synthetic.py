@@ -14,7 +14,7 @@ from torch import Tensor
 PROMPT_TOKENS = 7
 
 
-def made_trace(
+def synthetic_trace(
     accepted: Sequence[Sequence[int]], depth: int, names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 ) -> TraceArrays:
     """Return a trace with these accepted lengths by anchor of each text, and random columns.
@@ -59,12 +59,12 @@ TRUE_BIAS = torch.tensor([0.5, -0.3, 0.2])
 
 
 def true_logits(features: Tensor, first: Tensor) -> Tensor:
-    """Return [M, 2], the logits that `made_rows` draws its labels with; at depth 0 the second is the third output."""
+    """Return [M, 2], the logits that `synthetic_rows` draws its labels with; at depth 0 the second is the third output."""
     scores = features @ TRUE_WEIGHT.T + TRUE_BIAS
     return torch.stack([scores[:, 0], torch.where(first, scores[:, 2], scores[:, 1])], 1)
 
 
-def made_rows(count: int, seed: int = 0) -> FitRows:
+def synthetic_rows(count: int, seed: int = 0) -> FitRows:
     """Return rows at depths 0 to 3 of 3, their labels drawn from logistic models that are linear in the features."""
     generator = torch.Generator().manual_seed(seed)
     depth = torch.randint(0, 4, (count,), generator=generator)
@@ -80,7 +80,7 @@ def telling_trace(texts: int = 24, anchors: int = 40, depth: int = 4) -> TraceAr
     """Return a trace whose feature `entropy` says at each node how much longer the draft is right, or 0 after its end."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, depth + 1, (texts, anchors), generator=generator)
-    arrays = made_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
+    arrays = synthetic_trace(lengths.tolist(), depth, (("anchor_entropy",), ("entropy",)))
     left = (arrays.accepted[:, None] - torch.arange(1, depth + 1)[None]).clamp_min(-1).float()
     return told(arrays, left, arrays.accepted.float())
 

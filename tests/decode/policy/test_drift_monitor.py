@@ -182,7 +182,7 @@ def test_a_policy_that_never_stops_ends_at_the_depth_allowed(pair: Pair, prompt_
     assert max(r.drafted for r in rounds) == 5
 
 
-# The live guard
+# The drift monitor
 
 
 def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = None) -> LearnedPolicy:
@@ -268,7 +268,7 @@ def plain(endless_pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
 def test_a_broken_promise_is_told_once_and_left_only_on_request(
     endless_pair: Pair, prompt_ids: list[list[int]], plain: list[list[int]], mode: str
 ) -> None:
-    settings = Settings(0.7, 100, 4, fallback=1, guard=mode)
+    settings = Settings(0.7, 100, 4, fallback=1, drift=mode)
     speculator = Speculator(endless_pair, promising(0.99), settings)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -283,7 +283,7 @@ def test_a_broken_promise_is_told_once_and_left_only_on_request(
 def test_a_promise_that_is_kept_is_passed_over(endless_pair: Pair, prompt_ids: list[list[int]]) -> None:
     """The draft is the target: everything is accepted."""
     twin = join(endless_pair.target, endless_pair.target)
-    speculator = Speculator(twin, promising(0.999, 2), Settings(0.0, 100, 2, guard="fallback"))
+    speculator = Speculator(twin, promising(0.999, 2), Settings(0.0, 100, 2, drift="fallback"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rounds = sum(len(speculator.generate(p).rounds) for p in prompt_ids[:4])
@@ -309,5 +309,5 @@ def test_only_learned_policies_on_chains_are_watched() -> None:
         (Confidence(), "warn", True),
     ):
         assert make_watch(policy, mode, chain) is None
-    with pytest.raises(InputError, match="--guard: expected one of off, warn, fallback, not 'on'"):
+    with pytest.raises(InputError, match="--drift: expected one of off, warn, fallback, not 'on'"):
         make_watch(Confidence(), "on", True)

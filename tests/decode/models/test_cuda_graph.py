@@ -21,8 +21,8 @@ from specstop.decode import (
 )
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda import graph as captured_module
-from specstop.decode.models.cuda.graph import CapturedModel, open_cache
+from specstop.decode.models.cuda import graph as graph_module
+from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
 from specstop.decode.models.cuda.recorder import Recorder
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
@@ -38,7 +38,7 @@ TREE = parse_tree("2,2,1")
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let texts of dozens of tokens pass through several sizes of attention."""
-    monkeypatch.setattr(captured_module, "LEAST_SEEN", 16)
+    monkeypatch.setattr(graph_module, "LEAST_SEEN", 16)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_recorded_calls_give_the_same_logits(
     model: PreTrainedModel, graphs: Graphs, attention: str, hidden: bool
 ) -> None:
     model.set_attn_implementation(attention)
-    fixed = CapturedModel(model, 120, VOCABULARY, hidden, recorder=recorder)
+    fixed = CudaGraphModel(model, 120, VOCABULARY, hidden, recorder=recorder)
     near = 1e-10 if attention == "sdpa" else 1e-4  # eager attention takes its softmax in float32
     same(readings(CachedModel(model, 120, VOCABULARY, hidden)), readings(fixed), near)
     assert graphs.played >= graphs.recorded > 4, "and calls of several sizes of attention were recorded"
@@ -98,14 +98,14 @@ def test_recorded_calls_give_the_same_logits(
 def test_every_architecture_can_be_recorded(name: str, graphs: Graphs) -> None:
     attention = "eager" if name in table.EAGER_ONLY else "sdpa"
     model = table.build(name, torch.float64, attention)
-    fixed = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    fixed = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)
     same(readings(CachedModel(model, 120, VOCABULARY)), readings(fixed), 1e-10 if attention == "sdpa" else 1e-4)
     assert graphs.recorded > 4
 
 
 @torch.no_grad()
 def test_a_call_is_recorded_when_it_comes_again_and_a_prompt_never(model: PreTrainedModel, graphs: Graphs) -> None:
-    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    cache = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)
     one = torch.ones(1, 1, dtype=torch.int64)
     for _ in range(3):
         cache.read(one.repeat(1, 9), 1)
@@ -123,7 +123,7 @@ def test_a_call_is_recorded_when_it_comes_again_and_a_prompt_never(model: PreTra
 
 @torch.no_grad()
 def test_calls_can_be_recorded_before_anything_is_timed(model: PreTrainedModel, graphs: Graphs) -> None:
-    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    cache = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)
     cache.prepare([(1, 1), (3, 0)], [10, 12, 40])
     assert (graphs.recorded, cache.length) == (4, 0), "two sizes of attention, two calls"
     reference = CachedModel(model, 120, VOCABULARY)
@@ -142,7 +142,7 @@ def test_texts_from_recorded_calls_are_the_same(
         texts = [Speculator(pair, FixedLength(3), settings).generate(ids, 5).tokens for ids in prompt_ids[:4]]
         with monkeypatch.context() as patch:
             for module in (model_source, drafters_module):
-                patch.setattr(module, "open_cache", functools.partial(CapturedModel, recorder=recorder))
+                patch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
             before = graphs.played
             speculator = Speculator(pair, FixedLength(3), settings)
             assert [speculator.generate(ids, 5).tokens for ids in prompt_ids[:4]] == texts
@@ -156,7 +156,7 @@ def test_what_cannot_be_recorded_says_so_once_and_runs_as_it_is(model: PreTraine
 
     model.lm_head.register_forward_hook(read_back)
     expected = readings(CachedModel(model, 120, VOCABULARY))
-    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    cache = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)
     with pytest.warns(
         SpecstopWarning, match=r"cuda:1 cannot be recorded .*not permitted when stream is capturing"
     ) as told:
@@ -168,16 +168,16 @@ def test_what_cannot_be_recorded_says_so_once_and_runs_as_it_is(model: PreTraine
 def test_recordings_serve_the_next_text_of_a_model_and_go_with_it(model: PreTrainedModel, graphs: Graphs) -> None:
     gc.disable()  # nothing here may wait for the collector: it holds a device's memory
     try:
-        cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+        cache = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)
         expected, gone = readings(cache), weakref.ref(cache)
         cache.roll_back(0)
         same(expected, readings(cache))
         recorded, kept = graphs.recorded, weakref.ref(cache._memory)
         del cache
         assert gone() is None and kept() is not None
-        same(expected, readings(CapturedModel(model, 60, VOCABULARY, recorder=recorder)))
+        same(expected, readings(CudaGraphModel(model, 60, VOCABULARY, recorder=recorder)))
         assert graphs.recorded == recorded, "a smaller one takes the recordings over"
-        CapturedModel(model, 1000, VOCABULARY, recorder=recorder)
+        CudaGraphModel(model, 1000, VOCABULARY, recorder=recorder)
         assert kept() is None, "a larger one replaces them"
     finally:
         gc.enable()
@@ -185,16 +185,16 @@ def test_recordings_serve_the_next_text_of_a_model_and_go_with_it(model: PreTrai
 
 @torch.no_grad()
 def test_recordings_of_a_model_that_has_changed_are_not_played(model: PreTrainedModel, graphs: Graphs) -> None:
-    readings(CapturedModel(model, 120, VOCABULARY, recorder=recorder))
+    readings(CudaGraphModel(model, 120, VOCABULARY, recorder=recorder))
     hook = model.lm_head.register_forward_hook(lambda module, inputs, output: output + inputs[0].sum(-1, keepdim=True))
     expected = readings(CachedModel(model, 120, VOCABULARY))
-    same(expected, readings(CapturedModel(model, 120, VOCABULARY, recorder=recorder)))
+    same(expected, readings(CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)))
     hook.remove()
     recorded = graphs.recorded
     weight = model.lm_head.weight
     weight.data = weight.data.clone().roll(1, 0)
     expected = readings(CachedModel(model, 120, VOCABULARY))
-    same(expected, readings(CapturedModel(model, 120, VOCABULARY, recorder=recorder)))
+    same(expected, readings(CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)))
     assert graphs.recorded > recorded
 
 
@@ -211,17 +211,17 @@ def test_recordings_of_several_streams_are_not_played_either(
     model: PreTrainedModel, graphs: Graphs, extra: int
 ) -> None:
     """Nor where calls of another shape are recorded anew before the old ones come again."""
-    side_by_side(CapturedModel(model, 120, VOCABULARY, False, 2, recorder))
+    side_by_side(CudaGraphModel(model, 120, VOCABULARY, False, 2, recorder))
     model.lm_head.register_forward_hook(lambda module, inputs, output: output + inputs[0].sum(-1, keepdim=True))
     expected = side_by_side(CachedModel(model, 120, VOCABULARY, False, 2), extra)
-    same(expected, side_by_side(CapturedModel(model, 120, VOCABULARY, False, 2, recorder), extra))
+    same(expected, side_by_side(CudaGraphModel(model, 120, VOCABULARY, False, 2, recorder), extra))
 
 
 @torch.no_grad()
 def test_grouped_queries_repeat_no_keys(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(num_attention_heads=4, num_key_value_heads=2)
     expected = readings(CachedModel(model, 120, VOCABULARY))
-    cache = CapturedModel(model, 120, VOCABULARY, recorder=recorder)
+    cache = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder)
     cache.read(torch.ones(1, 5, dtype=torch.int64), 1)  # a prompt attends as the library does
     with monkeypatch.context() as patch:
         patch.setattr(sdpa_attention, "repeat_kv", None)
@@ -274,7 +274,10 @@ def test_recordings_share_a_pool_and_play_on_their_device(monkeypatch: pytest.Mo
 def test_streams_side_by_side_are_recorded(model: PreTrainedModel, graphs: Graphs) -> None:
     """Calls of one shape are recorded, whatever the lengths of the texts; prompts are read one by one."""
     logits = []
-    for cache in (CachedModel(model, 60, VOCABULARY, True, 2), CapturedModel(model, 60, VOCABULARY, True, 2, recorder)):
+    for cache in (
+        CachedModel(model, 60, VOCABULARY, True, 2),
+        CudaGraphModel(model, 60, VOCABULARY, True, 2, recorder),
+    ):
         out = [cache.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])]
         for step in range(6):
             out.append(cache.read_parts([Part(0, [3 + step]), Part(1, [5 + step])]))
@@ -300,6 +303,6 @@ def test_the_cpu_takes_the_growing_cache(pair: Pair) -> None:
 def test_graphs_give_the_same_logits() -> None:
     model = build_model().cuda()
     grown, fixed = CachedModel(model, 120, VOCABULARY), open_cache(model, 120, VOCABULARY)
-    assert isinstance(fixed, CapturedModel)
+    assert isinstance(fixed, CudaGraphModel)
     same(readings(grown, "cuda"), readings(fixed, "cuda"), 1e-9)
     assert any(call.play is not None for call in fixed._memory.calls.values())
