@@ -196,7 +196,7 @@ def staged_by(process: ForkServerProcess, out: Path) -> bool:
 def same_rows(first: Trace, second: Trace) -> bool:
     """Whether two traces of one run hold the same bits, provenance left out."""
     headers: list[Header] = [first.header, second.header]
-    return headers[0].same_run(headers[1]) and bool(first.table().equals(second.table()))
+    return not headers[0].differences(headers[1]) and bool(first.table().equals(second.table()))
 
 
 def child(arguments: list[str], place: dict[str, str], ready: Path) -> None:

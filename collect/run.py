@@ -246,7 +246,7 @@ def plan_run(
         seed=seed,
         shards=count,
         prompts=len(prompts),
-        # --resume goes on with the very same prompts only (`Header.same_run`).
+        # --resume goes on with the very same prompts only (`Header.differences`).
         prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         hidden=widths,
         shaping=shaping.facts,

@@ -155,10 +155,10 @@ class Header:
         fields[_HIDDEN] = fields.pop("hidden")
         return json.dumps(fields, sort_keys=True)
 
-    def same_run(self, other: Header) -> bool:
-        """Whether rows of both belong into one trace; `facts` may differ."""
-        blank: dict[str, Any] = {}
-        return dataclasses.replace(self, facts=blank) == dataclasses.replace(other, facts=blank)
+    def differences(self, other: Header) -> list[str]:
+        """Return in what two runs differ whose rows do not belong into one trace; of the `facts` only precision counts."""
+        mine, theirs = (vars(one) | {"facts": None, "dtype": one.facts.get("dtype")} for one in (self, other))
+        return [key for key in mine if mine[key] != theirs[key]]
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:

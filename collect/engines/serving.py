@@ -187,7 +187,7 @@ def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> T
             headers.append(Header.from_json((table.schema.metadata or {})[HEADER_KEY], str(path)))
         except (OSError, KeyError, pa.ArrowException) as error:
             raise InputError(f"--from-vllm: {path} is no file of rounds: {type(error).__name__}: {error}") from None
-        if not headers[-1].same_run(headers[0]):
+        if headers[-1].differences(headers[0]):
             raise InputError(
                 f"--from-vllm: {path.name} and {paths[0].name} are of servers that were told different things; give each "
                 "a folder of its own"

@@ -80,7 +80,7 @@ def _foreign(schema: pa.Schema, shard: Path, header: Header) -> str:
         own = Header.from_json((schema.metadata or {}).get(HEADER_KEY, b"{}"), str(shard))
     except TraceError as error:
         return str(error)
-    if not schema.equals(arrow_schema(header)) or not own.same_run(header):
+    if not schema.equals(arrow_schema(header)) or own.differences(header):
         return "it is of another run than header.json"
     return ""
 

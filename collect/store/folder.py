@@ -72,9 +72,7 @@ def open_for_writing(
             put(path, header.to_json() + "\n", once=True)
     # Whoever came first has written it; what this process would have written may differ in facts alone.
     present = read_header(folder)
-    if not present.same_run(header):
-        mine, other = vars(header), vars(present)
-        names = [key for key in mine if key != "facts" and mine[key] != other[key]]
+    if names := header.differences(present):
         raise TraceError(
             f"--resume: {folder} holds a run with another {', '.join(names)}; "
             "give the same options as before, or choose another folder"

@@ -14,10 +14,6 @@ import numpy as np
 
 from ...policies.contract import Array
 
-_LATELY = 8
-"""Steps: a request that was left out of fewer may be back at once. Attention reads the rows up to the last one in use, so the
-first ones are used again as soon as that can be ruled out."""
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -74,11 +70,12 @@ class Rows:
         self._step += 1
         rows = self._by_tokens(texts, grown) if names is None else self._by_name(texts, names)
         same = [row >= 0 for row in rows]
-        # Taken from the end: the first of those that were not seen lately, else the one that was not seen for longest.
-        since = self._step - _LATELY
+        # Taken from the end: the one that was not seen for longest, as a request that was left out may be back. Attention
+        # reads all rows up to the last one in use, so it is one of the first 2 n for n requests while there are any.
+        most = 2 * max(2, len(texts))
         free = sorted(
             set(range(len(self.length))).difference(rows),
-            key=lambda row: (max(0, int(self.seen[row]) - since), row),
+            key=lambda row: (row >= most, int(self.seen[row]), row),
             reverse=True,
         )
         for at, row in enumerate(rows):

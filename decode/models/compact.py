@@ -1,7 +1,7 @@
 """A compact forward for models built like Llama: what they compute, in few operations.
 
 Small models spend most of their time between the matrix products. Here query, key and value are one product, gate and up
-another; norms and rotations are one operation each; the cache is written in place.
+another; norms are four operations, a rotation is one; the cache is written in place.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Norm:
     def __init__(self, norm: Any) -> None:
         weight, size = norm.weight.data, len(norm.weight)
         self._weight = weight * size**0.5
-        self._floor = torch.tensor((norm.variance_epsilon * size) ** 0.5, dtype=weight.dtype)
+        self._floor = torch.tensor(norm.variance_epsilon * size, dtype=weight.dtype).sqrt()
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)

@@ -2,7 +2,8 @@
 
 One stream is written and read in slices, and needs no mask. Several streams are read in one *packed* call: their tokens
 follow one another as if they were one text, so that all but attention works on no more rows than there are tokens. Attention
-takes a rectangle of queries, a row for each stream, against the buffers as they lie: nothing that is cached is copied.
+takes a rectangle of queries, a row for each stream up to the last that takes part, against the buffers as they lie: nothing
+that is cached is copied.
 """
 
 from __future__ import annotations

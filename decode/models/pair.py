@@ -106,7 +106,8 @@ def _hashes(target: PreTrainedModel, draft: PreTrainedModel | None) -> tuple[str
 def model_hash(model: PreTrainedModel) -> str:
     """Return a hash of a model's parameter names and shapes and of a spread sample of their values.
 
-    Values are rounded to bfloat16, so that one checkpoint has one hash in whatever precision it is loaded.
+    Values are rounded to bfloat16, so that a checkpoint has one hash loaded in that, in float32 or in float64. In float16 it
+    has another one: what that loses of a value cannot be had again.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors(model):

@@ -201,10 +201,10 @@ class AdaptiveVerification(StopPolicy):
             drawn = drawn.any(1, keepdims=True) & (np.arange(self._length) < self.max_depth)
         grid, n = self._grids.of(groups.largest, self._length), groups.sizes
         steps = (groups.sums(drawn.astype(np.int64)) > 0).sum(1)  # [G]; a step is one of all the batch's streams
-        spent = (steps > 0) * grid.first[n] + np.maximum(steps - 1, 0) * grid.draft[n]
+        spent = grid.drafting_s(n, steps)
         found, none = np.zeros(len(n), dtype=np.int64), np.zeros(len(n), dtype=np.int64)
         # Rates of 0: tokens over seconds of this very round are what is maximised.
-        batches, by_ratio = (groups.members, groups.starts), np.zeros(len(grid.draft))
+        batches, by_ratio = (groups.members, groups.starts), np.zeros(len(grid.verify))
         kernels().best_budgets(np.cumprod(stale, 1), drawn, *batches, none, spent, grid.verify, by_ratio, found)
         return found
 

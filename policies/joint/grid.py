@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from ..baselines.scores import check_number
 from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
-from ..latency.tables import Price, filled_up
+from ..latency.tables import CostTable, Price, filled_up
 
 Array = np.ndarray[Any, Any]
 
@@ -30,8 +31,11 @@ class Costs(Protocol):
     def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """Return the seconds of the first draft step of a round, by the streams that draft."""
 
+    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
+        """Return the seconds of the second draft step of a round."""
+
     def draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of each draft step after it."""
+        """Return the seconds of each draft step after these."""
 
     def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """Return the seconds of a verification of so many tokens in all, the anchors of the streams included."""
@@ -50,6 +54,10 @@ class LinearCosts:
     token: float = 0.01
 
     def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
+        """See `Costs`."""
+        return self.draft_s(streams, context)
+
+    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         return self.draft_s(streams, context)
 
@@ -78,10 +86,16 @@ class SingleStreamCosts:
 
     def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
-        # What cold caches cost the first step, as in the tables of one stream.
-        (first,) = self.profile.between(context, lambda table: (table.draft_s[0] - table.later_s,))
-        count = np.asarray(streams)
-        return np.where(count > 0, self.draft_s(streams, context) + first, 0.0)
+        return self._colder(streams, context, lambda table: table.draft_s[0])
+
+    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
+        """See `Costs`."""
+        return self._colder(streams, context, lambda table: table.second_s)
+
+    def _colder(self, streams: ArrayLike, context: float, seconds: Callable[[CostTable], float]) -> Array:
+        """Return the seconds of a step that on cold caches costs one stream so much."""
+        (more,) = self.profile.between(context, lambda table: (seconds(table) - table.later_s,))
+        return np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + more, 0.0)
 
     def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
@@ -136,13 +150,16 @@ class Grid:
     """Costs as tables; all float64, row n of n streams.
 
     Attributes:
-        first, draft: [R] seconds of a draft step, of the first one of a round and of others.
+        drafts: [3, R] seconds of a draft step: the first of a round, the second, each later one.
         verify: [R, T] seconds of a verification by tokens in all; as of n tokens where they are fewer.
     """
 
-    first: Array
-    draft: Array
+    drafts: Array
     verify: Array
+
+    def drafting_s(self, streams: Array, steps: Array) -> Array:
+        """Return the seconds of so many draft steps of so many streams, broadcast."""
+        return drafting_s(steps, self.drafts[:, streams])
 
 
 @dataclass
@@ -178,5 +195,17 @@ class Grids:
         rows, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], tokens)
         verify = self.costs.verify_s(rows, np.maximum(sent, rows), self.context)
         asked = self.decision.each * (count > 0) + self.decision.row * np.maximum(count - 1, 0)
-        first, draft = (of(count, self.context) + asked for of in (self.costs.first_draft_s, self.costs.draft_s))
-        return Grid(*(np.ascontiguousarray(table, dtype=np.float64) for table in (first, draft, verify)))
+        drafts = draft_steps_s(self.costs, count, self.context) + asked
+        return Grid(*(np.ascontiguousarray(table, dtype=np.float64) for table in (drafts, verify)))
+
+
+def draft_steps_s(costs: Costs, streams: Array, context: float) -> Array:
+    """Return [3, n] the seconds of the first draft step of a round, of the second, and of each later one."""
+    return np.stack([of(streams, context) for of in (costs.first_draft_s, costs.second_draft_s, costs.draft_s)])
+
+
+def drafting_s(steps: Array, drafts: Array) -> Array:
+    """Return the seconds of numbers of draft steps that cost `drafts` [3, ...]: the first, the second, each later one."""
+    first, second, later = drafts
+    out: Array = (steps > 0) * first + (steps > 1) * second + np.maximum(steps - 2, 0) * later
+    return out

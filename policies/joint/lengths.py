@@ -122,8 +122,7 @@ class SmartSpec(StopPolicy):
         grid, n = self._grids.of(groups.largest, self.max_depth), groups.sizes[:, None]
         accepted, known = groups.sums(state.seen).T  # [G]
         tokens = n * np.cumsum((accepted / known)[:, None] ** lengths, 1)  # [G, K + 1]
-        drafting = (lengths > 0) * grid.first[n] + np.maximum(lengths - 1, 0) * grid.draft[n]
-        rate = tokens / (drafting + grid.verify[n, n * (lengths + 1)])
+        rate = tokens / (grid.drafting_s(n, lengths) + grid.verify[n, n * (lengths + 1)])
         return groups.spread(rate.argmax(1), len(batch))  # of equal rates the shortest length
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:

@@ -14,7 +14,7 @@ from ..kernels import on_first_use
 from ..latency.profile import Profile
 from ..learned.policy import LearnedPolicy
 from ..rules.chains import BatchRule, Rule
-from .grid import Grid, Grids, grids_of
+from .grid import Grid, Grids, draft_steps_s, drafting_s, grids_of
 from .groups import Batches, batches_of
 
 kernels = on_first_use("batches")
@@ -141,9 +141,8 @@ class BatchStop(LearnedPolicy):
         ahead, branches = self._ahead(depth), alive.shape[1]
         # A draft step may read a row for each branch of each stream, and a round verify all that can still be drafted.
         grid = self._grids.of(batches.largest * branches, known.shape[1] + branches * len(ahead))
-        first = grid.draft if depth else grid.first
         kernels().draft_on(
-            batches.members, batches.starts, alive, known, gains, self._trims_tokens, first, grid.draft, grid.verify,
+            batches.members, batches.starts, alive, known, gains, self._trims_tokens, depth, grid.drafts, grid.verify,
             self._rate(grid), ahead, kept,
         )  # fmt: skip
         expected = np.where(kept, gains, NOT_DRAFTED)
@@ -157,7 +156,7 @@ class BatchStop(LearnedPolicy):
             sure, ahead = np.ones((size, 1)), np.ones(depth)
             grid = self._grids.of(size, depth)
             kernels().draft_on(
-                one.members, one.starts, sure > 0, np.zeros((size, 0)), sure, self._trims_tokens, grid.first, grid.draft,
+                one.members, one.starts, sure > 0, np.zeros((size, 0)), sure, self._trims_tokens, 0, grid.drafts,
                 grid.verify, self._rate(grid), ahead, kept,
             )  # fmt: skip
             self._pays[size, depth] = bool(kept.any())
@@ -178,7 +177,7 @@ class BatchStop(LearnedPolicy):
 
     def _rate(self, grid: Grid) -> Array:
         """Return [R] tokens that a second is worth, by streams."""
-        streams = np.arange(len(grid.draft))
+        streams = np.arange(len(grid.verify))
         key = len(streams), self.max_depth
         if key not in self._rates:
             self._rates[key] = self.fixed_rate(streams) * self.rule.times(streams)
@@ -189,8 +188,7 @@ class BatchStop(LearnedPolicy):
         lengths = np.arange(self.max_depth + 1)
         tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))  # [K + 1]
         costs, context, rows = self._grids.costs, self._grids.context, streams[:, None]
-        first, later = (of(streams, context)[:, None] for of in (costs.first_draft_s, costs.draft_s))
-        drafting = (lengths > 0) * first + np.maximum(lengths - 1, 0) * later
+        drafting = drafting_s(lengths, draft_steps_s(costs, streams, context)[..., None])
         # No streams have the seconds of one, as in `Grid`, and a rate of 0.
         sharing, sent = np.broadcast_arrays(np.maximum(rows, 1), np.maximum(rows, 1) * (lengths + 1))
         verify = costs.verify_s(sharing, sent, context)

@@ -110,11 +110,11 @@ def _worth(pool: Any, count: Any, streams: Any, trims: Any, rate: Any, verify: A
 
 
 @kernel(
-    "void(int64[::1], int64[::1], boolean[:,::1], float64[:,::1], float64[:,::1], boolean, float64[::1], float64[::1], "
+    "void(int64[::1], int64[::1], boolean[:,::1], float64[:,::1], float64[:,::1], boolean, int64, float64[:,::1], "
     "float64[:,::1], float64[::1], float64[::1], boolean[:,::1])"
 )
 def draft_on(
-    members: Any, starts: Any, alive: Any, known: Any, gains: Any, trims: bool, first: Any, later: Any, verify: Any,
+    members: Any, starts: Any, alive: Any, known: Any, gains: Any, trims: bool, depth: int, drafts: Any, verify: Any,
     rates: Any, ahead: Any, kept: Any,
 ) -> None:  # fmt: skip
     """Mark the branches of each batch that are worth drafting on: those of the best number of them and of further steps.
@@ -125,7 +125,8 @@ def draft_on(
         known: [S, M] survival of the tokens drafted so far; below 0 = none was.
         gains: [S, B] survival that the next token after each branch is expected to have.
         trims: of what was drafted the best is sent, else all.
-        first, later: [R] seconds of the next draft step and of each one after it, by rows.
+        depth: draft steps taken so far.
+        drafts: [3, R] seconds of the first draft step of a round, the second, and each later one, by rows.
         verify: [R, T] seconds of a verification by streams and tokens in all.
         rates: [R] tokens that a second is worth, by streams.
         ahead: [L] share of the next token's survival that the token 0, 1, ... after it is expected to have.
@@ -150,11 +151,12 @@ def draft_on(
             copy_row(pool[:count], grown)  # anew for each number of steps: a branch then brings a token of each
             have = count
             for r in range(rows):
+                seconds = 0.0
                 for step in range(steps):
                     _placed(grown, have, found[r] * ahead[step])
                     have += 1
-                # Gains fall, so the best r + 1 branches are the first ones; all steps read r + 1 rows.
-                seconds = first[r + 1] + (steps - 1) * later[r + 1]
+                    # Gains fall, so the best r + 1 branches are the first ones; all steps read r + 1 rows.
+                    seconds += drafts[min(depth + step, 2), r + 1]
                 worth = _worth(grown, have, streams, trims, rate, verify) - rate * seconds
                 if worth > best:
                     best, take = worth, r + 1

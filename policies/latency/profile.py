@@ -137,8 +137,11 @@ class Profile(Costs):
 
     def same_costs(self, record: Mapping[str, Any]) -> bool:
         """Whether a profile's JSON form has the same costs of everything but decisions."""
-        mine = self.to_dict()
-        return all(record.get(key) == mine[key] for key in COSTS)
+        try:  # read first: a record of an earlier version may lack what came later
+            theirs = Profile.from_dict(record, "a record")
+        except InputError:
+            return False
+        return all(getattr(theirs, key) == getattr(self, key) for key in COSTS)
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, each series of its measurements on a line of its own."""
@@ -154,7 +157,7 @@ class Profile(Costs):
         # Emptied first: `asdict` would copy every timing.
         bare = dataclasses.asdict(dataclasses.replace(self, measurements=Measurements()))
         del bare["measurements"], bare["source"]
-        # As a file has it, lists for tuples and texts for keys that are numbers: `same_costs` compares it with what was read.
+        # As a file has it: lists for tuples, and texts for keys that are numbers.
         plain: dict[str, Any] = json.loads(json.dumps({"schema": PROFILE_SCHEMA, "kind": "profile", **bare}))
         return plain
 

@@ -89,6 +89,11 @@ class CostTable:
         """Seconds of a draft step after the first, of one row."""
         return self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
 
+    @property
+    def second_s(self) -> float:
+        """Seconds of the second draft step of a round."""
+        return self.later_s if self.second_draft_s is None else self.second_draft_s
+
     def tree_draft(self, most: int) -> tuple[float, ...]:
         """Return the seconds of a later draft step of a tree that reads 0, 1, ..., `most` rows; none cost nothing."""
         scale = self.later_s / self.verify_s[0] if self.verify_s[0] else 0.0
@@ -117,7 +122,7 @@ class ChainCosts:
         self.first = both(lambda table: table.draft_s[0])
         self.more = both(lambda table: table.draft_s[1] - table.draft_s[0])
         self.token = both(lambda table: table.draft_token_s)
-        self.second = both(lambda table: table.later_s if table.second_draft_s is None else table.second_draft_s)
+        self.second = both(lambda table: table.second_s)
         self.later = both(lambda table: table.later_s)
         self.verify = np.array([low.verify_s, high.verify_s])
 

@@ -174,7 +174,9 @@ def test_another_seed_samples_other_texts(pair: Pair, many: list[Prompt], undist
     assert not other.rows.data.table.equals(undisturbed.rows.data.table)
 
 
-def test_a_folder_in_use_is_refused_resumed_or_replaced(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_resumed_or_replaced(
+    pair: Pair, many: list[Prompt], pair_folder: Path, tmp_path: Path
+) -> None:
     few, out = many[:4], tmp_path / "out"
     options = {**OPTIONS, "shards": 1}
     collect(pair, few, out, **options)
@@ -186,6 +188,12 @@ def test_a_folder_in_use_is_refused_resumed_or_replaced(pair: Pair, many: list[P
         collect(pair, few[:3], out, resume=True, **options)
     assert open_trace(out).header.temperature == 0.7
     assert collect(pair, few, out, overwrite=True, **{**options, "temperature": 1.0}).header.temperature == 1.0
+    single, half = (
+        load_pair(pair_folder / "target", pair_folder / "draft", dtype=name) for name in ("float32", "bfloat16")
+    )
+    assert collect(single, few, out, overwrite=True, **options).header.facts["dtype"] == "float32"
+    with pytest.raises(TraceError, match="another dtype"):
+        collect(half, few, out, resume=True, **options)
 
 
 def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:

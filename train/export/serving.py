@@ -152,7 +152,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         one = draft(*(t.draft_s[0] for t in tables))
         further = table.draft_s[1] - table.draft_s[0]
         later = draft(*(t.later_s for t in tables))
-        second = draft(*(t.later_s if t.second_draft_s is None else t.second_draft_s for t in tables))
+        second = draft(*(table.second_s for table in tables))
         return CostTable(
             table.context, (one, one + further), table.draft_token_s, tuple(shares), later, second_draft_s=second
         )

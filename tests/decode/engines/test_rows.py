@@ -76,14 +76,18 @@ def test_long_texts_and_many_steps(names: bool) -> None:
             assert rows.text(one.row).tolist() == held[i]
 
 
-def test_the_first_rows_are_used_again_once_their_requests_have_been_away() -> None:
-    """Attention reads the rows up to the last in use; a request that was left out of a step keeps its row for a while."""
-    rows = Rows(4)
-    first, second = [1, 1], [2, 2]
-    rows.place(texts(first, second), grown(4))
-    (late,) = (one for one in rows.place(texts([3, 3], second), grown(4)) if one and not one.same)
-    assert late.row == 2  # the first one may be back at once
-    for step in range(9):
-        rows.place(texts([3] * (3 + step)), grown(4))
-    (new, _) = rows.place(texts([4, 4], [3] * 12), grown(4))
-    assert new is not None and new.row == 0
+def test_requests_stay_in_the_first_rows_and_the_one_left_out_for_longest_gives_way() -> None:
+    """Attention reads the rows up to the last in use; a request that was left out of steps may be back."""
+    rows = Rows(16)
+    rows.place(texts([1, 1], [2, 2]), grown(16))
+    for step in range(9):  # the first is away
+        rows.place(texts([2] * (3 + step)), grown(16))
+    new, _ = rows.place(texts([4, 4], [2] * 12), grown(16))
+    assert new is not None and new.row == 2, "never used, and among the first four"
+    back, _ = rows.place(texts([1, 1, 1], [2] * 13), grown(16))
+    assert back is not None and back.same and back.row == 0
+    used = set()
+    for request in range(5, 40):
+        found = rows.place(texts([request] * 2, [2] * (request + 9)), grown(16))
+        used |= {one.row for one in found if one is not None}
+    assert max(used) < 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,7 +203,7 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
     rate = 4.0 if verify_s is LINEAR else 1.0
     grid, rng = grids_of(synthetic_profile(verify_s)).of(3, 2), np.random.default_rng(1)
-    rates, batches = np.full(len(grid.draft), rate), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
+    rates, batches = np.full(len(grid.verify), rate), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
     taken = set()
     for _ in range(40):
         values = np.ascontiguousarray(np.cumprod(rng.uniform(0.2, 1.0, (3, 2)), 1))
@@ -222,19 +223,22 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
 def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
     """Every set of streams and number of steps is tried; sets beyond the streams of the largest gains are no better."""
     grid, rng = grids_of(synthetic_profile(verify_s, 0.3)).of(3, 3), np.random.default_rng(2)
-    rates, batches = np.full(len(grid.draft), 1.0), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
-    ahead, numbers = np.array([1.0, 0.7]), set()
-    for _ in range(30):
+    rates, batches = np.full(len(grid.verify), 1.0), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
+    ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.2], [1.0]]
+    for turn in range(30):
+        depth = turn % 3
         known = np.where(rng.random((3, 1)) < 0.2, -1.0, rng.uniform(0.1, 1.0, (3, 1)))
         gains = np.where(known < 0, 0.0, known) * rng.uniform(0.3, 1.0, (3, 1))
         alive, kept = known >= 0.0, np.zeros((3, 1), dtype=bool)
-        draft_on(batches.members, batches.starts, alive, known, gains, trims, grid.first, grid.draft, grid.verify, rates,
+        draft_on(batches.members, batches.starts, alive, known, gains, trims, depth, drafts, grid.verify, rates,
                  ahead, kept)  # fmt: skip
 
-        def worth(some: Sequence[int], steps: int, known: Array = known, gains: Array = gains) -> float:
+        def worth(
+            some: Sequence[int], steps: int, known: Array = known, gains: Array = gains, depth: int = depth
+        ) -> float:
             values = [v for v in known[:, 0].tolist() if v >= 0]
             values += [float(gains[s, 0]) * ahead[t] for s in some for t in range(steps)]
-            spent = grid.first[len(some)] + (steps - 1) * grid.draft[len(some)] if steps else 0.0
+            spent = sum(drafts[min(depth + step, 2), len(some)] for step in range(steps))
             if not trims:
                 return sum(values) - grid.verify[3, 3 + len(values)] - spent
             return exhaustive(grid.verify, 3, values, 1.0) - spent
@@ -281,10 +285,10 @@ def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
         priced = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
         made = for_batches(policy, profile=priced)
         assert begun(made) == drafts
-        assert made._grids.of(2, 3).draft[:3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
+        assert made._grids.of(2, 3).drafts[2, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
     by_row = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
-    draft = for_batches(policy, profile=by_row)._grids.of(3, 3).draft
-    assert draft[:4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
+    draft = for_batches(policy, profile=by_row)._grids.of(3, 3).drafts
+    assert draft[2, :4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
 
 
 def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
@@ -337,6 +341,15 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx([STEPPED[3], STEPPED[4], STEPPED[5]])
     assert costs.verify_s(1, 1, 50.0) == pytest.approx(STEPPED[0])
     assert costs.first_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.25])
+    cold = synthetic_profile(STEPPED, 0.25)
+    cold = dataclasses.replace(cold, low=dataclasses.replace(cold.low, second_draft_s=0.45))
+    cold = dataclasses.replace(cold, high=dataclasses.replace(cold.high, second_draft_s=0.45))
+    assert SingleStreamCosts(cold).second_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.45])
+    drafts = grids_of(cold).of(2, 2).drafts
+    assert drafts[:, 1].tolist() == pytest.approx([0.25, 0.45, 0.25])
+    assert grids_of(cold).of(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
+        [0.0, 0.25, 0.7, 0.95]
+    )
     dips = SingleStreamCosts(synthetic_profile((1.0, 1.5, 1.2, 1.4)))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4])
     assert dips.verify_s(1, [1, 2], 50.0).tolist() == pytest.approx([1.0, 1.2]), "whatever else is asked for beside it"

@@ -107,6 +107,10 @@ def test_what_is_kept_in_a_file_comes_back(profile: Profile, tmp_path: Path) -> 
     known.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == dataclasses.replace(known, source=None)
     assert known.same_costs(known.to_dict()) and not known.same_costs(profile.to_dict())
+    older = known.to_dict()
+    for side in ("low", "high"):
+        del older["batch"][side]["second_draft_s"]
+    assert known.same_costs(older), "a policy of an earlier version keeps such a record"
 
 
 @pytest.mark.parametrize(
