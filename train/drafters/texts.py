@@ -74,8 +74,8 @@ def record_texts(
     """
     said = [[prompt.id, ids] for prompt, ids in prompts]
     facts = {
-        "target": pair.fingerprint["target"], "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
-        "prompts": json.dumps(said),
+        "target": pair.fingerprint["target"], "dtype": str(pair.target.dtype), "max_new_tokens": max_new_tokens,
+        "temperature": temperature, "seed": seed, "prompts": json.dumps(said),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / LIST).exists():
