@@ -7,6 +7,7 @@ trace/quarantine/                               what `--repair` moved aside
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Collection
@@ -97,8 +98,8 @@ def quarantine(folder: Path, header: Header, index: int) -> Path:
     shard = shard_path(folder, index, header.shards)
     aside = folder / QUARANTINE
     aside.mkdir(exist_ok=True)
-    number = sum(1 for p in aside.iterdir() if p.name.startswith(f"{shard.name}.") and p.suffix != ".sha256")
-    moved = aside / f"{shard.name}.{number}"
+    names = (aside / f"{shard.name}.{number}" for number in itertools.count())
+    moved = next(path for path in names if not os.path.lexists(path))
     (folder / INDEX_FILE).unlink(missing_ok=True)
     os.replace(shard, moved)  # first: a damaged shard that a kill left without its checksum would pass for an older one
     if checksum_path(shard).exists():
