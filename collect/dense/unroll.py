@@ -24,12 +24,10 @@ from ...decode.verify.sampling import UNCHANGED, Shaping
 from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, TREE_FEATURES
 from ...policies.features.hidden_states import DRAFT_HIDDEN
-from .gather import Unrolled, gather
-from .job import BYTES_PER_SCORE, Anchors, Job
+from .gather import Unrolled as Unrolled, gather
+from .job import BYTES_PER_SCORE, Anchors as Anchors, Job
 from .places import Places
 from .proposals import keyed_draws
-
-__all__ = ["Anchors", "Unrolled", "Unroller", "closure", "node_features"]
 
 _MOST_ROWS = {"cpu": 160, "cuda": 2048}
 """Rows of one forward: more of them see more columns that are not theirs, fewer cost more calls."""

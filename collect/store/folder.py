@@ -28,15 +28,15 @@ from ..schema import Header, arrow_schema
 from .card import CARD_FILE, data_card
 from .checksums import (
     INDEX_FILE,
-    Checked,
-    check_shards,
+    Checked as Checked,
+    check_shards as check_shards,
     checksum_path,
     damaged_text,
     find_damage,
-    finished,
+    finished as finished,
     record_checksum,
-    shard_path,
-    write_index,
+    shard_path as shard_path,
+    write_index as write_index,
 )
 from .staging import full_disk_advice, put, staged, sweep
 
@@ -291,21 +291,3 @@ def merge(folder: str | Path, *, repair: bool = False) -> Checked:
     with full_disk_advice(folder, "free some and merge again"):
         rows = 0 if missing else write_index(folder, header)
     return Checked(rows, missing, moved)
-
-
-__all__ = [
-    "HEADER_FILE",
-    "Checked",
-    "Trace",
-    "check_shards",
-    "finished",
-    "merge",
-    "open_for_writing",
-    "open_trace",
-    "read_header",
-    "shard_path",
-    "shard_table",
-    "write_index",
-    "write_shard",
-    "write_table",
-]

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import PolicyError
 from ..latency.batch import MOST_STREAMS
 from ..learned.calibration import Array
-from .trees import TreeRule, build_tree_rule
+from .trees import TreeRule
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 """What a rule compares with its threshold; see `kernels.decisions.decide`."""
@@ -224,8 +224,8 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
         if raw["kind"] == "batch":
             return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0), raw.get("lengths", ()))
         if raw["kind"] == "gain":
-            return build_tree_rule(raw)
-    except (KeyError, TypeError, ValueError) as error:
+            return TreeRule(**{name: value for name, value in raw.items() if name != "kind"})
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
     known = ", ".join([*THRESHOLDED, "derived", "continuation", "batch or gain"])
     raise PolicyError(f"unknown rule {raw['kind']!r}; expected {known}")
