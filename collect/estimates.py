@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from .shards import BATCH, Plan, Work
+from .shards import BATCH, Plan
 from .store.folder import shard_table, write_table
+from .work import Work
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, exploring
 from .schema import NO_TOKEN, TIMES
+from .work import Work
 
 Row = dict[str, Any]
 
@@ -189,8 +190,7 @@ class LiveCollector:
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)
         mode = find_mode(name, settings.temperature)
-        names = node_features(self.tree)
-        self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
+        self.features = node_features(self.tree, mode.name)
         self.label, self.verification = mode.label, name
         widths = vector_widths(pair, check_hidden(vectors))
         match = mode.name == "match"
@@ -205,11 +205,11 @@ class LiveCollector:
         """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
         self._speculator.renew()
 
-    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.
 
         Args:
-            batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+            batch: the prompts.
         """
         recorder, made = self._recorder, {}
         recorder.rows.clear()
@@ -217,19 +217,13 @@ class LiveCollector:
         def end(number: int, text: Generation, stream: int) -> None:
             made[number] = recorder.rows.pop(stream, [])
 
-        requests = [Request(prompt, key) for _, _, _, prompt, key in batch]
+        requests = [Request(one.tokens, one.key) for one in batch]
         texts = self._speculator.run(requests, on_end=end)
         chunks: list[Mapping[str, Any]] = []
-        for number, (sequence, name, group, prompt, _) in enumerate(batch):
-            rows = made[number]
-            if not rows:
-                continue
-            columns: dict[str, Any] = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
-            columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
-            length = len(texts[number].tokens)
-            for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", length)):
-                columns[k] = np.full(len(rows), value)
-            chunks.append(columns)
+        for number, one in enumerate(batch):
+            if rows := made[number]:
+                columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+                chunks.append(one.columns(len(rows), len(texts[number].tokens)) | columns)
         return chunks
 
 

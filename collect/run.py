@@ -30,8 +30,9 @@ from .dense.completion_check import check_sampled
 from .dense.completions import Completions
 from .prompts.read import Prompt, fit
 from .schema import Header, parents
-from .shards import BATCH, Plan, Work, record
+from .shards import BATCH, Plan, record
 from .store.folder import Trace
+from .work import Work
 
 PROMPTS_PER_SHARD = 32
 SHARD_BYTES = 1 << 29
@@ -263,7 +264,7 @@ def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shard
     work: list[list[Work]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
-        work[int(_hash(prompt.id), 16) % shards].append((sequence, prompt.id, prompt.group, tokens, key))
+        work[int(_hash(prompt.id), 16) % shards].append(Work(sequence, prompt.id, prompt.group, tokens, key))
     return tuple(map(tuple, work))
 
 

@@ -22,6 +22,7 @@ from ...policies.limits import MOST_ROWS
 from ..prompts.files import lines
 from ..schema import TIMES, UNKNOWN, Header, parents
 from ..store.folder import Trace, open_for_writing, open_trace, write_shard
+from ..work import Work
 from .serving import import_parts
 
 
@@ -126,12 +127,8 @@ class _Record:
         node, count = np.arange(depth), len(accepted)
         drawn, path = node < drafted[:, None], node < accepted[:, None]
         zeros = np.zeros((count, depth), dtype=np.float32)
-        return {
-            "prompt_id": [self.name] * count,
-            "group": [""] * count,
-            "sequence": np.full(count, sequence),
-            "prompt_tokens": np.full(count, self.prompt),
-            "text_tokens": np.full(count, max(self.tokens, int(anchor[-1]) + 1)),
+        return Work(sequence, self.name, "", []).columns(count, max(self.tokens, int(anchor[-1]) + 1)) | {
+            "prompt_tokens": np.full(count, self.prompt),  # which the records only count
             "anchor": anchor,
             "tokens": np.full((count, depth), UNKNOWN, dtype=np.int32),
             **dict.fromkeys(("draft_prob", "target_prob", "overlap"), zeros),
