@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from ..decode.candidates import Candidates
-from ..decode.drafters import Drafter
 from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
 from ..decode.models.hidden import stored, vector_widths
@@ -25,7 +24,6 @@ from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
@@ -168,8 +166,6 @@ class LiveCollector:
         policy: any; its decisions are timed with its own features only.
         settings: temperature, limits, verification, tree.
         explore: share of the rounds that are drafted to full depth whatever the policy says.
-        profile: supplies the modelled seconds that some policies observe.
-        drafter: the pair's draft model by default.
         vectors: hidden states to record (`features.hidden_states`).
         batch: texts that are decoded side by side.
     """
@@ -180,8 +176,6 @@ class LiveCollector:
         policy: StopPolicy,
         settings: Settings,
         explore: float = 0.0,
-        profile: Profile | None = None,
-        drafter: Drafter | None = None,
         vectors: Sequence[str] = (),
         batch: int = 1,
     ) -> None:
@@ -196,10 +190,7 @@ class LiveCollector:
         match = mode.name == "match"
         self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
         marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
-        self._speculator = Speculator(
-            pair, runs, settings, profile, drafter=drafter, observer=marking, hidden=tuple(widths),
-            batch=batch,
-        )  # fmt: skip
+        self._speculator = Speculator(pair, runs, settings, observer=marking, hidden=tuple(widths), batch=batch)
 
     def begin(self) -> None:
         """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""

@@ -93,14 +93,21 @@ def balance(
     return Balance(groups, total + impossible, impossible, mean, error)
 
 
-def check_sampled(
+def check_completions(
     pair: Pair, settings: Settings, prompts: Sequence[tuple[str, list[int]]], completions: Completions, most: int
 ) -> dict[str, float]:
-    """Refuse texts that were not sampled as `settings` say, and return what was found; arguments as of `balance`.
+    """Refuse prompts without a completion, and texts that were not sampled as `settings` say; arguments as of `balance`.
+
+    Returns:
+        What was found; nothing at temperature 0, where a text counts as far as it is the target's own.
 
     Raises:
-        InputError: the mean is beyond `MOST_ERRORS`.
+        InputError: there is none, it has ids beyond the vocabulary, or the mean is beyond `MOST_ERRORS`.
     """
+    for name, _ in prompts:  # of all, before any work
+        completion_ids(pair, completions, name)
+    if settings.temperature == 0.0:
+        return {}
     found = balance(pair, settings, prompts, completions, most)
     sampling = sampling_text(settings.temperature, settings.shaping.facts)
     if found.texts < FEWEST_TEXTS:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.asking import Asking
 from ...decode.engines.rounds import Heard, Sent
+from ...decode.engines.vllm import Proposer
 from ...decode.policy.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
@@ -32,9 +32,10 @@ def engine_features(temperature: float) -> tuple[str, ...]:
     return tuple(n for n in CHAIN_FEATURES if temperature == 0.0 or not n.startswith("noisy_"))
 
 
-def explored_by(asking: Asking, rows: Array) -> Array:
+def explored_by(proposer: Proposer, rows: Array) -> Array:
     """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
-    policy = asking.policy
+    assert proposer.drafting is not None
+    asking, policy = proposer.drafting.asking, proposer.drafting.asking.policy
     if not isinstance(policy, Exploring):
         return np.zeros(len(rows), dtype=bool)
     return policy.explores(asking.state_of(rows))

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +158,10 @@ class RecordingProposer(Proposer):
         )  # fmt: skip
         self.writer = PartWriter(
             Path(told.traces), header, options.eos, told.share, options.rows, options.depth, options.temperature,
-            self._explored,
+            partial(explored_by, self),
         )  # fmt: skip
         atexit.register(self.writer.flush)
         return self.writer
-
-    def _explored(self, rows: Array) -> Array:
-        assert self.drafting is not None
-        return explored_by(self.drafting.asking, rows)
 
 
 def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> Trace:

@@ -12,13 +12,14 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...decode.engines.drafting import Options
 from ...decode.engines.policies import check_engine_policy
 from ...decode.engines.rounds import Observer
 from ...decode.engines.vllm import Proposer
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ..explore import exploring
 from ..work import Work
@@ -56,12 +57,8 @@ class TracingProposer(Proposer):
 
     def observer(self, options: Options) -> Observer:
         """Return the recorder."""
-        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, self._explored)
+        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, partial(explored_by, self))
         return self.recorder
-
-    def _explored(self, rows: Array) -> Array:
-        assert self.drafting is not None
-        return explored_by(self.drafting.asking, rows)
 
 
 class ThroughVLLM:

@@ -194,10 +194,8 @@ class Profile(Costs):
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
                 batch=BatchCosts.read(entries.part("batch")) if entries.has("batch") else None,
                 verification=entries.text("verification") if entries.has("verification") else "",
-                carry_over=entries.number("carry_over", most=MOST_CARRIED) if entries.has("carry_over") else 0.0,
-                plain_outside_s=entries.number("plain_outside_s", most=MOST_S)
-                if entries.has("plain_outside_s")
-                else None,
+                carry_over=entries.number_or("carry_over", 0.0, MOST_CARRIED),
+                plain_outside_s=entries.number_or("plain_outside_s", None, MOST_S),
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None

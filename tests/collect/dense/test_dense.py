@@ -174,7 +174,7 @@ def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
             prefix = [*prefix, int(token)]
 
 
-def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[tuple[int, str, str, list[int], int]]:
+def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[Work]:
     return [Work(i, p.id, p.group, ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
 
 

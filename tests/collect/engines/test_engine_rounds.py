@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from specstop.collect.schema import Header, chain
 from specstop.collect.work import Work
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.models import ModelRows
+from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
@@ -50,7 +52,7 @@ def recorded(
     made: list[Drafting] = []
 
     def explored(rows: np.ndarray) -> np.ndarray:
-        return explored_by(made[0].asking, rows)
+        return explored_by(cast(Proposer, SimpleNamespace(drafting=made[0])), rows)
 
     recorder = (made_by or RoundRecorder)(3, K, 0.0, explored)
     made.append(Drafting(ModelRows(pair.draft_model, 3, pair.vocabulary), asked, Options(3, K, 128), observer=recorder))
