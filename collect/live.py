@@ -21,7 +21,7 @@ from ..decode.records import Generation
 from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
-from ..policies.contract import StopPolicy
+from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limits
@@ -44,6 +44,7 @@ class Recorder:
         match: whether labels are comparisons with the target's own tokens.
         deferred: whether the roots of a round are the tree's first level, as `Verification.deferred` says.
         widths: H of each hidden state to record.
+        policy: which rounds explore; None = none does.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Recorder:
         match: bool,
         deferred: bool = False,
         widths: Mapping[str, int] | None = None,
+        policy: Exploring | None = None,
     ) -> None:
         self.tree, self.features, self.temperature = tree, tuple(features), temperature
         self._columns = Columns(features)
-        self._widths = dict(widths or {})
+        self._widths, self._policy = dict(widths or {}), policy
         # Row of the topology that is node 0: row 0 is the anchor, unless the roots themselves are candidates.
         self.match, self._first = match, 0 if deferred else 1
         self.rows: dict[int, list[Row]] = defaultdict(list)
@@ -93,8 +95,16 @@ class Recorder:
         anchor = anchor_columns(seen.anchor_row, found.tokens[:1], [before], [0])[0]
         row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
-        row["accepted_length"] = int(row["accepted"].sum())
+        row |= {"accepted_length": int(row["accepted"].sum()), "explored": self._explored(seen.state)}
         self.rows[seen.stream].append(row)
+
+    def _explored(self, state: State) -> bool:
+        """Whether the round explored: the policy's state at its end is that of the next one."""
+        # The state has taken this round in and counts the next one; a fallback's is no such tuple.
+        if self._policy is None or not (isinstance(state, tuple) and len(state) == 3):
+            return False
+        inner, key, number = state
+        return bool(self._policy.explores((inner, key, number - 1)))
 
     def _missing(self, found: Candidates, node: Sequence[int]) -> list[int]:
         """Return the nodes below those that were fed for which a filter has left no token."""
@@ -187,10 +197,11 @@ class LiveCollector:
         self.features = node_features(self.tree, mode.name)
         self.label, self.verification = mode.label, name
         widths = vector_widths(pair, check_hidden(vectors))
-        match = mode.name == "match"
-        self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
-        marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
-        self._speculator = Speculator(pair, runs, settings, observer=marking, hidden=tuple(widths), batch=batch)
+        self._recorder = Recorder(
+            self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred, widths,
+            runs if isinstance(runs, Exploring) else None,
+        )  # fmt: skip
+        self._speculator = Speculator(pair, runs, settings, observer=self._recorder, hidden=tuple(widths), batch=batch)
 
     def begin(self) -> None:
         """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
@@ -216,25 +227,3 @@ class LiveCollector:
                 columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
                 chunks.append(one.columns(len(rows), len(texts[number].tokens)) | columns)
         return chunks
-
-
-class _Marking:
-    """Notes of each round whether it explored: the policy's state at the end of a round is that of the next one."""
-
-    def __init__(self, recorder: Recorder, policy: Exploring | None) -> None:
-        self._recorder, self._policy = recorder, policy
-
-    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
-        """See `Observer.level`."""
-        self._recorder.level(stream, found, places, logits)
-
-    def round(self, seen: Seen) -> None:
-        """See `Observer.round`."""
-        self._recorder.round(seen)
-        explored = False
-        # The state has taken this round in and counts the next one; a fallback's is no such tuple.
-        state = seen.state
-        if self._policy is not None and isinstance(state, tuple) and len(state) == 3:
-            inner, key, number = state
-            explored = bool(self._policy.explores((inner, key, number - 1)))
-        self._recorder.rows[seen.stream][-1]["explored"] = explored

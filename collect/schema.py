@@ -153,8 +153,7 @@ class Header:
 
     def same_run(self, other: Header) -> bool:
         """Whether rows of both belong into one trace; `facts` may differ."""
-        blank: dict[str, Any] = {}
-        return dataclasses.replace(self, facts=blank) == dataclasses.replace(other, facts=blank)
+        return dataclasses.replace(self, facts={}) == dataclasses.replace(other, facts={})
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:

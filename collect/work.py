@@ -1,10 +1,13 @@
-"""One prompt to collect, and the columns that all rows of its text share."""
+"""One prompt to collect, the columns that all rows of its text share, and some of many such things."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+Item = TypeVar("Item")
 
 
 class Work(NamedTuple):
@@ -28,3 +31,9 @@ class Work(NamedTuple):
         columns: dict[str, Any] = {"prompt_id": [self.prompt_id] * rows, "group": [self.group] * rows}
         counts = {"sequence": self.sequence, "prompt_tokens": len(self.tokens), "text_tokens": text_tokens}
         return columns | {name: np.full(rows, value) for name, value in counts.items()}
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` of the items at even distances, or all."""
+    count = min(count, len(items))
+    return [items[at * len(items) // count] for at in range(count)]

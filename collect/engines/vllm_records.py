@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.topology import chain
 from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.files.text import HALF, is_text
 from ...policies.limits import MOST_ROWS
 from ..prompts.files import lines
-from ..schema import TIMES, UNKNOWN, Header, parents
+from ..schema import TIMES, UNKNOWN, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, write_shard
 from ..work import Work
 from .serving import import_parts
@@ -63,7 +62,7 @@ def import_vllm(
         vocabulary=0,
         eos=(),
         temperature=0.0,
-        topology=parents(chain(depth)),
+        topology=chain(depth),
         features=(),
         anchor_features=(),
         max_new_tokens=max(record.tokens for record in records),

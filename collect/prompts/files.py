@@ -49,7 +49,7 @@ def records(source: str | Path, column: str = "prompt", split: str | None = None
     if split is not None:
         raise InputError(f"--split: expected a data set for --prompts, but {name} is one file; leave --split out")
     if path.suffix == ".txt":
-        return _text_lines(path, column)
+        return ((where, {column: line}) for where, line in lines(path))
     if path.suffix in _TABLES:
         return _rows(name, _table_rows(path))
     return _json_lines(path)
@@ -79,11 +79,6 @@ def _json_lines(path: Path) -> Iterator[Record]:
                 f'--prompts: {where}: expected an object with a non-empty string "prompt", not {type(record).__name__}'
             )
         yield where, record
-
-
-def _text_lines(path: Path, column: str) -> Iterator[Record]:
-    for where, line in lines(path):
-        yield where, {column: line}
 
 
 def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:

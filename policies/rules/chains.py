@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..baselines.scores import check_whole
 from ..errors import PolicyError
 from ..latency.batch import MOST_STREAMS
 from ..learned.calibration import Array
@@ -117,13 +118,12 @@ class Continuation(Rule):
     kind = "continuation"
 
     def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise PolicyError(f"rule continuation: expected first to be a depth, not {first!r}")
         if not -math.inf < margin < math.inf:
             raise PolicyError(f"rule continuation: expected a number as margin, not {margin}")
         if not isinstance(remembers, bool):
             raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
-        self.margin, self.first, self.remembers = float(margin), first, remembers
+        self.margin, self.remembers = float(margin), remembers
+        self.first = check_whole("rule continuation", "first", first, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -152,9 +152,7 @@ class BatchRule(Rule):
         first: int = 0,
         lengths: Sequence[tuple[int, int]] = (),
     ) -> None:
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise PolicyError(f"rule batch: expected first to be a depth, not {first!r}")
-        self.first = first
+        self.first = check_whole("rule batch", "first", first, 0)
         if send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
         self.send = send
