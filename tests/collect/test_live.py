@@ -217,6 +217,12 @@ def test_options_that_do_not_go_together_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_below_a_file_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="--out"):
+        run(pair, prompts, tmp_path / "file" / "out", None, 0.0)
+
+
 def test_the_loop_is_not_disturbed_by_being_watched(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
