@@ -95,31 +95,11 @@ def collect(
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
     plan = plan_run(
-        pair,
-        prompts,
-        target=target,
-        draft=draft,
-        depth=depth,
-        tree=tree,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        shards=shards,
-        collector=collector,
-        policy=policy,
-        verification=verification,
-        explore=explore,
-        mix=mix,
-        completions=completions,
-        vectors=vectors,
-        memory=memory,
-        draws=draws,
-        off_text=off_text,
-        shaping=shaping,
-        long=long,
-        batch=batch,
-        through=through,
-    )
+        pair, prompts, target=target, draft=draft, depth=depth, tree=tree, temperature=temperature,
+        max_new_tokens=max_new_tokens, seed=seed, shards=shards, collector=collector, policy=policy,
+        verification=verification, explore=explore, mix=mix, completions=completions, vectors=vectors, memory=memory,
+        draws=draws, off_text=off_text, shaping=shaping, long=long, batch=batch, through=through,
+    )  # fmt: skip
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
 

@@ -86,13 +86,6 @@ def _foreign(schema: pa.Schema, shard: Path, header: Header) -> str:
     return ""
 
 
-def find_damage(folder: Path, header: Header, among: Collection[int] | None = None) -> dict[int, str]:
-    """Return what is wrong with each damaged shard (of those `among`), by its index."""
-    shards = {i: shard_path(folder, i, header.shards) for i in (range(header.shards) if among is None else among)}
-    found = {i: damage(shard, header) for i, shard in shards.items() if os.path.lexists(shard)}
-    return {index: what for index, what in found.items() if what}
-
-
 def quarantine(folder: Path, header: Header, index: int) -> Path:
     """Move a damaged shard and its checksum aside, where no reader looks, and return where the shard went."""
     shard = shard_path(folder, index, header.shards)
@@ -151,11 +144,14 @@ def check_shards(
     Raises:
         TraceError: a shard is damaged and `repair` is not given.
     """
-    damaged = find_damage(folder, header, among)
-    if not repair:
-        for index, what in damaged.items():
-            raise TraceError(damaged_text(folder, header, index, what))
-    return tuple(quarantine(folder, header, index) for index in damaged)
+    moved = []
+    for index in range(header.shards) if among is None else among:
+        shard = shard_path(folder, index, header.shards)
+        if os.path.lexists(shard) and (what := damage(shard, header)):
+            if not repair:
+                raise TraceError(damaged_text(folder, header, index, what))
+            moved.append(quarantine(folder, header, index))
+    return tuple(moved)
 
 
 def damaged_text(folder: Path, header: Header, index: int, what: str) -> str:
