@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from specstop.collect.dense.unroll import Unroller
 from specstop.collect.live import LiveCollector
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.collect.run import reading_room
+from specstop.collect.work import Work
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies import FixedLength
@@ -33,7 +35,6 @@ from specstop.policies import FixedLength
 DEPTH, TREE = 12, "4,2,2,1"
 TIE = 1e-4
 NEAR = 2e-3
-Batch = list[tuple[int, str, str, list[int], int]]
 
 CHILD = """
 import sys, torch
@@ -57,7 +58,7 @@ def main() -> int:
     pair = load_pair(folder / "target", folder / "draft")
     prompts = read_prompts(folder / "prompts-test.jsonl", count)
     ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
-    work = [(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
+    work = [Work(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
     bars = Bars()
     for temperature in (0.0, 0.7):
         speeds(pair, work, tokens, temperature, bars)
@@ -67,7 +68,7 @@ def main() -> int:
     return bars.finish(options, f"{len(work)} prompts of {tokens} tokens", whole=len(work) >= 40)
 
 
-def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bars: Bars) -> None:
+def speeds(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, bars: Bars) -> None:
     """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
     unroller, bushy = (Unroller(pair, tree, temperature) for tree in (chain(DEPTH), parse_tree(TREE)))
     live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH))
@@ -77,7 +78,7 @@ def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bars: Bars)
     for start in range(0, len(work), 16):
         batch = work[start : start + 16]
         begin = time.perf_counter()
-        ids, keys = [b[3] for b in batch], [b[4] for b in batch]
+        ids, keys = [one.tokens for one in batch], [one.key for one in batch]
         texts = plain_texts(pair, ids, keys, tokens + DEPTH, temperature, noise=True)
         generated = time.perf_counter() - begin
         spent = []
@@ -129,7 +130,7 @@ def speeds(pair: Pair, work: Batch, tokens: int, temperature: float, bars: Bars)
     print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
 
 
-def agreement(pair: Pair, work: Batch, tokens: int, temperature: float, tree: str | None, bars: Bars) -> None:
+def agreement(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, tree: str | None, bars: Bars) -> None:
     """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
     topology = chain(DEPTH) if tree is None else parse_tree(tree)
     live = LiveCollector(

@@ -25,6 +25,7 @@ from bars import Bars, arguments
 from shapes import SHAPES, random_model, right_text, scripted_pair
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller
+from specstop.collect.work import Work
 from specstop.decode import (
     Generation,
     Pair,
@@ -308,7 +309,9 @@ def decisions(pair: Pair, prompt: list[int], size: Size, bars: Bars) -> None:
 def collection(pair: Pair, prompts: Sequence[list[int]], size: Size, bars: Bars) -> None:
     """Time dense traces: tokens of text a second, every position an anchor."""
     unroller = Unroller(pair, 8, 0.7, memory_bytes=(4 << 30) if size.device == "cuda" else (1 << 26))
-    batch = [(n, str(n), "", prompt, n) for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))]
+    batch = [
+        Work(n, str(n), "", prompt, n) for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))
+    ]
     dense_rows(pair, unroller, batch[:1], 16)
     begin = time.perf_counter()
     chunks = dense_rows(pair, unroller, batch, size.tokens)

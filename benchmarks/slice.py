@@ -24,6 +24,7 @@ from bars import Bars, arguments
 from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
 from specstop.collect.dense.collector import Unroller, dense_rows
+from specstop.collect.work import Work
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
@@ -254,14 +255,14 @@ def collecting(offline: Offline, temperature: float, sizes: Sizes, bars: Bars) -
     """Measure (text generation + dense unrolling) / text generation on the same prompts, alternating."""
     pair = offline.models
     batch = [
-        (i, name, "", prompt, stream_key(SEED, name))
+        Work(i, name, "", prompt, stream_key(SEED, name))
         for i, (name, prompt) in enumerate(list(offline.prompts.items())[:16])
     ]
     unroller = Unroller(pair, DEPTH, temperature)
     ratios = []
     for repeat in range(4):
         begin = time.perf_counter()
-        plain_texts(pair, [b[3] for b in batch], [b[4] for b in batch], sizes.tokens + DEPTH, temperature)
+        plain_texts(pair, [b.tokens for b in batch], [b.key for b in batch], sizes.tokens + DEPTH, temperature)
         middle = time.perf_counter()
         dense_rows(pair, unroller, batch, sizes.tokens)
         if repeat:

@@ -26,9 +26,7 @@ from .dense.positions import PositionsCollector
 from .dense.unroll import Unroller, node_features
 from .live import LiveCollector
 from .shards import nothing
-
-Batch = Sequence[tuple[int, str, str, list[int], int]]
-"""(sequence, prompt id, group, token ids, stream key) of each prompt."""
+from .work import Work
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Collector:
     """
 
     features: tuple[str, ...]
-    rows: Callable[[Batch], Sequence[Mapping[str, Any]]]
+    rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[], None] = nothing
     memory: int = 0

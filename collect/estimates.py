@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from .shards import BATCH, Plan, Work
+from .shards import BATCH, Plan
 from .store.folder import shard_table, write_table
+from .work import spread
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def estimate(plan: Plan, out: Path) -> Estimate:
     A quarter of the batch is collected first and not counted: it warms up caches and kernels.
     """
     everything = [work for shard in plan.work for work in shard]
-    sample = _spread(everything, BATCH)
-    plan.rows(_spread(sample, max(1, len(sample) // 4)))
+    sample = spread(everything, BATCH)
+    plan.rows(spread(sample, max(1, len(sample) // 4)))
     begin = time.perf_counter()
     table = shard_table(plan.header, plan.rows(sample))
     seconds = time.perf_counter() - begin
@@ -57,6 +57,7 @@ def estimate(plan: Plan, out: Path) -> Estimate:
     write_table(table.slice(0, 0), empty)
     frame = empty.tell()  # what a shard takes however few rows it has
     scale = len(everything) / len(sample)
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.is_dir())
     return Estimate(
         prompts=len(everything),
         shards=plan.header.shards,
@@ -64,20 +65,5 @@ def estimate(plan: Plan, out: Path) -> Estimate:
         rows=round(table.num_rows * scale),
         disk_bytes=round((buffer.tell() - frame) * scale) + frame * plan.header.shards,
         seconds=seconds * scale,
-        free_bytes=shutil.disk_usage(_existing(out)).free,
+        free_bytes=shutil.disk_usage(there).free,
     )
-
-
-def _spread(work: Sequence[Work], count: int) -> list[Work]:
-    """Return `count` of them at even distances, or all."""
-    if len(work) <= count:
-        return list(work)
-    return [work[i * len(work) // count] for i in range(count)]
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest folder above that is there."""
-    path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -39,6 +40,9 @@ class Exploring(StopPolicy):
     def __init__(self, inner: StopPolicy, share: float, depth: int) -> None:
         self.inner, self.share = inner.limited(depth), share
         self.features, self.hidden = inner.features, inner.hidden
+        self.sizes: Mapping[str, int] = getattr(
+            inner, "sizes", {}
+        )  # a model with others is refused, not met in a round
         self.trims, self.carries, self.reads_clock = inner.trims, inner.carries, inner.reads_clock  # type: ignore[misc]
         self.reads_seconds = inner.reads_seconds  # type: ignore[misc]
         self.joint = inner.joint  # type: ignore[misc]

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from ..decode.candidates import Candidates
-from ..decode.drafters import Drafter
 from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
 from ..decode.models.hidden import hidden_widths, stored
@@ -22,15 +21,15 @@ from ..decode.records import Generation
 from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
-from ..policies.contract import StopPolicy
+from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, exploring
 from .schema import NO_TOKEN, TIMES
+from .work import Work
 
 Row = dict[str, Any]
 
@@ -45,6 +44,7 @@ class Recorder:
         match: whether labels are comparisons with the target's own tokens.
         deferred: whether the roots of a round are the tree's first level, as `Verification.deferred` says.
         widths: H of each hidden state to record.
+        policy: which rounds explore; None = none does.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class Recorder:
         match: bool,
         deferred: bool = False,
         widths: Mapping[str, int] | None = None,
+        policy: Exploring | None = None,
     ) -> None:
         self.tree, self.features, self.temperature = tree, tuple(features), temperature
         self._columns = Columns(features)
-        self._widths = dict(widths or {})
+        self._widths, self._policy = dict(widths or {}), policy
         # Row of the topology that is node 0: row 0 is the anchor, unless the roots themselves are candidates.
         self.match, self._first = match, 0 if deferred else 1
         self.rows: dict[int, list[Row]] = defaultdict(list)
@@ -94,8 +95,16 @@ class Recorder:
         anchor = anchor_columns(seen.anchor_row, found.tokens[:1], [before], [0])[0]
         row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
-        row["accepted_length"] = int(row["accepted"].sum())
+        row |= {"accepted_length": int(row["accepted"].sum()), "explored": self._explored(seen.state)}
         self.rows[seen.stream].append(row)
+
+    def _explored(self, state: State) -> bool:
+        """Whether the round explored: the policy's state at its end is that of the next one."""
+        # The state has taken this round in and counts the next one; a fallback's is no such tuple.
+        if self._policy is None or not (isinstance(state, tuple) and len(state) == 3):
+            return False
+        inner, key, number = state
+        return bool(self._policy.explores((inner, key, number - 1)))
 
     def _missing(self, found: Candidates, node: Sequence[int]) -> list[int]:
         """Return the nodes below those that were fed for which a filter has left no token."""
@@ -167,8 +176,6 @@ class LiveCollector:
         policy: any; its decisions are timed with its own features only.
         settings: temperature, limits, verification, tree.
         explore: share of the rounds that are drafted to full depth whatever the policy says.
-        profile: supplies the modelled seconds that some policies observe.
-        drafter: the pair's draft model by default.
         hidden: hidden states to record (`features.hidden_states`).
         batch: texts that are decoded side by side.
     """
@@ -179,8 +186,6 @@ class LiveCollector:
         policy: StopPolicy,
         settings: Settings,
         explore: float = 0.0,
-        profile: Profile | None = None,
-        drafter: Drafter | None = None,
         hidden: Sequence[str] = (),
         batch: int = 1,
     ) -> None:
@@ -189,27 +194,24 @@ class LiveCollector:
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)
         mode = find_mode(name, settings.temperature)
-        names = node_features(self.tree)
-        self.features = names if mode.name == "match" else tuple(n for n in names if not n.startswith("noisy_"))
+        self.features = node_features(self.tree, mode.name)
         self.label, self.verification = mode.label, name
         widths = hidden_widths(pair, check_hidden(hidden))
-        match = mode.name == "match"
-        self._recorder = Recorder(self.tree, self.features, settings.temperature, match, mode.deferred, widths)
-        marking = _Marking(self._recorder, runs if isinstance(runs, Exploring) else None)
-        self._speculator = Speculator(
-            pair, runs, settings, profile, drafter=drafter, observer=marking, hidden=tuple(widths),
-            batch=batch,
+        self._recorder = Recorder(
+            self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred, widths,
+            runs if isinstance(runs, Exploring) else None,
         )  # fmt: skip
+        self._speculator = Speculator(pair, runs, settings, observer=self._recorder, hidden=tuple(widths), batch=batch)
 
     def begin(self) -> None:
         """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
         self._speculator.renew()
 
-    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.
 
         Args:
-            batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+            batch: the prompts.
         """
         recorder, made = self._recorder, {}
         recorder.rows.clear()
@@ -217,39 +219,11 @@ class LiveCollector:
         def end(number: int, text: Generation, stream: int) -> None:
             made[number] = recorder.rows.pop(stream, [])
 
-        requests = [Request(prompt, key) for _, _, _, prompt, key in batch]
+        requests = [Request(one.tokens, one.key) for one in batch]
         texts = self._speculator.run(requests, on_end=end)
         chunks: list[Mapping[str, Any]] = []
-        for number, (sequence, name, group, prompt, _) in enumerate(batch):
-            rows = made[number]
-            if not rows:
-                continue
-            columns: dict[str, Any] = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
-            columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
-            length = len(texts[number].tokens)
-            for k, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", length)):
-                columns[k] = np.full(len(rows), value)
-            chunks.append(columns)
+        for number, one in enumerate(batch):
+            if rows := made[number]:
+                columns = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+                chunks.append(one.columns(len(rows), len(texts[number].tokens)) | columns)
         return chunks
-
-
-class _Marking:
-    """Notes of each round whether it explored: the policy's state at the end of a round is that of the next one."""
-
-    def __init__(self, recorder: Recorder, policy: Exploring | None) -> None:
-        self._recorder, self._policy = recorder, policy
-
-    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
-        """See `Observer.level`."""
-        self._recorder.level(stream, found, places, logits)
-
-    def round(self, seen: Seen) -> None:
-        """See `Observer.round`."""
-        self._recorder.round(seen)
-        explored = False
-        # The state has taken this round in and counts the next one; a fallback's is no such tuple.
-        state = seen.state
-        if self._policy is not None and isinstance(state, tuple) and len(state) == 3:
-            inner, key, number = state
-            explored = bool(self._policy.explores((inner, key, number - 1)))
-        self._recorder.rows[seen.stream][-1]["explored"] = explored

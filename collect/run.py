@@ -26,12 +26,13 @@ from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, shown
 from .collectors import choose_collector, choose_engine_collector
-from .dense.completion_check import check_sampled
+from .dense.completion_check import check_completions
 from .dense.completions import Completions
 from .prompts.read import Prompt, fit
 from .schema import Header, parents
-from .shards import BATCH, Plan, Work, record
+from .shards import BATCH, Plan, record
 from .store.folder import Trace
+from .work import Work
 
 PROMPTS_PER_SHARD = 32
 SHARD_BYTES = 1 << 29
@@ -94,31 +95,11 @@ def collect(
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
     plan = plan_run(
-        pair,
-        prompts,
-        target=target,
-        draft=draft,
-        depth=depth,
-        tree=tree,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        shards=shards,
-        collector=collector,
-        policy=policy,
-        verification=verification,
-        explore=explore,
-        mix=mix,
-        completions=completions,
-        hidden=hidden,
-        memory=memory,
-        draws=draws,
-        off_text=off_text,
-        shaping=shaping,
-        long=long,
-        batch=batch,
-        through=through,
-    )
+        pair, prompts, target=target, draft=draft, depth=depth, tree=tree, temperature=temperature,
+        max_new_tokens=max_new_tokens, seed=seed, shards=shards, collector=collector, policy=policy,
+        verification=verification, explore=explore, mix=mix, completions=completions, hidden=hidden, memory=memory,
+        draws=draws, off_text=off_text, shaping=shaping, long=long, batch=batch, through=through,
+    )  # fmt: skip
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
 
@@ -197,12 +178,7 @@ def plan_run(
     )  # fmt: skip
     check_limit("depth", depth, least=1)
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
-    if not prompts:
-        raise InputError("--prompts: expected at least one prompt")
-    if completions is not None and long in ("left", "right"):
-        raise InputError(
-            f"--long {long}: expected skip or refuse with --completions, whose texts follow the whole prompt"
-        )
+    _check_prompts(prompts, completions, long)
     topology = chain(depth) if tree is None else parse_tree(tree)
     asked = len(prompts)
     prompts, ids = fit(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest), long)
@@ -223,16 +199,12 @@ def plan_run(
             pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch or 1,
             draws, off_text,
         )  # fmt: skip
-    told: dict[str, Any] = {"prompts from": source}
-    if chosen.memory:
-        told["memory MiB"] = chosen.memory
-    if len(prompts) < asked:
-        told["prompts left out"] = f"{asked - len(prompts)} of {asked}, longer than the pair reads"
-    if completions is not None and temperature > 0:
+    told = _told(source, chosen.memory, len(prompts), asked)
+    if completions is not None:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
-        told["completions"] = check_sampled(pair, settings, named, completions, max_new_tokens + topology.deepest)
-    carries = policy is not None and policy.carries
-    count = shards or (1 if carries else _shard_count(len(prompts), max_new_tokens, widths, topology.nodes))
+        if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):
+            told["completions"] = found
+    count = shards or _shard_count(policy, len(prompts), max_new_tokens, widths, topology.nodes)
     header = Header(
         target=target,
         draft=draft,
@@ -258,12 +230,21 @@ def plan_run(
     return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * (batch or 1)))
 
 
+def _check_prompts(prompts: Sequence[Prompt], completions: Completions | None, long: str) -> None:
+    if not prompts:
+        raise InputError("--prompts: expected at least one prompt")
+    if completions is not None and long in ("left", "right"):
+        raise InputError(
+            f"--long {long}: expected skip or refuse with --completions, whose texts follow the whole prompt"
+        )
+
+
 def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shards: int) -> tuple[tuple[Work, ...], ...]:
     """Return the work of each shard: prompts are dealt by their ids, so that some fall as they would among all."""
     work: list[list[Work]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
-        work[int(_hash(prompt.id), 16) % shards].append((sequence, prompt.id, prompt.group, tokens, key))
+        work[int(_hash(prompt.id), 16) % shards].append(Work(sequence, prompt.id, prompt.group, tokens, key))
     return tuple(map(tuple, work))
 
 
@@ -274,8 +255,20 @@ def _read_by(pair: Pair, target: str, draft: str, policy: StopPolicy | None) -> 
     return (target, draft, *models, given or None, policy.source if policy is not None else None)
 
 
-def _shard_count(prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
+def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:
+    """Return what the header tells of how the run was set up, beside `facts`."""
+    told: dict[str, Any] = {"prompts from": source}
+    if memory:
+        told["memory MiB"] = memory
+    if taken < asked:
+        told["prompts left out"] = f"{asked - taken} of {asked}, longer than the pair reads"
+    return told
+
+
+def _shard_count(policy: StopPolicy | None, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
     """Return how many shards a run has unless it is told."""
+    if policy is not None and policy.carries:
+        return 1  # with each shard it would start anew
     row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))  # float16
     return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * tokens * row_bytes // SHARD_BYTES))
 

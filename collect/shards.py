@@ -13,12 +13,10 @@ from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
 from .schema import Header
 from .store.folder import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
+from .work import Work
 
 BATCH = 16
 """Prompts that are collected together, at least."""
-
-Work = tuple[int, str, str, list[int], int]
-"""One prompt to collect: sequence, prompt id, group, token ids, stream key."""
 
 
 def nothing() -> None:

@@ -32,15 +32,9 @@ def _is_line(value: Any) -> bool:
 
 
 ATTRIBUTES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "name": ("one line of text", _is_line),
-    "cost_name": ("one line of text", _is_line),
-    "first": ("a whole number, 0 or more", _is_count),
-    "max_depth": ("a whole number, 0 or more", _is_count),
-    "trims": ("True or False", _is_flag),
-    "carries": ("True or False", _is_flag),
-    "reads_clock": ("True or False", _is_flag),
-    "reads_seconds": ("True or False", _is_flag),
-    "joint": ("True or False", _is_flag),
+    **dict.fromkeys(("name", "cost_name"), ("one line of text", _is_line)),
+    **dict.fromkeys(("first", "max_depth"), ("a whole number, 0 or more", _is_count)),
+    **dict.fromkeys(("trims", "carries", "reads_clock", "reads_seconds", "joint"), ("True or False", _is_flag)),
     "unasked": ("whole numbers by whole numbers", _is_table),
     **dict.fromkeys(METHODS, ("a method", callable)),
 }

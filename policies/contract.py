@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .errors import PolicyFailure
-from .plugin_code import contained, own
+from .plugin_code import Contained, own
 
 Array = np.ndarray[Any, Any]
 
@@ -183,7 +183,7 @@ def checked_start(policy: StopPolicy, streams: int, keys: Array) -> State:
     """Return the state of fresh sequences; what a plugin raises is a `PolicyFailure`."""
     if own(policy):
         return policy.start(streams, keys)
-    with contained(policy, "start()"):
+    with Contained(policy, "start()"):
         return policy.start(streams, keys)
 
 
@@ -191,7 +191,7 @@ def checked_observe(policy: StopPolicy, outcome: RoundOutcome, state: State) -> 
     """Return the state after a round; what a plugin raises is a `PolicyFailure`."""
     if own(policy):
         return policy.observe(outcome, state)
-    with contained(policy, "observe()"):
+    with Contained(policy, "observe()"):
         return policy.observe(RoundOutcome(**_copied(vars(outcome))), state)
 
 
@@ -203,7 +203,7 @@ def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Arr
     """
     if own(policy):
         return policy.keep(step, state)
-    with contained(policy, "keep()"):
+    with Contained(policy, "keep()"):
         alive, parent, features, batch = (a.copy() for a in (step.alive, step.parent, step.features, step.batch))
         answer = policy.keep(DraftStep(step.depth, alive, parent, features, _copied(step.hidden), batch), state)
         if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -221,7 +221,7 @@ def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Array |
     """
     if own(policy):
         return policy.select(tree, state)
-    with contained(policy, "select()"):
+    with Contained(policy, "select()"):
         mask = policy.select(DraftTree(**_copied(vars(tree))), state)
         if mask is not None:
             _check_mask(mask, tree.drawn, f"{policy.name}: select()")

@@ -157,14 +157,6 @@ class Contained:
             raise PolicyFailure(f"{who}: {self._doing} {why}") from error
 
 
-_BARE = contextlib.nullcontext()
-
-
-def contained(policy: Any, method: str) -> contextlib.AbstractContextManager[None]:
-    """Return the block in which a method of a policy, such as `keep()`, is called."""
-    return _BARE if own(policy) else Contained(policy, method)
-
-
 @contextlib.contextmanager
 def loading(who: str, doing: str) -> Iterator[None]:
     """Run a block that imports or makes a plugin, which may take its time: more is put back, filters of warnings too."""

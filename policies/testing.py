@@ -152,14 +152,14 @@ class PolicyTests:
         if not policy.joint:
             return
         batch, other = np.zeros(STREAMS, dtype=np.int64), range(STREAMS, STREAMS + 3)
-        alone = play_batch(policy, range(STREAMS), batch, self.branches)
+        alone, _ = play(policy, range(STREAMS), self.branches, batch)
         order = np.array([3, 0, 4, 2, 1])
-        turned = play_batch(policy, order.tolist(), batch, self.branches)
+        turned, _ = play(policy, order.tolist(), self.branches, batch)
         assert same([a[order] for a in alone], turned), "in another order of the rows the streams decide otherwise"
         # Numbers of batches are names and no more: neither from 0 nor rising.
-        beside = play_batch(policy, [*range(STREAMS), *other], np.repeat([7, 2], [STREAMS, 3]), self.branches)
+        beside, _ = play(policy, [*range(STREAMS), *other], self.branches, np.repeat([7, 2], [STREAMS, 3]))
         assert same(alone, [a[:STREAMS] for a in beside]), "another batch beside it changes what a batch decides"
-        idle = play_batch(policy, [*other, *range(STREAMS)], np.repeat([-1, 0], [3, STREAMS]), self.branches)
+        idle, _ = play(policy, [*other, *range(STREAMS)], self.branches, np.repeat([-1, 0], [3, STREAMS]))
         assert same(alone, [a[3:] for a in idle]), "streams without a round change what a batch decides"
 
     def test_what_is_dead_is_ignored(self) -> None:
@@ -281,48 +281,38 @@ def make_tree(streams: int, branches: int) -> DraftTree:
     return DraftTree(tokens, parent, depth, np.ones((streams, nodes), dtype=np.bool_))
 
 
-def reach(
-    policy: StopPolicy, depth: int, state: State, branches: int, streams: Sequence[int] = range(STREAMS)
-) -> State:
+def reach(policy: StopPolicy, depth: int, state: State, branches: int) -> State:
     """Return the state of a round that has been asked about all depths before `depth`."""
     for earlier in range(policy.first, depth):
-        state = checked_keep(policy, make_step(policy, earlier, streams, 0, branches), state)[1]
+        state = checked_keep(policy, make_step(policy, earlier, range(STREAMS), 0, branches), state)[1]
     return state
 
 
-def play(policy: StopPolicy, streams: Sequence[int], branches: int) -> tuple[Decisions, State]:
-    """Return the answers [S, B] of a few rounds, in order, and the last state."""
+def play(
+    policy: StopPolicy, streams: Sequence[int], branches: int, batch: Array | None = None
+) -> tuple[Decisions, State]:
+    """Return the answers [S, B] of a few rounds, in order, and the last state; see `play_round`."""
     state, answers = policy.start(len(streams), keys(streams)), []
     for round in range(ROUNDS):
-        said, state = play_round(policy, streams, round, branches, state)
+        said, state = play_round(policy, streams, round, branches, state, batch)
         answers += said
     return answers, state
 
 
 def play_round(
-    policy: StopPolicy, streams: Sequence[int], round: int, branches: int, state: State
+    policy: StopPolicy, streams: Sequence[int], round: int, branches: int, state: State, batch: Array | None = None
 ) -> tuple[Decisions, State]:
-    """Return the answers [S, B] by depth, and the state after the round."""
-    answers = []
+    """Return the answers [S, B] by depth, and the state after the round; of streams that share verifications as `batch` [S]
+    says, the nodes that are selected too."""
+    answers, outcome = [], make_outcome(streams, round)
     for depth in depths(policy):
-        answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches), state)
+        answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
         answers.append(answer)
-    return answers, policy.observe(make_outcome(streams, round), state)
-
-
-def play_batch(policy: StopPolicy, streams: Sequence[int], batch: Array, branches: int) -> Decisions:
-    """Return all answers of a few rounds of streams that share verifications as `batch` [S] says."""
-    state, answers = policy.start(len(streams), keys(streams)), []
-    for round in range(ROUNDS):
-        for depth in depths(policy):
-            answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
-            answers.append(answer)
+    if batch is not None:
         mask = checked_select(policy, make_tree(len(streams), branches), state)
         answers += [] if mask is None else [mask]
-        heard = make_outcome(streams, round)
-        heard = dataclasses.replace(heard, active=batch >= 0)
-        state = policy.observe(heard, state)
-    return answers
+        outcome = dataclasses.replace(outcome, active=batch >= 0)
+    return answers, policy.observe(outcome, state)
 
 
 def same(one: Any, other: Any) -> bool:

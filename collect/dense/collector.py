@@ -20,6 +20,7 @@ from ...decode.policy.summaries import summarise
 from ...policies.features import ANCHOR_FEATURES, Columns, Drawn
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.summary import Array
+from ..work import Work
 from .threads import map_threads
 from .unroll import Anchors, Unroller
 
@@ -29,7 +30,7 @@ class Written:
     """A text and what the target said of it.
 
     Attributes:
-        prompt: (sequence, prompt id, group, token ids, stream key).
+        work: the prompt.
         text: generated ids; anchors look past `last`.
         target_rows: [L, V], the target's row that each was drawn from.
         last: tokens of the text that count.
@@ -39,7 +40,7 @@ class Written:
         draw: number of the draw given the text, of `Unroller.draws`.
     """
 
-    prompt: tuple[int, str, str, list[int], int]
+    work: Work
     text: list[int]
     target_rows: Tensor
     last: int
@@ -52,7 +53,7 @@ class Written:
 def dense_rows(
     pair: Pair,
     unroller: Unroller,
-    batch: Sequence[tuple[int, str, str, list[int], int]],
+    batch: Sequence[Work],
     max_new_tokens: int,
 ) -> list[Mapping[str, Any]]:
     """Return the rows of a batch of prompts, one column chunk per text.
@@ -60,7 +61,7 @@ def dense_rows(
     Args:
         pair: target and draft.
         unroller: of the pair's draft.
-        batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        batch: the prompts.
         max_new_tokens: limit of each text; it is read K tokens further so that the last anchors have labels.
     """
     longest, temperature = max_new_tokens + unroller.depth, unroller.temperature
@@ -73,7 +74,7 @@ def dense_rows(
     chunks: list[Mapping[str, Any]] = []
     for start in range(0, len(batch), side_by_side):
         part = batch[start : start + side_by_side]
-        ids, keys = [b[3] for b in part], [b[4] for b in part]
+        ids, keys = [one.tokens for one in part], [one.key for one in part]
         made = plain_texts(pair, ids, keys, longest, temperature, hidden=hidden, noise=noisy, shaping=unroller.shaping)
         work: list[Written] = []
         for at, (one, text) in enumerate(zip(part, made.tokens, strict=True)):
@@ -93,20 +94,17 @@ def dense_rows(
 @torch.inference_mode()
 def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
     """Return the columns of one text, its draft unrolled."""
-    sequence, name, group, prompt, key = written.prompt
-    text, target_rows, last, anchor = written.text, written.target_rows, written.last, written.anchor
-    anchors_of = Anchors(prompt + text, len(prompt), anchor, key, written.noise, written.draw)
+    work, text, target_rows, anchor = written.work, written.text, written.target_rows, written.anchor
+    anchors_of = Anchors(work.tokens + text, len(work.tokens), anchor, work.key, written.noise, written.draw)
     trees = unroller.unroll(anchors_of, target_rows)
     # Anchor a is the token text[a - 1], drawn from row a - 1; before the first one stands the prompt's last.
-    anchors = anchor_columns(target_rows[anchor - 1], text, [prompt[-1], *text], [at - 1 for at in anchor.tolist()])
-    ended, count = text[-1] in unroller.pair.eos, len(anchor)
-    columns: dict[str, Any] = {
-        "prompt_id": [name] * count,
-        "group": [group] * count,
-        # `trace_arrays` finds the draw again as the remainder by `draws`.
-        "sequence": [sequence * unroller.draws + written.draw] * count,
-        "prompt_tokens": [len(prompt)] * count,
-        "text_tokens": [last] * count,
+    anchors = anchor_columns(
+        target_rows[anchor - 1], text, [work.tokens[-1], *text], [at - 1 for at in anchor.tolist()]
+    )
+    ended = text[-1] in unroller.pair.eos
+    # `trace_arrays` finds the draw again as the remainder by `draws`.
+    drawn = work._replace(sequence=work.sequence * unroller.draws + written.draw)
+    columns = drawn.columns(len(anchor), written.last) | {
         "anchor": anchor,
         "tokens": trees.tokens,
         "draft_prob": trees.draft_prob.float(),

@@ -17,6 +17,7 @@ from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.learned.conditions import sampling_text
+from ..work import spread
 from .completions import Completions, completion_ids, sampled_rows, target_rows
 
 MOST_ERRORS = 4.0
@@ -66,11 +67,8 @@ def balance(
         completions: by prompt id.
         most: tokens of a text that are looked at.
     """
-    chosen = (
-        [prompts[at * len(prompts) // MOST_TEXTS] for at in range(MOST_TEXTS)] if len(prompts) > MOST_TEXTS else prompts
-    )
     sums, counts, impossible = [], [], 0
-    for name, prompt in chosen:
+    for name, prompt in spread(prompts, MOST_TEXTS):
         text = completion_ids(pair, completions, name)[:most]
         if not text:
             continue
@@ -87,20 +85,27 @@ def balance(
     mean = sum(sums) / max(total, 1)
     # The mean is a ratio of sums over texts of unequal length. Its variance by linearisation, clustered by text:
     # G / (G - 1) sum (s_i - mean n_i)^2 / (sum n_i)^2, s_i the sum over text i and n_i its tokens.
-    spread = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True))
+    squares = sum((part - mean * count) ** 2 for part, count in zip(sums, counts, strict=True))
     groups = len(sums)
-    error = math.sqrt(spread * groups / max(groups - 1, 1)) / max(total, 1)
+    error = math.sqrt(squares * groups / max(groups - 1, 1)) / max(total, 1)
     return Balance(groups, total + impossible, impossible, mean, error)
 
 
-def check_sampled(
+def check_completions(
     pair: Pair, settings: Settings, prompts: Sequence[tuple[str, list[int]]], completions: Completions, most: int
 ) -> dict[str, float]:
-    """Refuse texts that were not sampled as `settings` say, and return what was found; arguments as of `balance`.
+    """Refuse prompts without a completion, and texts that were not sampled as `settings` say; arguments as of `balance`.
+
+    Returns:
+        What was found; nothing at temperature 0, where a text counts as far as it is the target's own.
 
     Raises:
-        InputError: the mean is beyond `MOST_ERRORS`.
+        InputError: there is none, it has ids beyond the vocabulary, or the mean is beyond `MOST_ERRORS`.
     """
+    for name, _ in prompts:  # of all, before any work
+        completion_ids(pair, completions, name)
+    if settings.temperature == 0.0:
+        return {}
     found = balance(pair, settings, prompts, completions, most)
     sampling = sampling_text(settings.temperature, settings.shaping.facts)
     if found.texts < FEWEST_TEXTS:

@@ -23,6 +23,7 @@ from ...decode.verify.noise import best_of_rows, gumbel_given
 from ...decode.verify.sampling import Sampler
 from ...policies.errors import InputError
 from ...policies.features.hidden_states import TARGET_HIDDEN
+from ..work import Work
 from .collector import Written, text_columns
 from .unroll import Unroller
 
@@ -37,7 +38,7 @@ _CHUNK = 64
 def completion_rows(
     pair: Pair,
     unroller: Unroller,
-    batch: Sequence[tuple[int, str, str, list[int], int]],
+    batch: Sequence[Work],
     completions: Completions,
     max_new_tokens: int,
 ) -> list[Mapping[str, Any]]:
@@ -46,7 +47,7 @@ def completion_rows(
     Args:
         pair: target and draft.
         unroller: of the pair's draft.
-        batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        batch: the prompts.
         completions: by prompt id.
         max_new_tokens: anchors lie before it.
 
@@ -55,8 +56,8 @@ def completion_rows(
     """
     chunks = []
     for one in batch:
-        prompt, key = one[3], one[4]
-        text = completion_ids(pair, completions, one[1])[: max_new_tokens + unroller.depth]
+        prompt = one.tokens
+        text = completion_ids(pair, completions, one.prompt_id)[: max_new_tokens + unroller.depth]
         # Rounds begin after the first token, as in `dense_rows`.
         if len(text) < 2:
             continue
@@ -66,7 +67,7 @@ def completion_rows(
         if unroller.temperature > 0:
             text = text[: possible(sampled, text)]
             if unroller.verification == "match":
-                noise = given_noise(pair, sampled[: len(text)], len(prompt), text, key)
+                noise = given_noise(pair, sampled[: len(text)], len(prompt), text, one.key)
         ended = bool(text) and text[-1] in pair.eos
         if unroller.temperature > 0:
             # Nobody can write the text on: an anchor needs K tokens after it, unless EOS ended the text before.

@@ -24,6 +24,7 @@ from ...decode.verify.sampling import Sampler
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn
 from ...policies.features.definitions import BOUND
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from ..work import Work
 from .collector import Written, text_columns
 from .unroll import Unroller
 
@@ -33,7 +34,7 @@ _SALT = 0x317ED
 @torch.inference_mode()
 def mixed_rows(
     pair: Pair,
-    batch: Sequence[tuple[int, str, str, list[int], int]],
+    batch: Sequence[Work],
     settings: Settings,
     share: float,
     hidden: Sequence[str] = (),
@@ -42,14 +43,14 @@ def mixed_rows(
 
     Args:
         pair: target and draft.
-        batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+        batch: the prompts.
         settings: temperature, what else changes the distribution that is sampled from, and the limit of each text.
         share: of the target's tokens in what the draft reads.
         hidden: hidden states to record; the draft's are those after the mixed text as well.
     """
     temperature, shaping = settings.temperature, settings.shaping
     unroller = Unroller(pair, 1, temperature, hidden=[name for name in hidden if name != DRAFT_HIDDEN], shaping=shaping)
-    ids, keys, limit = [b[3] for b in batch], [b[4] for b in batch], settings.max_new_tokens + 1
+    ids, keys, limit = [one.tokens for one in batch], [one.key for one in batch], settings.max_new_tokens + 1
     texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in hidden, shaping=shaping)
     states = [None] * len(batch) if texts.states is None else texts.states
     chunks = []
@@ -66,14 +67,14 @@ def mixed_rows(
 def _mixed(
     pair: Pair,
     columns: Mapping[str, Any],
-    one: tuple[int, str, str, list[int], int],
+    one: Work,
     text: list[int],
     settings: Settings,
     share: float,
     hidden: bool,
 ) -> Mapping[str, Any]:
     """Return the columns with the features (and hidden states) of the draft after the mixed text."""
-    prompt, key, temperature = one[3], one[4], settings.temperature
+    prompt, key, temperature = one.tokens, one.key, settings.temperature
     own = torch.tensor(columns["tokens"][:, 0], device=pair.device).long()  # Y_1 .. Y_{last - 1}
     at = torch.arange(len(prompt) + 1, len(prompt) + len(text), device=pair.device)
     # 24 bits keyed by stream and position alone: a text is mixed alike in every batch.

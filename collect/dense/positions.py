@@ -27,6 +27,7 @@ from ...policies.features import ANCHOR_FEATURES
 from ...policies.features.hidden_states import check_hidden
 from ..live import Recorder, Row
 from ..schema import NO_TOKEN
+from ..work import Work
 from .unroll import node_features
 
 
@@ -113,14 +114,14 @@ class PositionsCollector:
             pair, _DraftsOnly(tree.deepest), longer, observer=self._recorder, hidden=tuple(widths)
         )
 
-    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text; see `collector.dense_rows`."""
         made: dict[int, list[Row]] = {}
 
         def end(number: int, text: Generation, stream: int) -> None:
             made[number] = self._recorder.end(stream)
 
-        texts = self._speculator.run([Request(prompt, key) for _, _, _, prompt, key in batch], on_end=end)
+        texts = self._speculator.run([Request(one.tokens, one.key) for one in batch], on_end=end)
         chunks = []
         for number, one in enumerate(batch):
             last = min(len(texts[number].tokens), self._limit)
@@ -129,21 +130,15 @@ class PositionsCollector:
                 chunks.append(self._columns(one, rows, texts[number], last))
         return chunks
 
-    def _columns(
-        self, one: tuple[int, str, str, list[int], int], rows: Sequence[Row], text: Generation, last: int
-    ) -> Mapping[str, Any]:
-        sequence, name, group, prompt, _ = one
+    def _columns(self, one: Work, rows: Sequence[Row], text: Generation, last: int) -> Mapping[str, Any]:
         names = (
             *self.features, *ANCHOR_FEATURES, *self._hidden, "draft_prob", "target_prob", "overlap", "accepted",
             "labelled", "accepted_length", "anchor",
         )  # fmt: skip
-        columns: dict[str, Any] = {key: np.stack([row[key] for row in rows]) for key in names}
+        columns = one.columns(len(rows), last) | {key: np.stack([row[key] for row in rows]) for key in names}
         tokens, drawn = (np.stack([row[key] for row in rows]) for key in ("tokens", "drawn"))
         # All is to be drafted: where nothing was drawn there is no token to draw, or EOS has ended the branch.
         columns["tokens"] = np.where(drawn, tokens, NO_TOKEN)
         ended = text.tokens[-1] in self._eos
         columns["cut"] = (columns["anchor"] + self._depth > len(text.tokens)) & ended
-        columns |= {"prompt_id": [name] * len(rows), "group": [group] * len(rows)}
-        for key, value in (("sequence", sequence), ("prompt_tokens", len(prompt)), ("text_tokens", last)):
-            columns[key] = np.full(len(rows), value)
         return columns

@@ -149,6 +149,3 @@ def keyed_draws(key: int, draw: int) -> DrawsAt:
     """Return the choices of a stream in the draw of that number."""
     made = draw_key(key, draw)
     return lambda position, node: KeyedDraws(made, position, node)
-
-
-__all__ = ["Asked", "BestScores", "GivenText", "Proposer", "keyed_draws"]

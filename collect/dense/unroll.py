@@ -9,6 +9,7 @@ prefix and its own branch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,12 +25,10 @@ from ...decode.verify.sampling import UNCHANGED, Shaping
 from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, TREE_FEATURES
 from ...policies.features.hidden_states import DRAFT_HIDDEN
-from .gather import Unrolled, gather
-from .job import BYTES_PER_SCORE, Anchors, Job
+from .gather import Unrolled as Unrolled, gather
+from .job import BYTES_PER_SCORE, Anchors as Anchors, Job
 from .places import Places
 from .proposals import keyed_draws
-
-__all__ = ["Anchors", "Unrolled", "Unroller", "closure", "node_features"]
 
 _MOST_ROWS = {"cpu": 160, "cuda": 2048}
 """Rows of one forward: more of them see more columns that are not theirs, fewer cost more calls."""
@@ -84,7 +83,6 @@ class Unroller:
         self._rows = max(8, min(most, memory_bytes // (BYTES_PER_SCORE * pair.vocabulary)))
         self.hidden = tuple(hidden)
         self._hidden_width = hidden_width(pair.draft_model) if DRAFT_HIDDEN in hidden else 0
-        self._model = CachedModel(pair.draft_model, 0, pair.vocabulary, bool(self._hidden_width))
         self._copies = [self]
         self._job = Job(
             pair, self.shape, self.features, temperature, memory_bytes, shaping, self._hidden_width, verification,
@@ -92,7 +90,13 @@ class Unroller:
         )  # fmt: skip
         # Off the text block verification alone looks at p (`verify.given_text`), from the second token of a round on.
         reads = self._job.given_text and verification == "block" and off_text == "exact" and self.depth > 1
-        self._target = CachedModel(pair.target, 0, pair.vocabulary, device=pair.device) if reads else None
+        self._take_caches(0, reads)
+
+    def _take_caches(self, capacity: int, reads: bool) -> None:
+        """Begin with empty caches: that of the draft, and the target's if it reads candidates."""
+        pair = self.pair
+        self._model = CachedModel(pair.draft_model, capacity, pair.vocabulary, bool(self._hidden_width))
+        self._target = CachedModel(pair.target, capacity, pair.vocabulary, device=pair.device) if reads else None
 
     @property
     def depth(self) -> int:
@@ -129,24 +133,18 @@ class Unroller:
         scores = max(self._rows, _SEGMENT) * BYTES_PER_SCORE * self.pair.vocabulary
         each = scores + self._rows * len(self.shape) * token_bytes(self.pair.draft_model)
         while len(self._copies) < min(most, self.memory_bytes // each):
-            self._copies.append(
-                Unroller(
-                    self.pair, self.tree, self.temperature, self.memory_bytes, self._rows, self.hidden, self.shaping,
-                    self.verification, "exact" if self._job.exact_off_text else "approximate", self.draws,
-                    self._job.draws,
-                )
-            )  # fmt: skip
+            other = copy.copy(self)  # all but the caches is the same, and is not written to
+            other._take_caches(0, self._target is not None)
+            self._copies.append(other)
         return self._copies[:most]
 
     def _room(self, tokens: int, nodes: int) -> tuple[CachedModel, CachedModel | None]:
         """Return the draft, and the target if it reads candidates, empty and with room for a text and a forward's rows."""
         # A chunk's rows stay in the cache until its last depth is drafted.
-        capacity, pair = tokens + self._rows * nodes, self.pair
+        capacity = tokens + self._rows * nodes
         if self._model.capacity < capacity:
             # Somewhat larger, so that not every longer text takes a cache of its own.
-            self._model = CachedModel(pair.draft_model, capacity + 64, pair.vocabulary, bool(self._hidden_width))
-        if self._target is not None and self._target.capacity < capacity:
-            self._target = CachedModel(pair.target, capacity + 64, pair.vocabulary, device=pair.device)
+            self._take_caches(capacity + 64, self._target is not None)
         for model in (self._model, self._target):
             if model is not None:
                 model.roll_back(0)

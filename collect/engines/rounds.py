@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.asking import Asking
 from ...decode.engines.rounds import Heard, Sent
+from ...decode.engines.vllm import Proposer
 from ...decode.policy.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
 from ..explore import Exploring
 from ..schema import TIMES
+from ..work import Work
 
 ANCHORS = ("anchor_token", "before_token")
 """ANCHOR features that need no row of the target's."""
@@ -31,9 +32,10 @@ def engine_features(temperature: float) -> tuple[str, ...]:
     return tuple(n for n in CHAIN_FEATURES if temperature == 0.0 or not n.startswith("noisy_"))
 
 
-def explored_by(asking: Asking, rows: Array) -> Array:
+def explored_by(proposer: Proposer, rows: Array) -> Array:
     """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
-    policy = asking.policy
+    assert proposer.drafting is not None
+    asking, policy = proposer.drafting.asking, proposer.drafting.asking.policy
     if not isinstance(policy, Exploring):
         return np.zeros(len(rows), dtype=bool)
     return policy.explores(asking.state_of(rows))
@@ -179,21 +181,17 @@ class RoundRecorder:
     def rows(
         self,
         parts: Sequence[RecordedText],
-        sequence: int,
-        prompt_id: str,
-        group: str,
-        prompt: Sequence[int],
+        work: Work,
         generated: Sequence[int],
     ) -> Mapping[str, Any] | None:
         """Return the rows of a text, one a round; None where it had none.
 
         Args:
             parts: recorded of it: a request that was preempted for long may have come back as another text.
-            sequence, prompt_id, group: of the prompt.
-            prompt: its tokens.
+            work: the prompt.
             generated: all that was generated, as the engine gave it out.
         """
-        whole, before = [*prompt, *generated], len(prompt)
+        whole, before = [*work.tokens, *generated], len(work.tokens)
         rounds = [one for part in parts for one in part.rounds if one.context < len(whole)]  # not past the end
         rounds.sort(key=lambda one: one.context)
         if not rounds:
@@ -210,12 +208,7 @@ class RoundRecorder:
         accepted = ((tokens == follows) & drawn).cumprod(1).astype(bool)
         labelled = drawn & (follows >= 0) & (node <= accepted.sum(1, keepdims=True))
         zeros, features = np.zeros(tokens.shape, dtype=np.float32), np.stack([one.features for one in rounds])
-        columns: dict[str, Any] = {
-            "prompt_id": [prompt_id] * count,
-            "group": [group] * count,
-            "sequence": np.full(count, sequence),
-            "prompt_tokens": np.full(count, before),
-            "text_tokens": np.full(count, len(generated)),
+        columns = work.columns(count, len(generated)) | {
             "anchor": np.array([one.context - before for one in rounds]),
             "tokens": tokens,
             "draft_prob": np.stack([one.chance for one in rounds]),

@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from ..explore import exploring
 from ..schema import HEADER_KEY, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, shard_table, write_shard_table, write_table
 from ..store.staging import staged
+from ..work import Work
 from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
 TEXTS = 32
@@ -124,7 +126,8 @@ class PartWriter(RoundRecorder):
             # An engine may commit tokens after a request's end.
             ends = next((at for at, token in enumerate(made) if token in self._eos), len(made))
             number = next(self._sequences)
-            rows = self.rows([text], number, text.name or f"{self._begun_ns}-{number}", "", prompt, made[: ends + 1])
+            work = Work(number, text.name or f"{self._begun_ns}-{number}", "", prompt)
+            rows = self.rows([text], work, made[: ends + 1])
             self._chunks += [rows] if rows is not None else []
 
 
@@ -155,14 +158,10 @@ class RecordingProposer(Proposer):
         )  # fmt: skip
         self.writer = PartWriter(
             Path(told.traces), header, options.eos, told.share, options.rows, options.depth, options.temperature,
-            self._explored,
+            partial(explored_by, self),
         )  # fmt: skip
         atexit.register(self.writer.flush)
         return self.writer
-
-    def _explored(self, rows: Array) -> Array:
-        assert self.drafting is not None
-        return explored_by(self.drafting.asking, rows)
 
 
 def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> Trace:

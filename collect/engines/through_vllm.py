@@ -12,15 +12,17 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...decode.engines.drafting import Options
 from ...decode.engines.policies import check_engine_policy
 from ...decode.engines.rounds import Observer
 from ...decode.engines.vllm import Proposer
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ..explore import exploring
+from ..work import Work
 from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
 CLASS = f"{__name__}.TracingProposer"
@@ -55,12 +57,8 @@ class TracingProposer(Proposer):
 
     def observer(self, options: Options) -> Observer:
         """Return the recorder."""
-        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, self._explored)
+        self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, partial(explored_by, self))
         return self.recorder
-
-    def _explored(self, rows: Array) -> Array:
-        assert self.drafting is not None
-        return explored_by(self.drafting.asking, rows)
 
 
 class ThroughVLLM:
@@ -125,33 +123,33 @@ class ThroughVLLM:
                 )
         return self._engine
 
-    def rows(self, batch: Sequence[tuple[int, str, str, list[int], int]]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.
 
         Args:
-            batch: (sequence, prompt id, group, token ids, stream key) of each prompt.
+            batch: the prompts.
         """
         engine = self._start()
         from vllm import SamplingParams
 
         params = [
             SamplingParams(
-                temperature=self._temperature, max_tokens=self._tokens, seed=key % (1 << 31), detokenize=False
+                temperature=self._temperature, max_tokens=self._tokens, seed=one.key % (1 << 31), detokenize=False
             )
-            for *_, key in batch
+            for one in batch
         ]
-        prompts = [{"prompt_token_ids": prompt} for _, _, _, prompt, _ in batch]
+        prompts = [{"prompt_token_ids": one.tokens} for one in batch]
         outputs = engine.generate(prompts, params, use_tqdm=False)
         assert _HANDED.proposer is not None
         recorder = _HANDED.proposer.recorder
         texts = recorder.take()
         chunks = []
-        for (sequence, name, group, prompt, _), output in zip(batch, outputs, strict=True):
+        for one, output in zip(batch, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
             # A text is first seen with the token that reading its prompt committed.
-            parts = parts_of(texts, [*prompt, *generated[:1]])
+            parts = parts_of(texts, [*one.tokens, *generated[:1]])
             texts = [text for text in texts if not any(text is part for part in parts)]
-            made = recorder.rows(parts, sequence, name, group, prompt, generated)
+            made = recorder.rows(parts, one, generated)
             chunks += [made] if made is not None else []
         return chunks
 

@@ -303,24 +303,22 @@ class _Run:
         assert proposer.drafting is not None
         proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, streams, policy.cost_name
         proposer.drafting.use(policy)
-        texts = [
-            {"prompt_token_ids": stretch(self._prompts, self._lengths[0], number * streams + at)}
-            for at in range(streams)
-        ]
-        self._engine.generate(texts, self._params, use_tqdm=False)
+        self._engine.generate(self._texts(self._lengths[0], streams, number), self._params, use_tqdm=False)
         proposer.drafting.use(proposer.script)
         proposer.timer.policy = None
         return timed if number else {}
+
+    def _texts(self, length: int, streams: int, number: int) -> list[dict[str, list[int]]]:
+        """Return so many prompts of so many tokens, others in each repetition."""
+        at = range(number * streams, (number + 1) * streams)
+        return [{"prompt_token_ids": stretch(self._prompts, length, n)} for n in at]
 
     def play(self, streams: int, number: int) -> Seconds:
         """Decode so many texts side by side at each context."""
         proposer, timed = self._proposer, defaultdict[Key, list[float]](list)
         assert proposer.drafting is not None
         for side, length in zip(CONTEXTS, self._lengths, strict=True):
-            texts = [
-                {"prompt_token_ids": stretch(self._prompts, length, number * streams + at)} for at in range(streams)
-            ]
-            timer = proposer.timer
+            texts, timer = self._texts(length, streams, number), proposer.timer
             timer.timed, timer.contexts, timer.side, timer.streams = timed, self.contexts, side, streams
             proposer.script.deal(streams, number)
             self._engine.generate(texts, self._params, use_tqdm=False)

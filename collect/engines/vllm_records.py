@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.topology import chain
 from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.files.text import HALF, is_text
-from ..schema import TIMES, UNKNOWN, Header, parents
+from ...policies.limits import MOST_ROWS
+from ..prompts.files import lines
+from ..schema import TIMES, UNKNOWN, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, write_shard
+from ..work import Work
 from .serving import import_parts
 
 
@@ -45,15 +47,14 @@ def import_vllm(
     claim_folder(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():
         raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
-    records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            records.append(_Record(line, f"{file}, line {number}"))
+    records = [_Record(line, where) for where, line in lines(file, "--from-vllm")]
     if not records:
         raise InputError(f"--from-vllm: {file} is empty")
-    depth = max(max(record.drafted, default=1) for record in records)
     steps = [count for record in records for count in record.drafted]
-    full = sum(count == depth for count in steps) / max(len(steps), 1)
+    depth = max(steps, default=0)
+    if not depth:
+        raise InputError(f"--from-vllm: {file} has no step that drafted a token; there is nothing to learn from it")
+    full = sum(count == depth for count in steps) / len(steps)
     header = Header(
         target=target,
         draft=draft,
@@ -61,7 +62,7 @@ def import_vllm(
         vocabulary=0,
         eos=(),
         temperature=0.0,
-        topology=parents(chain(depth)),
+        topology=chain(depth),
         features=(),
         anchor_features=(),
         max_new_tokens=max(record.tokens for record in records),
@@ -96,9 +97,11 @@ class _Record:
     def __init__(self, line: str, where: str) -> None:
         try:
             raw = json.loads(line)
-            found = _metrics(raw)
-            self.accepted, self.drafted = _steps(found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self.accepted, self.drafted = _steps(_metrics(raw))
+            usage = raw.get("usage") or {}
+            self.prompt = int(usage.get("prompt_tokens") or 0)
+            self.tokens = int(usage.get("completion_tokens") or 1 + sum(self.accepted) + len(self.accepted))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"--from-vllm: {where}: expected a response with metrics.speculative_decoding "
                 f"(vllm serve --per-request-spec-decode-metrics detailed): {type(error).__name__}: {error}"
@@ -107,12 +110,13 @@ class _Record:
             not 0 <= a <= d for a, d in zip(self.accepted, self.drafted, strict=False)
         ):
             raise InputError(f"--from-vllm: {where}: steps accept more than they drafted, or their numbers differ")
-        usage = raw.get("usage") or {}
-        self.prompt = int(usage.get("prompt_tokens") or 0)
+        if max(self.drafted, default=0) >= MOST_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
+            raise InputError(
+                f"--from-vllm: {where}: expected steps of less than {MOST_ROWS} tokens, and texts of 0 to 2^31"
+            )
         self.name = str(raw.get("id") or where)
         if not is_text(self.name):
             raise InputError(f"--from-vllm: {where}: the id has {HALF}")
-        self.tokens = int(usage.get("completion_tokens") or 1 + sum(self.accepted) + len(self.accepted))
 
     def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:
         """Return the rows of the request, one a step; the last one counts as cut, for vLLM does not say whether it was."""
@@ -122,12 +126,8 @@ class _Record:
         node, count = np.arange(depth), len(accepted)
         drawn, path = node < drafted[:, None], node < accepted[:, None]
         zeros = np.zeros((count, depth), dtype=np.float32)
-        return {
-            "prompt_id": [self.name] * count,
-            "group": [""] * count,
-            "sequence": np.full(count, sequence),
-            "prompt_tokens": np.full(count, self.prompt),
-            "text_tokens": np.full(count, max(self.tokens, int(anchor[-1]) + 1)),
+        return Work(sequence, self.name, "", []).columns(count, max(self.tokens, int(anchor[-1]) + 1)) | {
+            "prompt_tokens": np.full(count, self.prompt),  # which the records only count
             "anchor": anchor,
             "tokens": np.full((count, depth), UNKNOWN, dtype=np.int32),
             **dict.fromkeys(("draft_prob", "target_prob", "overlap"), zeros),

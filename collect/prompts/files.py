@@ -49,13 +49,13 @@ def records(source: str | Path, column: str = "prompt", split: str | None = None
     if split is not None:
         raise InputError(f"--split: expected a data set for --prompts, but {name} is one file; leave --split out")
     if path.suffix == ".txt":
-        return _text_lines(path, column)
+        return ((where, {column: line}) for where, line in lines(path))
     if path.suffix in _TABLES:
         return _rows(name, _table_rows(path))
     return _json_lines(path)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
     """Yield (place, line) of the lines that are not blank. Only a newline ends one: U+2028 may stand in a string."""
     try:
         with path.open(encoding="utf-8-sig", newline="\n") as file:
@@ -63,13 +63,13 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield f"{path}, line {number}", line.strip()
     except UnicodeDecodeError as error:
-        raise InputError(f"--prompts: {path} is not UTF-8 text: {error}") from None
+        raise InputError(f"{option}: {path} is not UTF-8 text: {error}") from None
     except OSError as error:
-        raise InputError(f"--prompts: {path} cannot be read: {error.strerror or error}") from None
+        raise InputError(f"{option}: {path} cannot be read: {error.strerror or error}") from None
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
-    for where, line in _lines(path):
+    for where, line in lines(path):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -79,11 +79,6 @@ def _json_lines(path: Path) -> Iterator[Record]:
                 f'--prompts: {where}: expected an object with a non-empty string "prompt", not {type(record).__name__}'
             )
         yield where, record
-
-
-def _text_lines(path: Path, column: str) -> Iterator[Record]:
-    for where, line in _lines(path):
-        yield where, {column: line}
 
 
 def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -172,5 +167,5 @@ def _silence() -> Iterator[None]:
 
 
 def _unreadable(name: str, error: Exception) -> InputError:
-    lines = str(error).strip().splitlines()
-    return InputError(f"--prompts: no data set can be read from {name}: {lines[0] if lines else type(error).__name__}")
+    told = str(error).strip().splitlines()
+    return InputError(f"--prompts: no data set can be read from {name}: {told[0] if told else type(error).__name__}")

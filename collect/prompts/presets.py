@@ -37,11 +37,9 @@ PRESETS: Mapping[str, Layout] = {
         prompt=("question", "prompt"),
         fixed_group="gsm8k",
         hub="hf:openai/gsm8k:main",
-        split="train",
         known="GSM8K: question and answer",
     ),
     "humaneval": Layout(
-        prompt=("prompt",),
         id=("task_id", "id"),
         fixed_group="humaneval",
         hub="hf:openai/openai_humaneval",
@@ -53,7 +51,6 @@ PRESETS: Mapping[str, Layout] = {
         id=("question_id", "prompt_id", "id"),
         fixed_group="mt-bench",
         hub="hf:HuggingFaceH4/mt_bench_prompts",
-        split="train",
         known="MT-bench: question_id, category and turns, of which the first is the prompt",
     ),
     "spec-bench": Layout(

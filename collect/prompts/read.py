@@ -13,9 +13,7 @@ from ...policies.files.text import HALF, is_text
 from ...policies.limits import check_limits
 from .files import records
 from .presets import PLAIN, Layout, find_preset
-from .tokens import LONG, Prompt, apply_chat_template, encode, fit
-
-__all__ = ["LONG", "Choice", "Columns", "Prompt", "apply_chat_template", "encode", "fit", "read_prompts"]
+from .tokens import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
 
 SIDES = ("train", "test")
 TEST_SHARE = 0.2

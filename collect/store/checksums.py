@@ -7,6 +7,7 @@ trace/quarantine/                               what `--repair` moved aside
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Collection
@@ -85,20 +86,13 @@ def _foreign(schema: pa.Schema, shard: Path, header: Header) -> str:
     return ""
 
 
-def find_damage(folder: Path, header: Header, among: Collection[int] | None = None) -> dict[int, str]:
-    """Return what is wrong with each damaged shard (of those `among`), by its index."""
-    shards = {i: shard_path(folder, i, header.shards) for i in (range(header.shards) if among is None else among)}
-    found = {i: damage(shard, header) for i, shard in shards.items() if os.path.lexists(shard)}
-    return {index: what for index, what in found.items() if what}
-
-
 def quarantine(folder: Path, header: Header, index: int) -> Path:
     """Move a damaged shard and its checksum aside, where no reader looks, and return where the shard went."""
     shard = shard_path(folder, index, header.shards)
     aside = folder / QUARANTINE
     aside.mkdir(exist_ok=True)
-    number = sum(1 for p in aside.iterdir() if p.name.startswith(f"{shard.name}.") and p.suffix != ".sha256")
-    moved = aside / f"{shard.name}.{number}"
+    names = (aside / f"{shard.name}.{number}" for number in itertools.count())
+    moved = next(path for path in names if not os.path.lexists(path))
     (folder / INDEX_FILE).unlink(missing_ok=True)
     os.replace(shard, moved)  # first: a damaged shard that a kill left without its checksum would pass for an older one
     if checksum_path(shard).exists():
@@ -150,11 +144,14 @@ def check_shards(
     Raises:
         TraceError: a shard is damaged and `repair` is not given.
     """
-    damaged = find_damage(folder, header, among)
-    if not repair:
-        for index, what in damaged.items():
-            raise TraceError(damaged_text(folder, header, index, what))
-    return tuple(quarantine(folder, header, index) for index in damaged)
+    moved = []
+    for index in range(header.shards) if among is None else among:
+        shard = shard_path(folder, index, header.shards)
+        if os.path.lexists(shard) and (what := damage(shard, header)):
+            if not repair:
+                raise TraceError(damaged_text(folder, header, index, what))
+            moved.append(quarantine(folder, header, index))
+    return tuple(moved)
 
 
 def damaged_text(folder: Path, header: Header, index: int, what: str) -> str:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,15 +28,14 @@ from ..schema import Header, arrow_schema
 from .card import CARD_FILE, data_card
 from .checksums import (
     INDEX_FILE,
-    Checked,
-    check_shards,
+    Checked as Checked,
+    check_shards as check_shards,
     checksum_path,
     damaged_text,
-    find_damage,
-    finished,
+    finished as finished,
     record_checksum,
-    shard_path,
-    write_index,
+    shard_path as shard_path,
+    write_index as write_index,
 )
 from .staging import full_disk_advice, put, staged, sweep
 
@@ -209,24 +208,25 @@ class Trace:
 
     def shards(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Yield the table of each finished shard, one at a time, with these columns or all."""
-        for index in sorted(finished(self.folder, self.header)):
-            path = shard_path(self.folder, index, self.header.shards)
-            try:
-                yield pq.read_table(path, columns=None if columns is None else list(columns), memory_map=True)
-            except (OSError, pa.ArrowInvalid) as error:
-                what = str(error).splitlines()[0]
-                raise TraceError(damaged_text(self.folder, self.header, index, what)) from None
+        names = None if columns is None else list(columns)
+        return self._read(lambda path: iter([pq.read_table(path, columns=names, memory_map=True)]))
 
     def batches(self, names: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
         """Yield these columns in order, at most so many rows at a time: for those that are too wide to be read whole."""
         if "rows" in vars(self):
-            yield from pa.table({name: self._as_arrow[name][:] for name in names}).to_batches(rows)
-            return
-        for index in sorted(finished(self.folder, self.header)):
-            path = shard_path(self.folder, index, self.header.shards)
+            return iter(pa.table({name: self._as_arrow[name][:] for name in names}).to_batches(rows))
+
+        def batches_of(path: Path) -> Iterator[pa.RecordBatch]:
+            with pq.ParquetFile(path, memory_map=True) as file:
+                yield from file.iter_batches(rows, columns=list(names))
+
+        return self._read(batches_of)
+
+    def _read(self, read: Callable[[Path], Iterator[Any]]) -> Iterator[Any]:
+        """Yield what is read of each finished shard; one that cannot be read is named."""
+        for index in sorted(self.finished):
             try:
-                with pq.ParquetFile(path, memory_map=True) as file:
-                    yield from file.iter_batches(rows, columns=list(names))
+                yield from read(shard_path(self.folder, index, self.header.shards))
             except (OSError, pa.ArrowInvalid) as error:
                 what = str(error).splitlines()[0]
                 raise TraceError(damaged_text(self.folder, self.header, index, what)) from None
@@ -241,7 +241,7 @@ class Trace:
         """Number of rows of the shards that are there; no row is read for it."""
         if "rows" in vars(self):
             return len(self.rows)
-        paths = [shard_path(self.folder, i, self.header.shards) for i in finished(self.folder, self.header)]
+        paths = [shard_path(self.folder, index, self.header.shards) for index in self.finished]
         return sum(int(pq.read_metadata(path).num_rows) for path in paths)
 
     @property
@@ -263,8 +263,7 @@ def open_trace(folder: str | Path) -> Trace:
     """
     folder = Path(folder)
     header = read_header(folder)
-    for index, what in find_damage(folder, header).items():
-        raise TraceError(damaged_text(folder, header, index, what))
+    check_shards(folder, header)
     trace = Trace(folder, header)
     if not trace.row_count:
         raise TraceError(f"--traces: {folder} has no finished shard with rows; run collect with --resume")
@@ -289,21 +288,3 @@ def merge(folder: str | Path, *, repair: bool = False) -> Checked:
     with full_disk_advice(folder, "free some and merge again"):
         rows = 0 if missing else write_index(folder, header)
     return Checked(rows, missing, moved)
-
-
-__all__ = [
-    "HEADER_FILE",
-    "Checked",
-    "Trace",
-    "check_shards",
-    "finished",
-    "merge",
-    "open_for_writing",
-    "open_trace",
-    "read_header",
-    "shard_path",
-    "shard_table",
-    "write_index",
-    "write_shard",
-    "write_table",
-]

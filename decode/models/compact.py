@@ -82,7 +82,8 @@ class _Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
-        return (x * self._weight).div_(length)
+        out: Tensor = (x * self._weight).div_(length)
+        return out
 
 
 class CompactModel(nn.Module):

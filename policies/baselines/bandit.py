@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -93,7 +94,10 @@ class Bandit(StopPolicy):
 
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy with every arm limited; see `StopPolicy.limited`."""
-        return Bandit([arm.limited(depth) for arm in self.arms], self.kind, self.explore)
+        other = copy.copy(self)  # with the name that the user gave it
+        other.arms = tuple(arm.limited(depth) for arm in self.arms)
+        other.max_depth = max(arm.max_depth for arm in other.arms)
+        return other
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams that have tried nothing."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ..builtins import builtin
 from ..contract import Array, DraftStep, State, StopPolicy
-from ..errors import PolicyError
-from .scores import AtLeast, float32
+from .scores import AtLeast, check_number, check_whole, float32
 
 
 @builtin("fixed", "length", "fixed:4 drafts 4 tokens a round; fixed:0 is plain decoding")
@@ -16,9 +15,7 @@ class FixedLength(StopPolicy):
     """
 
     def __init__(self, length: int = 4) -> None:
-        if not isinstance(length, int) or length < 0:
-            raise PolicyError(f"fixed: expected a whole length of 0 or more, not {length}")
-        self.max_depth = self.first = length
+        self.max_depth = self.first = check_whole("fixed", "length", length, 0)
         self.name = f"fixed:{length}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -37,11 +34,7 @@ class Confidence(AtLeast):
     features = ("drawn_prob",)
 
     def __init__(self, threshold: float = 0.4, max_depth: int = 20) -> None:
-        if not 0.0 <= threshold <= 1.0:
-            raise PolicyError(f"confidence: expected a threshold between 0 and 1, not {threshold}")
-        if not isinstance(max_depth, int) or max_depth < 1:
-            raise PolicyError(f"confidence: expected a whole max_depth of 1 or more, not {max_depth}")
-        self.threshold = threshold
-        self.level = float32(threshold)
-        self.max_depth = max_depth
+        self.threshold = check_number("confidence", "threshold", threshold, 0.0, 1.0)
+        self.level = float32(self.threshold)
+        self.max_depth = check_whole("confidence", "max_depth", max_depth)
         self.name = f"confidence:{threshold:g}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 _SHOWN, _MOST_TEXT = 40, 200
+Default = TypeVar("Default", float, None)
 
 
 class Entries:
@@ -42,6 +43,10 @@ class Entries:
     def number(self, key: str, most: float = math.inf) -> float:
         """Return the number called `key`."""
         return check_number(self.values[key], self.named(key), 0.0, most)
+
+    def number_or(self, key: str, default: Default, most: float = math.inf) -> float | Default:
+        """Return the number called `key`, or `default` where there is none."""
+        return self.number(key, most) if self.has(key) else default
 
     def text(self, key: str) -> str:
         """Return the text called `key`, of at most 200 characters."""

@@ -235,7 +235,7 @@ def list_also(folder: Path, name: str) -> None:
 def missing_folders(out: str | os.PathLike[str]) -> list[Path]:
     """Return the folders that a result at `out` makes: itself and those above it that are not there, the innermost first."""
     path = real(out)
-    return [place for place in (path, *path.parents) if not is_there(place)]
+    return [place for place in (path, *path.parents) if not os.path.lexists(place)]
 
 
 def take_back(folder: Path, made: Iterable[Path]) -> None:

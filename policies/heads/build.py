@@ -12,35 +12,13 @@ from typing import Any
 from .. import heads
 from ..errors import PolicyError
 from ..lazy import modules
-from .base import NO_HIDDEN, Array, Basis, Head, Hidden, TensorHead, expect, take, with_ranges
-from .boosted import DEEPEST_TREE, TreesHead
-from .dynasd import HardHead, SoftHead
-from .layers import LinearHead, MLPHead
-from .resnet import ResNetHead
-from .specdec import SpecDecHead
-from .tokens import TokenHead
-
-__all__ = [
-    "DEEPEST_TREE",
-    "HEADS",
-    "NO_HIDDEN",
-    "Basis",
-    "HardHead",
-    "Head",
-    "Hidden",
-    "LinearHead",
-    "MLPHead",
-    "ResNetHead",
-    "SoftHead",
-    "SpecDecHead",
-    "TensorHead",
-    "TokenHead",
-    "TreesHead",
-    "build_head",
-    "expect",
-    "take",
-    "with_ranges",
-]
+from .base import Array, Basis as Basis, Head as Head, TensorHead, with_ranges as with_ranges
+from .boosted import TreesHead as TreesHead
+from .dynasd import HardHead as HardHead, SoftHead as SoftHead
+from .layers import LinearHead as LinearHead, MLPHead as MLPHead
+from .resnet import ResNetHead as ResNetHead
+from .specdec import SpecDecHead as SpecDecHead
+from .tokens import TokenHead as TokenHead
 
 HEADS: dict[str, Callable[[Sequence[str], Mapping[str, Array]], Any]] = {
     made.kind: made

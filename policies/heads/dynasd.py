@@ -50,10 +50,6 @@ class DynaSDHead(TensorHead):
         self._layers = checked_layers(self._tensors, width, 1, f"{self.kind} head")
         self._inputs, self._opening = width, float(self._tensors["first"][0])
 
-    def _first_scores(self, count: int) -> Array:
-        """Return [R, 2] of rows at depth 0."""
-        return np.full((count, 2), self._opening)
-
 
 class SoftHead(DynaSDHead):
     """The soft model: the draft's last hidden state to the chance of acceptance, min(1, p/q) of the token drawn from it."""
@@ -69,7 +65,7 @@ class SoftHead(DynaSDHead):
         """Return [R, 2], twice the same; see `Head`."""
         x = state_of(hidden, DRAFT_HIDDEN, self._inputs)
         if depth == 0:
-            return self._first_scores(len(x))
+            return np.full((len(x), 2), self._opening)
         for at, (weight, bias) in enumerate(self._layers):
             x = (np.maximum(x, 0.0) if at else x) @ weight.T + bias  # no activation before the first layer
         return np.repeat(x.astype(np.float64), 2, axis=1)
@@ -93,7 +89,7 @@ class HardHead(DynaSDHead):
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
         if depth == 0:
-            return self._first_scores(len(features))
+            return np.full((len(features), 2), self._opening)
         out = np.empty((len(features), 2))
         kernels().score_layers(features, *self._packed, out)
         return out

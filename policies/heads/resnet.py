@@ -41,17 +41,8 @@ class ResNetHead(TensorHead):
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         read = [name for name in HIDDEN_STATES if _ENTER + name in tensors]
         of_states = [f"{part}.{name}" for name in read for part in ("enter", "mean", "scale")]
-        plain = (
-            "mean",
-            "scale",
-            "enter.weight",
-            "enter.bias",
-            "block.weight",
-            "block.bias",
-            "leave.weight",
-            "leave.bias",
-        )
-        super().__init__(names, tensors, (*plain, *of_states))
+        layers = [f"{layer}.{part}" for layer in ("enter", "block", "leave") for part in ("weight", "bias")]
+        super().__init__(names, tensors, ("mean", "scale", *layers, *of_states))
         t = self._tensors
         if not names and not read:
             raise PolicyError("resnet head: expected scalar features, hidden states, or both")

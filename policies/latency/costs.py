@@ -100,12 +100,9 @@ class Costs:
             calls = self._calls(drafted, self._padded[verified], backlog)  # chains alone are filled up by the loop
         if self.plain_outside_s is not None:
             outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
-        out: Array = self._at(context, calls) + outside + decided
+        low, high = calls  # at the two contexts measured
+        out: Array = at_context(low, high, (self.low.context, self.high.context), context) + outside + decided
         return out
-
-    def _at(self, context: Array, calls: Array) -> Array:
-        """Return [S] seconds of model calls at `context`, given those at the two contexts measured [2, S]."""
-        return at_context(calls[0], calls[1], (self.low.context, self.high.context), context)
 
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""

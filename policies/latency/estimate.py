@@ -23,15 +23,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import InputError
 from .batch import BatchCosts, BatchTable
+from .costs import Costs
 from .measurements import Measurements, Seconds, Timings
 from .robust_fits import Points, line, pooled, rising, typical
-from .tables import Price
+from .tables import CostTable, Price
 
 SHORT, LONG = CONTEXTS = ("short", "long")
 VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft", "later drafts", "outside", "prefill"
@@ -66,30 +66,6 @@ FAR_BACKLOG = 8
 Groups = Mapping[tuple[int, ...], Seconds]
 
 
-class Side(NamedTuple):
-    """The costs at one context, under the names that `tables.CostTable` has."""
-
-    draft_s: tuple[float, float]
-    draft_token_s: float
-    verify_s: tuple[float, ...]
-    later_draft_s: float
-    tree_draft_s: Points
-    tree_verify_s: Points
-    second_draft_s: float
-
-
-class Estimate(NamedTuple):
-    """All costs but those of decisions, under the names that `profile.Profile` has."""
-
-    low: Side
-    high: Side
-    step_s: float
-    round_s: float
-    prefill_s: tuple[float, float]
-    tree_outside_s: tuple[float, float, float] | None
-    plain_outside_s: float | None
-
-
 def check(measurements: Measurements) -> Measurements:
     """Return the measurements; raises `ValueError` where costs cannot be estimated from one of them."""
     for (what, of, counts), series in measurements.series.items():
@@ -108,18 +84,30 @@ def check(measurements: Measurements) -> Measurements:
     return measurements
 
 
-def estimate(timings: Timings, depth: int) -> Estimate:
-    """Return the costs that timings tell, of chains up to `depth` tokens.
+def estimate(timings: Timings, contexts: tuple[float, float], depth: int) -> Costs:
+    """Return all costs that timings tell but those of decisions: of chains up to `depth` tokens, of trees and batches.
+
+    Args:
+        timings: see the top of this module.
+        contexts: tokens in the cache at the short and the long context.
+        depth: K.
 
     Raises:
         InputError: nothing was timed that costs could be told by.
     """
-    low, high = (_chains(timings, side, depth) for side in CONTEXTS)
+    low, high = (_chains(timings, side, context, depth) for side, context in zip(CONTEXTS, contexts, strict=True))
     step_s, round_s = _outside(timings)
     low, high, tree_outside = _with_trees(timings, low, high)
-    plain = pooled([timings.groups(PLAIN_OUTSIDE, side) for side in CONTEXTS])
-    plain_s = typical(plain[()]) if plain else None
-    return Estimate(low, high, step_s, round_s, _prefill(timings), tree_outside, plain_s)
+    plain = _both(timings, PLAIN_OUTSIDE)
+    return Costs(
+        low, high, step_s, round_s, _prefill(timings), tree_outside_s=tree_outside, batch=batch_costs(timings, contexts),
+        plain_outside_s=typical(plain[()]) if plain else None,
+    )  # fmt: skip
+
+
+def _both(timings: Timings, what: str) -> Groups:
+    """Return the timings of a part of a round at both contexts together."""
+    return pooled([timings.groups(what, side) for side in CONTEXTS])
 
 
 def decisions(timings: Timings) -> dict[str, Price]:
@@ -149,25 +137,21 @@ def _decided_alone(groups: Mapping[int, Seconds]) -> Price:
     return Price(typical(seconds) / asked)
 
 
-def _chains(timings: Timings, side: str, depth: int) -> Side:
+def _chains(timings: Timings, side: str, context: float, depth: int) -> CostTable:
     """Return the costs at one context; what was never seen there is taken from both contexts together."""
 
     def of(what: str, *counts: int) -> float:
         here = timings.groups(what, side).get(counts)
-        return typical(
-            pooled([timings.groups(what, some) for some in CONTEXTS]).get(counts, ()) if here is None else here
-        )
+        return typical(_both(timings, what).get(counts, ()) if here is None else here)
 
     # Whatever was never timed, or not told apart, is 0 here, which no call costs: `or` goes on to the next best source.
-    drafts = [pooled([timings.groups(LATER, some) for some in sides]) for sides in ((side,), CONTEXTS)]
-    second, later = _later(drafts[0]) or _later(drafts[1]) or (0.0, 0.0)
+    second, later = _later(pooled([timings.groups(LATER, side)])) or _later(_both(timings, LATER)) or (0.0, 0.0)
     one = of(FIRST, 1) or second
     two = of(FIRST, 2) or one
-    firsts = [pooled([timings.groups(FIRST, some) for some in sides]) for sides in ((side,), CONTEXTS)]
-    slope = _slope(firsts[0], two) or _slope(firsts[1], two) or 0.0
+    slope = _slope(pooled([timings.groups(FIRST, side)]), two) or _slope(_both(timings, FIRST), two) or 0.0
     verify = _filled([of(PLAIN) or of(VERIFY, 0), *(of(VERIFY, n) for n in range(1, depth + 1))])
     # Reading more is never cheaper: where it was timed so, that was noise.
-    return Side((one, max(two, one)), max(slope, 0.0), verify, later or one, (), (), second or one)
+    return CostTable(context, (one, max(two, one)), max(slope, 0.0), verify, later or one, second_draft_s=second or one)
 
 
 def _later(groups: Groups) -> tuple[float, float] | None:
@@ -198,7 +182,7 @@ def _filled(seconds: list[float]) -> tuple[float, ...]:
 
 def _outside(timings: Timings) -> tuple[float, float]:
     """Return the seconds outside models and policy per drafted token and per round."""
-    groups = pooled([timings.groups(OUTSIDE, side) for side in CONTEXTS])
+    groups = _both(timings, OUTSIDE)
     if len(groups) < 2:
         return 0.0, typical(next(iter(groups.values()), ()))
     per_token, per_round = line([((drafted, 1), seconds) for (drafted,), seconds in groups.items()])
@@ -212,7 +196,9 @@ def _prefill(timings: Timings) -> tuple[float, float]:
     return constant, slope
 
 
-def _with_trees(timings: Timings, low: Side, high: Side) -> tuple[Side, Side, tuple[float, float, float] | None]:
+def _with_trees(
+    timings: Timings, low: CostTable, high: CostTable
+) -> tuple[CostTable, CostTable, tuple[float, float, float] | None]:
     """Return the costs with those of trees, and of their rounds outside models and policy.
 
     Both contexts share the shape of a curve, each has its own scale: single sizes come up too seldom to be priced alone, and
@@ -226,10 +212,10 @@ def _with_trees(timings: Timings, low: Side, high: Side) -> tuple[Side, Side, tu
     )
     low, high = (
         # None is what plain decoding verifies, on caches that no draft has emptied: it is timed there.
-        side._replace(tree_draft_s=draft, tree_verify_s=((0, side.verify_s[0]), *verify))
+        dataclasses.replace(side, tree_draft_s=draft, tree_verify_s=((0, side.verify_s[0]), *verify))
         for side, draft, verify in zip(sides, drafts, verifies, strict=True)
     )
-    outside = pooled([timings.groups(TREE_OUTSIDE, name) for name in CONTEXTS])
+    outside = _both(timings, TREE_OUTSIDE)
     if len(outside) < 3:  # unknowns of the line below
         return low, high, None
     per_round, per_step, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
@@ -242,7 +228,7 @@ def batch_costs(timings: Timings, contexts: tuple[float, float]) -> BatchCosts |
     if not every or not any(timings.named(what) for what in (BATCH_FIRST, BATCH_DRAFTS)):
         return None
     low, high = (_batch_side(timings, side, every, context) for side, context in zip(CONTEXTS, contexts, strict=True))
-    outside = pooled([timings.groups(BATCH_OUTSIDE, side) for side in CONTEXTS])
+    outside = _both(timings, BATCH_OUTSIDE)
     if not outside:
         return BatchCosts(low, high)
     per_round, per_stream, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
@@ -256,8 +242,8 @@ def _batch_side(timings: Timings, side: str, every: Groups, context: float) -> B
     # `pooled` is in ascending order, so the points of each size rise, as `along` wants them.
     for (streams, tokens), seconds in every.items():
         verify.setdefault(streams, []).append((tokens, typical(here.get((streams, tokens), seconds))))
-    second, later = _later_by_streams(_of(timings, BATCH_DRAFTS, side))
-    first, token = _first_by_streams(_of(timings, BATCH_FIRST, side))
+    second, later = _later_by_streams(timings.groups(BATCH_DRAFTS, side) or _both(timings, BATCH_DRAFTS))
+    first, token = _first_by_streams(timings.groups(BATCH_FIRST, side) or _both(timings, BATCH_FIRST))
     sizes = {n: tuple(points) for n, points in verify.items()}
     return BatchTable(context, first or second, token, later or first, sizes, second)
 
@@ -267,11 +253,6 @@ def _batch_verify(timings: Timings, side: str) -> dict[tuple[int, ...], Seconds]
     out = timings.groups(BATCH_VERIFY, side)
     out.update({(streams, streams): seconds for (streams,), seconds in timings.groups(BATCH_PLAIN, side).items()})
     return out
-
-
-def _of(timings: Timings, what: str, side: str) -> Groups:
-    """Return the timings of a part of a round at one context, or at both where there are none of it."""
-    return timings.groups(what, side) or pooled([timings.groups(what, some) for some in CONTEXTS])
 
 
 def _first_by_streams(groups: Groups) -> tuple[Points, float]:

@@ -58,16 +58,13 @@ class Measurements:
         return bool(self.series)
 
     @cached_property
-    def _arrays(self) -> dict[Key, list[Seconds]]:
-        return self.by_repetition()
-
     def by_repetition(self) -> dict[Key, list[Seconds]]:
-        """Return the seconds of each repetition, by what was timed."""
+        """The seconds of each repetition, by what was timed."""
         return {key: [np.array(ns, dtype=np.float64) * NS for ns in series] for key, series in self.series.items()}
 
     @cached_property
     def _every(self) -> dict[Key, Seconds]:
-        return {key: np.concatenate(parts) for key, parts in self._arrays.items()}
+        return {key: np.concatenate(parts) for key, parts in self.by_repetition.items()}
 
     def only(self, what: str) -> Measurements:
         """Return those of one kind."""
@@ -109,7 +106,9 @@ class Measurements:
             blocks = max(count // step - LOST, 1)
             starts = (places[:blocks] * count).astype(int)
             drawn[count] = ((starts[:, None] + np.arange(step)) % count).ravel().tolist()
-        draw = {key: np.concatenate([parts[at] for at in drawn[len(parts)]]) for key, parts in self._arrays.items()}
+        draw = {
+            key: np.concatenate([parts[at] for at in drawn[len(parts)]]) for key, parts in self.by_repetition.items()
+        }
         return Timings({key: seconds if seconds.size else self._every[key] for key, seconds in draw.items()})
 
     def to_list(self) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ class Noise:
 
 def judge(measurements: Measurements) -> Noise | None:
     """Return how noisy the machine was; None where nothing was timed often enough to tell."""
-    series = {k: v for k, v in measurements.by_repetition().items() if sum(values.size for values in v) >= FEWEST}
+    series = {k: v for k, v in measurements.by_repetition.items() if sum(values.size for values in v) >= FEWEST}
     timed = [one for one in (_Timed(key, seconds) for key, seconds in series.items()) if one.middle > 0.0]  # it divides
     if not timed:
         return None

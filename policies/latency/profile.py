@@ -18,10 +18,10 @@ from ..files.entries import Entries
 from ..storage.safe_loading import check_values
 from .batch import BatchCosts
 from .costs import Costs
-from .estimate import DECISIONS, VERIFY, batch_costs, check, decisions, estimate
+from .estimate import DECISIONS, VERIFY, check, decisions, estimate
 from .measurements import Measurements, Timings
 from .noise import Noise, judge
-from .tables import MOST_S, CostTable, Price, read_price, read_table
+from .tables import MOST_S, Price, read_price, read_table
 
 Array = np.ndarray[Any, Any]
 
@@ -81,13 +81,8 @@ class Profile(Costs):
             InputError: no round was timed.
         """
         timings = measurements.pooled()
-        return Profile(
-            **_costs_of(timings, contexts, depth),
-            decision_s=decisions(timings),
-            temperature=temperature,
-            facts=facts or {},
-            measurements=measurements,
-        )
+        told = {**vars(estimate(timings, contexts, depth)), "decision_s": decisions(timings)}
+        return Profile(**told, temperature=temperature, facts=facts or {}, measurements=measurements)
 
     def with_decisions(self, seconds: Mapping[str, float | Price]) -> Profile:
         """Return this profile with the decisions of more policies; those measured before are no longer theirs."""
@@ -118,8 +113,8 @@ class Profile(Costs):
 
     def _with_costs(self, timings: Timings) -> Profile:
         """Return this profile with the costs of chains, trees and batches that timings tell, at the same contexts."""
-        contexts = self.low.context, self.high.context
-        return dataclasses.replace(self, **_costs_of(timings, contexts, self.max_depth))
+        told = vars(estimate(timings, (self.low.context, self.high.context), self.max_depth))
+        return dataclasses.replace(self, **{**told, "decision_s": self.decision_s, "carry_over": self.carry_over})
 
     def resampled(self, rng: np.random.Generator) -> Profile:
         """Return a bootstrap draw: the costs that a draw of the measurements tells, estimated as these were.
@@ -202,10 +197,8 @@ class Profile(Costs):
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
                 batch=BatchCosts.read(entries.part("batch")) if entries.has("batch") else None,
                 verification=entries.text("verification") if entries.has("verification") else "",
-                carry_over=entries.number("carry_over", most=MOST_CARRIED) if entries.has("carry_over") else 0.0,
-                plain_outside_s=entries.number("plain_outside_s", most=MOST_S)
-                if entries.has("plain_outside_s")
-                else None,
+                carry_over=entries.number_or("carry_over", 0.0, MOST_CARRIED),
+                plain_outside_s=entries.number_or("plain_outside_s", None, MOST_S),
             )
         except (KeyError, ValueError) as error:
             raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None
@@ -220,12 +213,3 @@ def _numbers(values: Any) -> list[float]:
     if isinstance(values, list | tuple):
         return [number for value in values for number in _numbers(value)]
     return [-1.0 if values is None else float(values)]  # no cost is below 0
-
-
-def _costs_of(timings: Timings, contexts: tuple[float, float], depth: int) -> dict[str, Any]:
-    """Return the costs of chains, trees and batches that timings tell, by field of `Costs`."""
-    told = estimate(timings, depth)
-    low, high = (
-        CostTable(context, **side._asdict()) for context, side in zip(contexts, (told.low, told.high), strict=True)
-    )
-    return {**told._asdict(), "low": low, "high": high, "batch": batch_costs(timings, contexts)}

@@ -159,9 +159,6 @@ def filled_up(cost: Array) -> Array:
 def read_table(raw: Entries) -> CostTable:
     """Return the costs at one context from their JSON form."""
 
-    def step(key: str) -> float | None:
-        return raw.number(key, most=MOST_S) if raw.has(key) else None
-
     def points(key: str, first: int, least: float) -> tuple[tuple[int, float], ...]:
         return raw.points(key, (0, MOST_DEPTH), first, least, MOST_S) if raw.has(key) else ()
 
@@ -171,10 +168,10 @@ def read_table(raw: Entries) -> CostTable:
         (one, two),
         raw.number("draft_token_s", most=MOST_S),
         raw.numbers("verify_s", (1, MOST_DEPTH + 1), LEAST_CALL_S, MOST_S),
-        step("later_draft_s"),
+        raw.number_or("later_draft_s", None, MOST_S),
         points("tree_draft_s", 1, 0.0),
         points("tree_verify_s", 0, LEAST_CALL_S),
-        step("second_draft_s"),
+        raw.number_or("second_draft_s", None, MOST_S),
     )
 
 
@@ -183,5 +180,5 @@ def read_price(raw: Entries, name: str) -> float | Price:
     if not isinstance(raw.values[name], Mapping):
         return check_number(raw.values[name], raw.named(name), most=MOST_S)
     price = raw.part(name)
-    row = price.number("row", most=MOST_S) if price.has("row") else 0.0
-    return Price(price.number("each", most=MOST_S), price.number("opening", most=MOST_S), row)
+    each, opening = (price.number(key, MOST_S) for key in ("each", "opening"))
+    return Price(each, opening, price.number_or("row", 0.0, MOST_S))

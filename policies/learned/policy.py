@@ -93,17 +93,8 @@ class LearnedPolicy(StopPolicy):
 
     def with_rule(self, rule: Rule) -> LearnedPolicy:
         """Return this policy under another rule."""
-        return LearnedPolicy(
-            self.name,
-            self.features,
-            self.head,
-            self.accept,
-            self.next,
-            rule,
-            self.max_depth,
-            self.facts,
-            self.survival,
-        )
+        parts = self.head, self.accept, self.next, rule, self.max_depth, self.facts, self.survival
+        return LearnedPolicy(self.name, self.features, *parts)
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ..baselines.scores import check_whole
 from ..errors import PolicyError
 from ..latency.batch import MOST_STREAMS
 from ..learned.calibration import Array
-from .trees import TreeRule, build_tree_rule
+from .trees import TreeRule
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 """What a rule compares with its threshold; see `kernels.decisions.decide`."""
@@ -117,13 +118,12 @@ class Continuation(Rule):
     kind = "continuation"
 
     def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise PolicyError(f"rule continuation: expected first to be a depth, not {first!r}")
         if not -math.inf < margin < math.inf:
             raise PolicyError(f"rule continuation: expected a number as margin, not {margin}")
         if not isinstance(remembers, bool):
             raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
-        self.margin, self.first, self.remembers = float(margin), first, remembers
+        self.margin, self.remembers = float(margin), remembers
+        self.first = check_whole("rule continuation", "first", first, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -152,9 +152,7 @@ class BatchRule(Rule):
         first: int = 0,
         lengths: Sequence[tuple[int, int]] = (),
     ) -> None:
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise PolicyError(f"rule batch: expected first to be a depth, not {first!r}")
-        self.first = first
+        self.first = check_whole("rule batch", "first", first, 0)
         if send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
         self.send = send
@@ -224,8 +222,8 @@ def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
         if raw["kind"] == "batch":
             return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0), raw.get("lengths", ()))
         if raw["kind"] == "gain":
-            return build_tree_rule(raw)
-    except (KeyError, TypeError, ValueError) as error:
+            return TreeRule(**{name: value for name, value in raw.items() if name != "kind"})
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
     known = ", ".join([*THRESHOLDED, "derived", "continuation", "batch or gain"])
     raise PolicyError(f"unknown rule {raw['kind']!r}; expected {known}")

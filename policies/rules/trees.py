@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,12 +262,3 @@ class TreeRule:
             "width": self.width,
             "floor": self.floor,
         }
-
-
-def build_tree_rule(raw: Mapping[str, Any]) -> TreeRule:
-    """Return the rule saved as `raw`; a mangled one is a `PolicyError`."""
-    entries = {name: value for name, value in raw.items() if name != "kind"}
-    try:
-        return TreeRule(**entries)
-    except (TypeError, ValueError, IndexError) as error:
-        raise PolicyError(f"rule gain: lacks or mangles an entry ({error})") from None

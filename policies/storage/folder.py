@@ -187,16 +187,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
     # Entries of the right types may still not fit each other; each part that is built of them says so with another error.
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-        OverflowError,
-        OSError,
-        SafetensorError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise PolicyError(f"--policy: {path}: {POLICY_FILE} lacks or mangles {reason}") from None
     policy.source = path

@@ -126,7 +126,7 @@ def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
         PolicyError: no such policy (the message has the close match), a wrong value, or a broken folder.
     """
     policy = _of_spec(str(spec), plain)
-    policy.label = str(spec)
+    object.__setattr__(policy, "label", str(spec))  # a plugin may be a frozen dataclass
     return policy
 
 

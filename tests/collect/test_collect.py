@@ -20,8 +20,9 @@ from conftest import VOCABULARY
 from specstop.collect.processes import Place
 from specstop.collect.prompts.read import Prompt, read_prompts
 from specstop.collect.run import collect, plan_run
-from specstop.collect.shards import Plan, Work, record
+from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
+from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -183,6 +183,21 @@ def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: li
     assert len(seen) > 2
 
 
+class OfAnotherModel(FixedLength):
+    """Reads hidden states of a size that this pair's draft does not have."""
+
+    hidden = ("draft_hidden",)
+    sizes: ClassVar[dict[str, int]] = {"draft_hidden": 7}
+
+
+@pytest.mark.parametrize("explore", [0.0, 0.3])
+def test_a_policy_of_another_model_is_refused_whether_it_explores_or_not(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, explore: float
+) -> None:
+    with pytest.raises(PolicyError, match="reads draft_hidden of 7 numbers"):
+        run(pair, prompts, tmp_path, None, 0.0, collector="live", policy=OfAnotherModel(2), explore=explore)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,6 +215,12 @@ def test_options_that_do_not_go_together_are_refused(
     with pytest.raises(InputError, match=message):
         run(pair, prompts, tmp_path / "out", None, 0.0, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_below_a_file_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="--out"):
+        run(pair, prompts, tmp_path / "file" / "out", None, 0.0)
 
 
 def test_the_loop_is_not_disturbed_by_being_watched(

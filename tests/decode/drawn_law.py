@@ -20,6 +20,7 @@ from specstop.collect.dense.gather import gather
 from specstop.collect.dense.places import Places
 from specstop.collect.dense.unroll import Anchors, Unroller, node_features
 from specstop.collect.schema import Header, parents
+from specstop.collect.work import Work
 from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.rounds import play_round
 from specstop.decode.topology import Topology
@@ -197,7 +198,7 @@ def _combined(
     stub: Any = SimpleNamespace(
         unroll=lambda *_: trees, pair=unroller.pair, depth=unroller.depth, features=unroller.features, draws=1
     )
-    written = Written((0, "t", "", list(case.prompt), 0), list(text), rows, len(text), anchor.repeat(many))
+    written = Written(Work(0, "t", "", list(case.prompt)), list(text), rows, len(text), anchor.repeat(many))
     return _arrays(case, text_columns(stub, written), many, len(anchor)), weights
 
 

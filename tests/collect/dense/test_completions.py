@@ -91,6 +91,7 @@ def test_a_trace_of_completions_is_not_replayed_where_anchors_miss(
         replay(trace_arrays(trace), FixedLength(2), profile)
     with pytest.raises(InputError, match="--completions"):
         collect(pair, prompts, tmp_path / "b", depth=DEPTH, max_new_tokens=NEW, completions={"p0": "w7"})
+    assert not (tmp_path / "b").exists(), "it is told before any work"
 
 
 def test_mixed_rows_are_those_of_a_loop_over_positions(

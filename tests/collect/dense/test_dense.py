@@ -17,6 +17,7 @@ from specstop.collect.dense.threads import map_threads
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
+from specstop.collect.work import Work
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
@@ -173,8 +174,8 @@ def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
             prefix = [*prefix, int(token)]
 
 
-def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[tuple[int, str, str, list[int], int]]:
-    return [(i, p.id, p.group, ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
+def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[Work]:
+    return [Work(i, p.id, p.group, ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
 
 
 def assert_same(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]], near: float = FLOAT32) -> None:
@@ -256,7 +257,7 @@ def test_rows_are_the_same_under_eager_attention(
 def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]]) -> None:
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
-    assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [(0, "a", "", prompt_ids[0], 0)], NEW) == []
+    assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [Work(0, "a", "", prompt_ids[0])], NEW) == []
 
 
 @pytest.mark.parametrize("tree", [None, "2,2"])

@@ -15,6 +15,7 @@ from specstop.collect.dense.unroll import Unroller, closure
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import open_trace
+from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.topology import Topology, parse_tree
@@ -96,7 +97,7 @@ def test_rows_are_those_of_a_search_without_cache(
 def test_rows_do_not_depend_on_the_chunks(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tree: str
 ) -> None:
-    work = [(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
+    work = [Work(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
     topology = parse_tree(tree)
     whole = dense_rows(pair, Unroller(pair, topology, 0.7, rows=512), work, NEW)
     pieces = dense_rows(pair, Unroller(pair, topology, 0.7, memory_bytes=1), work, NEW)

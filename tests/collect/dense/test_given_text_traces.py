@@ -16,6 +16,7 @@ from specstop.collect.dense.unroll import Unroller
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.work import Work
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -125,7 +126,7 @@ def test_point_rounds_are_those_of_the_live_loop(
 def test_rows_do_not_depend_on_the_chunks(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], name: str, tree: str
 ) -> None:
-    work = [(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
+    work = [Work(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     whole, pieces = (
         dense_rows(pair, Unroller(pair, parse_tree(tree), 0.7, verification=name, draws=2, **size), work, NEW)
         for size in ({}, {"memory_bytes": 1})

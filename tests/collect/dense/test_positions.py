@@ -14,6 +14,7 @@ from specstop.collect.dense.positions import PositionsCollector
 from specstop.collect.dense.unroll import Unroller
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
+from specstop.collect.work import Work
 from specstop.decode.drafters import TrainedDrafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -49,7 +50,7 @@ def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
     pair: Pair, prompt_ids: list[list[int]], tree: str | None
 ) -> None:
-    batch = [(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
+    batch = [Work(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
     for temperature in (0.0, 0.7):
         settings = Settings(temperature, NEW, DEPTH, tree=tree)
         unroller = Unroller(pair, settings.topology, temperature, hidden=(TARGET_HIDDEN,))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.explore import exploring
 from specstop.collect.live import LiveCollector
 from specstop.collect.schema import Header, chain
+from specstop.collect.work import Work
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.models import ModelRows
+from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
@@ -49,7 +52,7 @@ def recorded(
     made: list[Drafting] = []
 
     def explored(rows: np.ndarray) -> np.ndarray:
-        return explored_by(made[0].asking, rows)
+        return explored_by(cast(Proposer, SimpleNamespace(drafting=made[0])), rows)
 
     recorder = (made_by or RoundRecorder)(3, K, 0.0, explored)
     made.append(Drafting(ModelRows(pair.draft_model, 3, pair.vocabulary), asked, Options(3, K, 128), observer=recorder))
@@ -71,7 +74,7 @@ def recorded(
     found = {}
     for at, request in enumerate(engine.finished):
         parts = [text for text in texts if text.name == request.name]
-        rows = recorder.rows(parts, at, request.name, "", request.prompt, request.answer)
+        rows = recorder.rows(parts, Work(at, request.name, "", request.prompt), request.answer)
         assert rows is not None
         found[request.name] = rows
     return found, engine
@@ -82,7 +85,7 @@ def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, re
     rows, _ = recorded(endless_pair, requests, "confidence:0.3", gentle=True)
     settings = Settings(0.0, NEW, K, ignore_eos=True)
     live = LiveCollector(endless_pair, load_policy("confidence:0.3"), settings)
-    batch = [(i, r.name, "", r.prompt, 0) for i, r in enumerate(requests)]
+    batch = [Work(i, r.name, "", r.prompt) for i, r in enumerate(requests)]
     compared = 0
     for theirs in live.rows(batch):
         mine = rows[theirs["prompt_id"][0]]
@@ -186,7 +189,9 @@ def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(en
         drafting.propose([text[:length]], ["a"])
     ended = {one.name: one for one in recorder.take_ended(-1)}
     parts = [(first, text[:4]), (ended["a"], text[:7])]
-    rows = [recorder.rows([one], 0, "a", "", one.tokens[: one.prompt], one.tokens[one.prompt :]) for one, _ in parts]
+    rows = [
+        recorder.rows([one], Work(0, "a", "", one.tokens[: one.prompt]), one.tokens[one.prompt :]) for one, _ in parts
+    ]
     assert [one.tokens for one, _ in parts] == [known.tolist() for _, known in parts]
     anchors = [(one["anchor"] + one["prompt_tokens"]).tolist() for one in rows if one is not None]
     assert anchors == [[3], [4, 5, 6]]

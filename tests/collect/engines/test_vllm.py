@@ -65,11 +65,38 @@ def test_a_summary_is_laid_out_by_length(tmp_path: Path) -> None:
         ({"usage": {}}, "line 2: expected a response with metrics.speculative_decoding"),
         (response([4], [3]), "line 2: steps accept more"),
         ("text", "line 2: expected a response"),
+        ({**response([1]), "usage": [1]}, "line 2: expected a response"),
+        ({**response([1]), "usage": {"prompt_tokens": "many"}}, "line 2: expected a response"),
+        ({"num_spec_tokens": 3, "acceptance_histogram": [float("inf")]}, "line 2: expected a response"),
+        (response([1], [10**9]), "line 2: expected steps of less than 1024 tokens"),
+        ({**response([1]), "usage": {"completion_tokens": 10**12}}, "line 2: .* texts of 0 to 2"),
     ],
 )
 def test_a_line_without_a_record_is_named(tmp_path: Path, record: Any, message: str) -> None:
     file = write(tmp_path / "r.jsonl", [response([1]), record])
     with pytest.raises(InputError, match=message):
+        import_vllm(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_may_hold_any_character(tmp_path: Path) -> None:
+    record = {**response([1, 2]), "choices": [{"text": "one\u2028two\x85three"}]}  # which `str.splitlines` cuts in two
+    file = tmp_path / "r.jsonl"
+    file.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8-sig")
+    assert import_vllm(file, tmp_path / "out").row_count == 2
+
+
+def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(InputError, match=r"--from-vllm: .* is not UTF-8 text"):
+        import_vllm(file, tmp_path / "out")
+
+
+@pytest.mark.parametrize("record", [response([]), response([0, 0], [0, 0])])
+def test_records_without_a_draft_are_refused_before_anything_is_written(tmp_path: Path, record: Any) -> None:
+    file = write(tmp_path / "r.jsonl", [record])
+    with pytest.raises(InputError, match="no step that drafted"):
         import_vllm(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -104,6 +104,18 @@ def test_repair_moves_a_damaged_shard_aside_and_keeps_it(tmp_path: Path) -> None
     assert merge(tmp_path).rows == 9
 
 
+def test_what_was_moved_aside_before_stays(tmp_path: Path) -> None:
+    write(tmp_path)
+    aside = tmp_path / "quarantine"
+    for turn in range(3):
+        shard_path(tmp_path, 1, 2).write_bytes(b"damage %d" % turn)
+        merge(tmp_path, repair=True)
+        write_shard(tmp_path, HEADER, 1, [chunk(2, 2)])
+        if turn == 1:  # somebody tidies up
+            (aside / "train-00001-of-00002.parquet.0").unlink()
+    assert sorted(path.read_bytes() for path in aside.glob("*.parquet.?")) == [b"damage 1", b"damage 2"]
+
+
 def test_repair_leaves_good_shards_alone(tmp_path: Path) -> None:
     write(tmp_path)
     assert merge(tmp_path, repair=True) == Checked(9, (), ())

@@ -274,6 +274,9 @@ def test_a_rule_is_made_by_its_name(spec: str, name: str, depth: int) -> None:
     [
         ("heuristic:0", "heuristic: expected for start a whole number of 1 or more, not 0"),
         ("heuristic?up=-1", "for up a number of 0 or more"),
+        ("fixed?length=True", "fixed: expected for length a whole number of 0 or more, not 'True'"),
+        ("confidence?threshold=some", "confidence: expected for threshold a number between 0 and 1, not 'some'"),
+        ("confidence?max_depth=0", "confidence: expected for max_depth a whole number of 1 or more, not 0"),
         ("roc:1.5", "roc: expected for threshold a number between 0 and 1, not 1.5"),
         ("roc?samples=2.5", "whole number"),
         ("entropy:-1", "entropy: expected for level a number of 0 or more"),

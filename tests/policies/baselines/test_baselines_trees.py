@@ -16,6 +16,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.gain import Gain
 from specstop.policies.baselines.trees import C2T, DDD, UNSEEN, Eagle, OptTree, best as best_of
 from specstop.policies.contract import DraftTree, StopPolicy
+from specstop.policies.storage.registry import load_policy
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""
@@ -277,7 +278,8 @@ def test_the_arm_of_the_round_decides_and_the_others_hear_nothing() -> None:
 def test_a_limited_bandit_limits_its_arms() -> None:
     limited = Bandit([FixedLength(8), Confidence(0.4)]).limited(3)
     assert isinstance(limited, Bandit)
-    assert [arm.max_depth for arm in limited.arms] == [3, 3]
+    assert ([arm.max_depth for arm in limited.arms], limited.max_depth) == ([3, 3], 3)
+    assert load_policy("bandit?kind=thompson").limited(3).shown_name == "bandit?kind=thompson"
 
 
 def test_without_a_profile_a_drafted_token_has_a_nominal_price() -> None:

@@ -12,7 +12,8 @@ from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
-from specstop.policies.rules.trees import build_tree_rule, kernels
+from specstop.policies.rules.chains import build_rule
+from specstop.policies.rules.trees import kernels
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.policies.storage.onnx import build_onnx
 from specstop.policies.testing import PolicyTests, TreePolicyTests
@@ -246,9 +247,9 @@ def test_its_folder_comes_back_as_it_was(tmp_path: Path) -> None:
 )
 def test_a_mangled_rule_is_refused(entry: str, value: object) -> None:
     raw = json.loads(json.dumps(rule().to_dict()))
-    build_tree_rule(raw)
-    with pytest.raises(PolicyError, match="rule gain"):
-        build_tree_rule({**raw, entry: value})
+    build_rule(raw)
+    with pytest.raises(PolicyError, match="'gain'"):
+        build_rule({**raw, entry: value})
 
 
 def test_one_row_of_it_is_no_onnx_model() -> None:

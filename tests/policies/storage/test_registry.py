@@ -17,6 +17,7 @@ from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import listed_policies, load_policy, plugins
 
 PLUGIN = """
+import dataclasses
 import torch
 from specstop.policies.contract import StopPolicy
 
@@ -30,6 +31,14 @@ class Even(StopPolicy):
 
 def nothing():
     return 5
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(StopPolicy):
+    max_depth: int = 4
+    def keep(self, step, state):
+        return step.alive, state
+    def limited(self, depth):
+        return dataclasses.replace(self, max_depth=min(self.max_depth, depth))
 """
 
 
@@ -82,14 +91,14 @@ def test_a_good_spec_is_its_policy(spec: str, kind: type[StopPolicy], attributes
         ("", "unknown policy ''"),
         ("fixed:four", "expected a number after the colon, not 'four'"),
         ("fixed:", "expected a number after the colon, not ''"),
-        ("fixed:-1", "length of 0 or more, not -1"),
+        ("fixed:-1", "length a whole number of 0 or more, not -1"),
         ("fixed:2.5", "length"),
         ("fixed:nan", "length"),
         ("fixed:inf", "length"),
         ("fixed?length=two", "fixed"),
         ("confidence:1.5", "between 0 and 1"),
         ("confidence:nan", "between 0 and 1"),
-        ("confidence:0.4?max_depth=0", "max_depth of 1 or more"),
+        ("confidence:0.4?max_depth=0", "max_depth a whole number of 1 or more"),
         ("confidence?max_depth=2.5", "max_depth"),
         ("confidence?treshold=0.4", "unexpected .*'treshold'; it takes threshold, max_depth"),
         ("confidence?threshold", "expected key=value after the question mark, not 'threshold'"),
@@ -120,6 +129,14 @@ def test_a_plugin_is_listed_without_importing_it_and_loaded_on_use(plugin: str) 
     policy = load_policy("even?length=6&label=mine")
     assert (policy.max_depth, policy.name) == (6, "mine")
     assert load_policy("even").max_depth == 2
+
+
+def test_a_plugin_that_cannot_be_written_to_is_called_as_the_user_did(
+    plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(monkeypatch, frozen="even_plugin:Frozen")
+    policy = load_policy("frozen?max_depth=3")
+    assert (policy.max_depth, policy.shown_name, policy.limited(2).max_depth) == (3, "frozen?max_depth=3", 2)
 
 
 @pytest.mark.parametrize(
