@@ -169,7 +169,7 @@ class Header:
         """
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
         if not is_text(json.dumps(raw, ensure_ascii=False)):
             raise TraceError(f"{where}: the header has {HALF}")

@@ -36,9 +36,9 @@ def test_a_header_without_one_of_its_fields_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "7", b"\xff\xfe", json.dumps({**json.loads(HEADER.to_json()), "colour": 1}),
+    "text", ["{", "[" * 100_000, "[]", "7", b"\xff\xfe", json.dumps({**json.loads(HEADER.to_json()), "colour": 1}),
              json.dumps({**json.loads(HEADER.to_json()), "eos": 5})],
-    ids=["broken", "list", "number", "bytes", "unknown field", "mangled field"],
+    ids=["broken", "deep", "list", "number", "bytes", "unknown field", "mangled field"],
 )  # fmt: skip
 def test_what_is_no_header_is_refused(text: str | bytes) -> None:
     with pytest.raises(TraceError, match="here"):
