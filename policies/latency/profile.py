@@ -21,7 +21,13 @@ from .costs import Costs
 from .estimate import DECISIONS, VERIFY, check, decisions, estimate
 from .measurements import Measurements, Timings
 from .noise import Noise, judge
-from .tables import MOST_S, Price, read_price, read_table
+from .tables import (
+    MOST_S,
+    CostTable as CostTable,  # types of inherited fields are looked up here
+    Price,
+    read_price,
+    read_table,
+)
 
 Array = np.ndarray[Any, Any]
 
