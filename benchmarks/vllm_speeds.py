@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
-from vllm_bench import SIZES, Bench
+from vllm_bench import SIZES, TOKENS, Bench
 from vllm_engine import Engine, engines, ours, theirs
 from vllm_traces import achievable
 
 LENGTHS = (1, 2, 3, 4, 5)
-AT_FIRST = 16, 32
+AT_FIRST = 16, 48
 """Prompts of the first pass, and tokens of each."""
 
-PROMPTS, TOKENS = 24, 64
+PROMPTS = 24
 """Of a round."""
 
 KEPT = {"draft_model": 1, "ngram": 1, "ours fixed": 2}

@@ -22,8 +22,10 @@ from ...policies.contract import (
     checked_select,
     checked_start,
 )
+from ...policies.features import Layout
 from ...policies.features.history import History
 from ..policy.runner import tell_failed
+from ..topology import chain
 
 
 class Asking:
@@ -40,6 +42,8 @@ class Asking:
     Attributes:
         policy: the one that is asked.
         first, trims, selects: of it; `selects` whether it chooses among what was drafted.
+        layout, topology: of its features, and the chain that is drafted.
+        listens: it is told what came of drafts, or reads features of it.
         history: of the rows of the step.
     """
 
@@ -58,8 +62,10 @@ class Asking:
     def _use(self, policy: StopPolicy) -> None:
         self.policy = policy
         self.first, self.trims, self.depth = policy.first, policy.trims, min(policy.max_depth, self._depth)
+        self.layout, self.topology = Layout(policy.features), chain(self.depth)
         self.selects = type(policy).select is not StopPolicy.select
         self._observes = type(policy).observe is not StopPolicy.observe
+        self.listens = self._observes or bool(self.layout.history)
 
     def _store(self, rows: Array, found: State) -> None:
         """Keep the state of rows [n] until they are wanted again."""

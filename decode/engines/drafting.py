@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
-from ...policies.features import Drawn, Layout
+from ...policies.features import Drawn
 from ...policies.latency.profile import Profile
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
-from ..topology import chain
 from .asking import Asking
 from .rounds import Heard, Observer, Sent
 from .rows import Placed, Rows
@@ -125,7 +124,7 @@ class Drafting:
         """
         begin = time.perf_counter()
         # By the whole draft and a token of the target's at most.
-        grown = np.array([1 if sent is None else len(sent.tokens) + 1 for sent in self._waits])
+        grown = [1 if sent is None else len(sent.tokens) + 1 for sent in self._waits]
         placed = self._rows.place(texts, grown, names)
         self._hear([one for one in placed if one is not None and one.same], begin)
         known: Sequence[str | None] = [None] * len(texts) if names is None else names
@@ -155,7 +154,7 @@ class Drafting:
         seconds = [now - one.sent.began_s for one in heard]
         if self._observer is not None and heard:
             self._observer.heard(heard, seconds)
-        if heard:
+        if heard and self.asking.listens:
             self._tell(heard, np.array(seconds))
 
     def _tell(self, heard: Sequence[Heard], seconds: Array) -> None:
@@ -203,12 +202,12 @@ class Drafting:
         asking, observer = self.asking, self._observer
 
         def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
-            if observer is not None:
-                observer.level(depth, here[at], logits, drawn)
+            assert observer is not None
+            observer.level(depth, here[at], logits, drawn)
 
         source = Chains(
-            self._draft, Layout(asking.policy.features), rows, unread, anchors, chain(asking.depth),
-            self.options.temperature, self._eos, look,
+            self._draft, asking.layout, rows, unread, anchors, asking.topology,
+            self.options.temperature, self._eos, look if observer is not None else None,
         )  # fmt: skip
         self._watch.restart()
         self._watch.wrap(source, {"step": "policy"})

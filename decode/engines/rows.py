@@ -55,12 +55,14 @@ class Rows:
         """Return the tokens of a row, [length] int32."""
         return self._text[row, : self.length[row]]
 
-    def place(self, texts: Sequence[Array], grown: Array, names: Sequence[str] | None = None) -> list[Placed | None]:
+    def place(
+        self, texts: Sequence[Array], grown: Sequence[int], names: Sequence[str] | None = None
+    ) -> list[Placed | None]:
         """Find the rows of the requests of a step, and take in what their texts have grown by.
 
         Args:
             texts: by place, each [n] whole numbers, at least one.
-            grown: [R] int64, by how much the text of a row can have grown since it was last seen: without names, a text that
+            grown: [R], by how much the text of a row can have grown since it was last seen: without names, a text that
                 has grown by more is another one that begins with the same tokens.
             names: of the requests, where they are known.
 
@@ -70,9 +72,19 @@ class Rows:
         self._step += 1
         rows = self._by_tokens(texts, grown) if names is None else self._by_name(texts, names)
         same = [row >= 0 for row in rows]
+        if not all(same):
+            self._give(rows, names)
+        self._at = rows
+        return [
+            self._take_in(row, text, goes_on) if row >= 0 else None
+            for row, text, goes_on in zip(rows, texts, same, strict=True)
+        ]
+
+    def _give(self, rows: list[int], names: Sequence[str] | None) -> None:
+        """Give rows to those that have none, in place, while there are any."""
         # Taken from the end: the one that was not seen for longest, as a request that was left out may be back. Attention
         # reads all rows up to the last one in use, so it is one of the first 2 n for n requests while there are any.
-        most = 2 * max(2, len(texts))
+        most = 2 * max(2, len(rows))
         free = sorted(
             set(range(len(self.length))).difference(rows),
             key=lambda row: (row >= most, int(self.seen[row]), row),
@@ -85,23 +97,18 @@ class Rows:
         for at, row in enumerate(rows):
             if row < 0 and free:
                 rows[at] = free.pop()
-        self._at = rows
         if names is not None:
             # A name stays with its row until another request takes that: a preempted one may come back.
             taken = set(rows)
             self._named = {name: row for name, row in self._named.items() if row not in taken}
             self._named |= {name: row for name, row in zip(names, rows, strict=True) if row >= 0}
-        return [
-            self._take_in(row, text, goes_on) if row >= 0 else None
-            for row, text, goes_on in zip(rows, texts, same, strict=True)
-        ]
 
     def _by_name(self, texts: Sequence[Array], names: Sequence[str]) -> list[int]:
         """Return the row of each text, -1 for those that go on no row of their name."""
         rows = [self._named.get(name, -1) for name in names]
         return [row if row >= 0 and self._goes_on(row, text) else -1 for row, text in zip(rows, texts, strict=True)]
 
-    def _by_tokens(self, texts: Sequence[Array], grown: Array) -> list[int]:
+    def _by_tokens(self, texts: Sequence[Array], grown: Sequence[int]) -> list[int]:
         """Return the row of each text, -1 for those that go on no row; a row at its old place is looked at first."""
         rows, free = [-1] * len(texts), set(range(len(self.length)))
 
@@ -141,4 +148,4 @@ class Rows:
             self._text = wider
         self._text[row, kept : len(text)] = text[kept:]
         self.length[row], self.seen[row] = len(text), self._step
-        return Placed(row, same, kept, [int(token) for token in text[kept:]])
+        return Placed(row, same, kept, text[kept:].tolist())

@@ -5,6 +5,7 @@ An engine verifies; what it does not pass on (the target's rows and states, the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, DraftTree
-from ...policies.features import Columns, Drawn, Layout
+from ...policies.features import Drawn, Layout
 from ...policies.features.history import History
 from ..candidates import shown_tree
 from ..policy.summaries import read_columns
 from ..topology import Topology
+from ..verify.noise import best_of_rows
 
 Look = Callable[[int, Array, Tensor, Drawn], None]
 """Shown each depth: the depth, the streams [R] that drew there, the draft's logits [R, V], and the tokens drawn."""
@@ -68,8 +70,7 @@ class Chains:
     ) -> None:
         self.topology, self._draft, self._rows, self._unread = topology, draft, rows, unread
         self._layout, self._anchors, self._temperature, self._look = layout, anchors, temperature, look
-        self._ends = np.array(sorted(eos), dtype=np.int64)
-        self._columns = Columns(layout.node, layout.node_at)
+        self._ends, self._columns = eos, layout.node_columns
         self.tokens = np.full((len(rows), topology.deepest), -1, dtype=np.int64)
         self.backlog = np.array([len(tokens) for tokens in unread], dtype=np.int64)
         self._path = np.zeros(len(rows))
@@ -85,24 +86,27 @@ class Chains:
         places = at.tolist()
         fed = [self._unread[i] for i in places] if depth == 0 else self.tokens[at, depth - 1 : depth].tolist()
         logits = self._draft.read([self._rows[i] for i in places], fed)
-        best, likeliest = logits.max(-1)
-        known = torch.isfinite(best).cpu().numpy()
-        token = likeliest.cpu().numpy()
-        if not known.all():  # a lookup may know of no token, a broken model of none that can be compared
-            at, token, logits = at[known], token[known], logits[torch.from_numpy(known).to(logits.device)]
+        likeliest = best_of_rows(logits)
+        best, token = logits.gather(-1, likeliest[:, None])[:, 0], likeliest.cpu().numpy()
+        if not math.isfinite(float(best.sum())):  # a lookup may know of no token, a broken model of none to compare
+            known = torch.isfinite(best)
+            at, token, logits = at[known.cpu().numpy()], token[known.cpu().numpy()], logits[known]
         self.tokens[at, depth] = token
         if len(at):
             self._note(depth, at, logits, token)
         drawn = np.zeros_like(feeding)
         drawn[at] = True
-        if not np.isin(token, self._ends).any():
+        ended = [place for place, one in zip(at.tolist(), token.tolist(), strict=True) if one in self._ends]
+        if not ended:
             return drawn, drawn
         going = drawn.copy()
-        going[at, 0] = ~np.isin(token, self._ends)
+        going[ended] = False
         return drawn, going
 
     def _note(self, depth: int, at: Array, logits: Tensor, token: Array) -> None:
         """Keep what tokens were drawn from until the policy is asked about them."""
+        if not self._layout.node and self._look is None:
+            return
         count = len(at)
         # A `features.summary.Token` each: row, id, parent, rank 0 of 1 sibling, depth.
         ids = np.zeros((count, 6), dtype=np.int64)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from ...policies.checking import check_policy
 from ...policies.contract import Array, RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Columns, Drawn
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn
 from ...policies.features.history import History
 from ...policies.storage.registry import load_policy
 from ..policy.reader import Reader, draft_step
@@ -63,7 +63,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
         self._reader = Reader(self.policy)
         layout = self._reader.layout
-        self._columns = Columns(layout.node, layout.node_at)
+        self._columns = layout.node_columns
         known = (*RUN_FEATURES, *TOKEN_FEATURES)
         unknown = [*self.policy.hidden, *(name for name in layout.anchor if name not in known)]
         if temperature > 0:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.features import Columns, Drawn, Layout
+from ...policies.features import Drawn, Layout
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import History
 from ...policies.features.summary import Token
@@ -103,8 +103,7 @@ class Reader:
     def __init__(self, policy: StopPolicy, widths: Mapping[str, int] | None = None, streams: int = 1) -> None:
         self.policy, self._streams = policy, streams
         self.layout = Layout(policy.features)
-        self._columns = Columns(self.layout.node, self.layout.node_at)
-        self._anchor = Columns(self.layout.anchor, self.layout.anchor_at)
+        self._columns, self._anchor = self.layout.node_columns, self.layout.anchor_columns
         self.follows_path = self._columns.plan.path
         self.reads_target = bool(self.layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._looks = bool(self.layout.node or policy.hidden)

@@ -111,6 +111,7 @@ class Layout:
         names: all of them, in the policy's order.
         anchor, node, history: names of that kind, in the same order (`node` = PRE and POST).
         anchor_at, node_at: their columns.
+        anchor_columns, node_columns: what computes them.
         history_at, history_columns: [n] int64, theirs, and where they stand in `History.record`.
     """
 
@@ -124,6 +125,7 @@ class Layout:
         self.anchor = tuple(names[i] for i in anchor_at)
         self.history = tuple(names[i] for i in history_at)
         self.anchor_at, self.node_at = anchor_at, node_at
+        self.anchor_columns, self.node_columns = Columns(self.anchor, anchor_at), Columns(self.node, node_at)
         self.history_at = np.array(history_at, dtype=np.int64)
         self.history_columns = history_columns(self.history)
 

@@ -11,8 +11,8 @@ def texts(*rows: list[int]) -> list[np.ndarray]:
     return [np.array(row, dtype=np.int32) for row in rows]
 
 
-def grown(count: int, by: int = 9) -> np.ndarray:
-    return np.full(count, by)
+def grown(count: int, by: int = 9) -> list[int]:
+    return [by] * count
 
 
 def test_a_request_that_moves_keeps_its_row() -> None:
