@@ -39,7 +39,8 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
-from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import AnyFork, Derived, Threshold
 from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.registry import BUILTINS, load_policy
 

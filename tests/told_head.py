@@ -9,7 +9,7 @@ import numpy as np
 from specstop.policies.contract import DraftStep
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Rule
+from specstop.policies.rules.base import Rule
 
 Array = np.ndarray[Any, Any]
 

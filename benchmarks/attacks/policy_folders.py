@@ -27,7 +27,8 @@ from specstop.policies.heads.build import build_head, with_ranges
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import AnyFork, Derived, Threshold
 from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.storage.safe_loading import digest
 

@@ -13,7 +13,8 @@ from ..errors import InputError, PolicyError
 from ..kernels import on_first_use
 from ..latency.profile import Profile
 from ..learned.policy import LearnedPolicy
-from ..rules.chains import BatchRule, Rule
+from ..rules.base import Rule
+from ..rules.chains import BatchRule
 from .grid import Grid, Grids, draft_steps_s, drafting_s, grids_of
 from .groups import Batches, batches_of
 
@@ -80,21 +81,11 @@ class BatchStop(LearnedPolicy):
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
         self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name))
-        self.unasked = self._without_decisions()
         self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
         self._means: Array = np.cumprod(self._acceptance)
         self._rates: dict[tuple[int, int], Array] = {}
         self._pays: dict[tuple[int, int], bool] = {}
         self._shares: dict[tuple[int, int], Array] = {}
-
-    def _without_decisions(self) -> dict[int, int]:
-        """Return the lengths of the rule by every number of streams: those of the next larger size that was settled."""
-        lengths, out = dict(self.rule.lengths), dict[int, int]()
-        settled = sorted({*lengths, *(size for size, _ in self.rule.rates)})
-        for below, size in zip([0, *settled], settled, strict=False):
-            if size in lengths:
-                out |= dict.fromkeys(range(below + 1, size + 1), lengths[size])
-        return out
 
     @property
     def cost_name(self) -> str:

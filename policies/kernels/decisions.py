@@ -86,7 +86,7 @@ def decide(
             found[1, s, b] = chance
             found[2, s, b] = _calibrated(scores[r, 1], next_scale, next_)
             r += 1
-            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]  # 3 = `rules.chains.GAIN`
+            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]  # 3 = `rules.base.GAIN`
             kept[s, b] = value > least or (value == least and not strict)  # never at NaN
             any_passes = any_passes or kept[s, b]
         if together and any_passes:

@@ -10,7 +10,8 @@ from ..contract import DraftStep, State
 from ..errors import PolicyError
 from ..features import Kind, feature
 from ..heads.build import Head
-from ..rules.chains import Continuation, Rule
+from ..rules.base import Rule
+from ..rules.chains import Continuation
 from .calibration import Array, Calibrator
 from .policy import Facts, LearnedPolicy
 

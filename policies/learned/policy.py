@@ -12,7 +12,7 @@ import numpy as np
 from ..contract import DraftStep, State, StopPolicy
 from ..heads.base import NO_HIDDEN, Hidden
 from ..heads.build import Head
-from ..rules.chains import Rule
+from ..rules.base import Rule
 from .calibration import NO_PIECES, Array, Calibrator, kernels
 from .survival import SurvivalMaps
 
@@ -80,7 +80,7 @@ class LearnedPolicy(StopPolicy):
     ) -> None:
         self.name, self.features = name, tuple(features)
         self.head, self.accept, self.next, self.rule = head, accept, next_, rule
-        self.first, self.max_depth = rule.first, max_depth
+        self.first, self.max_depth, self.unasked = rule.first, max_depth, rule.unasked()
         self.facts = facts or Facts()
         self.survival = survival
         self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)

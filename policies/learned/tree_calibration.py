@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import PolicyError
-from ..rules.trees import Array, kernels
-from .calibration import Calibrator
+from ..rules.trees import kernels
+from .calibration import Array, Calibrator
 
 
 class PathCalibrator(Calibrator):

@@ -11,7 +11,7 @@ from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from ..errors import PolicyError
 from ..heads.base import NO_HIDDEN, Hidden
 from ..heads.build import Head
-from ..rules.chains import Rule
+from ..rules.base import Rule
 from ..rules.trees import TreeRule, kernels
 from .policy import Facts, LearnedPolicy
 from .tree_calibration import PathCalibrator
@@ -44,7 +44,7 @@ class TreeGain(LearnedPolicy):
     reads_seconds: ClassVar[bool] = False
     accept: PathCalibrator
     next: PathCalibrator
-    rule: TreeRule  # type: ignore[assignment]  # asked of whole levels, not of single branches
+    rule: TreeRule
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class TreeGain(LearnedPolicy):
     ) -> None:
         if not isinstance(rule, TreeRule) or not all(isinstance(c, PathCalibrator) for c in (accept, next_)):
             raise PolicyError("a tree policy has the rule gain and calibrations of paths")
-        super().__init__(name, features, head, accept, next_, cast(Rule, rule), max_depth, facts)
+        super().__init__(name, features, head, accept, next_, rule, max_depth, facts)
         if self.hidden:
             raise PolicyError(f"{name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
         self._maps: dict[tuple[int, int], Array] = {}
 
-    def with_rule(self, rule: Rule | TreeRule) -> TreeGain:
+    def with_rule(self, rule: Rule) -> TreeGain:
         """Return this policy under other prices."""
         parts = (self.name, self.features, self.head, self.accept, self.next)
         return TreeGain(*parts, cast(TreeRule, rule), self.max_depth, self.facts)

@@ -11,36 +11,9 @@ import numpy as np
 
 from ..baselines.scores import check_whole
 from ..errors import PolicyError
-from ..latency.batch import MOST_STREAMS
 from ..learned.calibration import Array
+from .base import ACCEPT, GAIN, SURVIVAL, Lengths, Rule, checked_lengths
 from .trees import TreeRule
-
-SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
-"""What a rule compares with its threshold; see `kernels.decisions.decide`."""
-
-
-class Rule:
-    """Says which branches to draft further: those that pass a threshold.
-
-    Attributes:
-        kind: its name.
-        first: depth of the first decision.
-        by: what is compared.
-        strict: only what is above the threshold passes, not what equals it.
-        together: all branches of a stream pass if one of them does.
-        levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds.
-    """
-
-    kind: str
-    first: int = 1
-    by: int = SURVIVAL
-    strict: bool = False
-    together: bool = False
-    levels: tuple[Array, ...] = (np.zeros(1),)  # void where the policy itself compares, or another kernel
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule as it is saved."""
-        raise NotImplementedError
 
 
 class Threshold(Rule):
@@ -84,11 +57,12 @@ class Derived(Rule):
         thresholds: tau_0 .. tau_{K-1}.
         first: depth of the first decision: 0 to decide before drafting too; a decision saved is time saved where the first
             tokens are nearly always worth drafting. S_j then counts from x_first on, and the thresholds with it.
+        lengths: see `Rule`. The thresholds are those of one stream; in a batch a draft step is shared.
     """
 
     kind, by, strict = "derived", GAIN, True
 
-    def __init__(self, thresholds: Sequence[float], first: int = 0) -> None:
+    def __init__(self, thresholds: Sequence[float], first: int = 0, lengths: Lengths = ()) -> None:
         if not thresholds or not all(t == t for t in thresholds):  # NaN is not equal to itself
             raise PolicyError("rule derived: expected one number for each depth")
         if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
@@ -96,10 +70,12 @@ class Derived(Rule):
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
         self.levels = tuple(np.array([t]) for t in self.thresholds)
+        self.lengths = checked_lengths(self.kind, lengths)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
-        return {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
+        told: dict[str, Any] = {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
+        return told | ({"lengths": [list(pair) for pair in self.lengths]} if self.lengths else {})
 
 
 class Continuation(Rule):
@@ -139,8 +115,7 @@ class BatchRule(Rule):
         rates: (streams, times) rising, what the policy's own rate in a batch of so many streams is of the best fixed
             length's; as that one where there are none.
         first: depth of the first decision: so many tokens are drafted without one. 0 leaves plain decoding as a choice.
-        lengths: (streams, tokens) rising, of the sizes at which decisions cost more than they gain: so many tokens are
-            drafted there, and nothing is decided.
+        lengths: see `Rule`; at the other sizes of `rates` it decides.
     """
 
     kind = "batch"
@@ -150,7 +125,7 @@ class BatchRule(Rule):
         send: str = "best",
         rates: Sequence[tuple[int, float]] = (),
         first: int = 0,
-        lengths: Sequence[tuple[int, int]] = (),
+        lengths: Lengths = (),
     ) -> None:
         self.first = check_whole("rule batch", "first", first, 0)
         if send not in ("best", "all"):
@@ -160,13 +135,12 @@ class BatchRule(Rule):
         sizes = [streams for streams, _ in self.rates]
         if sizes != sorted({n for n in sizes if n > 0}) or not all(0.0 < times < math.inf for _, times in self.rates):
             raise PolicyError(f"rule batch: expected rates as [streams, times] with streams rising, not {rates!r:.80}")
-        self.lengths = tuple((int(streams), int(tokens)) for streams, tokens in lengths)
-        short = [streams for streams, _ in self.lengths]
-        if short != sorted({n for n in short if 0 < n <= MOST_STREAMS}) or any(t < 0 for _, t in self.lengths):
-            raise PolicyError(
-                f"rule batch: expected lengths as [streams up to {MOST_STREAMS}, tokens] with streams rising, not "
-                f"{lengths!r:.80}"
-            )
+        self.lengths = checked_lengths(self.kind, lengths)
+
+    def settled(self) -> dict[int, int | None]:
+        """See `Rule.settled`."""
+        every: dict[int, int | None] = {streams: None for streams, _ in self.rates}
+        return dict(sorted((every | dict(self.lengths)).items()))
 
     def times(self, streams: Array) -> Array:
         """Return [n] what the best fixed length's rate in batches of so many streams [n] is multiplied by."""
@@ -210,13 +184,13 @@ THRESHOLDED: dict[str, Callable[[float], Rule]] = {
 """The rules that a threshold is all of, by kind: `train` finds the one that replays fastest."""
 
 
-def build_rule(raw: Mapping[str, Any]) -> Rule | TreeRule:
+def build_rule(raw: Mapping[str, Any]) -> Rule:
     """Return the rule saved as `raw`; an unknown or mangled one is a `PolicyError`."""
     try:
         if raw["kind"] in THRESHOLDED:
             return THRESHOLDED[raw["kind"]](float(raw["threshold"]))
         if raw["kind"] == "derived":
-            return Derived([float(t) for t in raw["thresholds"]], raw["first"])
+            return Derived([float(t) for t in raw["thresholds"]], raw["first"], raw.get("lengths", ()))
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "batch":

@@ -13,8 +13,8 @@ import numpy as np
 from ..errors import PolicyError
 from ..kernels import on_first_use
 from ..latency.robust_fits import extended
+from .base import Array, Rule
 
-Array = np.ndarray[Any, Any]
 MOST_NODES = 64
 """Values that the price of a further node is worked out from: those of the best nodes."""
 
@@ -47,7 +47,7 @@ class LevelTable:
     decay: Array
 
 
-class TreeRule:
+class TreeRule(Rule):
     """Buys draft steps and verified nodes with expected tokens, at the policy's own rate rho.
 
     With s the survival of a node and n = `next`, its children of rank 0, 1, ... are expected to have survival s n, s f_1(n),

@@ -6,7 +6,8 @@ from head_tensors import NAMES, TENSORS, knots
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import Facts, LearnedPolicy
-from specstop.policies.rules.chains import Derived, Rule
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import Derived
 
 FACTS = Facts(
     0.7,

@@ -11,7 +11,8 @@ from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import AnyFork, Derived, Threshold
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 

@@ -17,6 +17,7 @@ from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
+from ..fit.tuning.batches import settle_lengths
 from ..fit.tuning.rates import is_priced, solve_rate
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
@@ -110,6 +111,7 @@ class Export:
         # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
         if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
+            policy = settle_lengths(policy, self.sides.fit, profile)
         return policy.limited(self.depth)
 
     def played(self, policy: StopPolicy) -> Rounds:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from ...policies.errors import InputError, close_match
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.chains import THRESHOLDED, Continuation, Derived, Rule, derived_thresholds
+from ...policies.rules.base import Rule
+from ...policies.rules.chains import THRESHOLDED, Continuation, Derived, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Rates, replayed_rates
-from .tuning.batches import settle_batch
+from .tuning.batches import settle_batch, settle_lengths
 from .tuning.rates import THRESHOLDS, solve_rate
 
 FINER = (-0.025, -0.0125, 0.0125, 0.025)
@@ -85,7 +86,8 @@ def ruled(
     """
     rates = rates or replayed_rates(arrays, profile)
     if kind == "derived":
-        return solve_rate(policy, arrays, profile, acceptance, rates=rates)
+        solved, rate = solve_rate(policy, arrays, profile, acceptance, rates=rates)
+        return settle_lengths(solved, arrays, profile), rate
     if kind == "batch":
         verification = arrays.header.verification
         # The rule looks ahead with `acceptance`, and the verification says whether drawn tokens may be left out.

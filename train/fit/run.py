@@ -44,6 +44,7 @@ from .plan import Plan, check_plan, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_rates
 from .trained import Trained, claimed, facts_of
+from .tuning.batches import settle_lengths
 from .tuning.rates import PRICED, best_of, fixed_grid, solve_rate
 
 PATH_FEATURES = ("path_logprob",)
@@ -246,6 +247,7 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
         return policy
     arrays = trace_arrays(traces, policy.features)
     settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
+    settled = settle_lengths(settled, arrays, profile)
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
     # The folder is written anew: files for retraining have to be handed over again.
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})

@@ -32,7 +32,8 @@ from ...policies.heads.specdec import MOST, STOP_THRESHOLD, unbiased
 from ...policies.learned.calibration import Calibrator
 from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
-from ...policies.rules.chains import AnyFork, Rule, Threshold
+from ...policies.rules.base import Rule
+from ...policies.rules.chains import AnyFork, Threshold
 from ...policies.storage.folder import DEEPEST, save_policy
 from .state_dicts import find_weights, read_state
 

@@ -12,7 +12,7 @@ from ...policies.baselines.scores import AtLeast
 from ...policies.contract import Array, StopPolicy
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.plugin_code import own
-from ...policies.rules.chains import Rule
+from ...policies.rules.base import Rule
 
 
 def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:

@@ -22,7 +22,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
-from ..fit.tuning.batches import settle_batch
+from ..fit.tuning.batches import settle_batch, settle_lengths
 from ..fit.tuning.rates import is_priced, solve_rate, tune_confidence
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
@@ -224,6 +224,7 @@ def _policies(
             note = "rho as saved, of another profile; give dense training traces to solve it for this one"
             if tuning is not None and replayable:
                 policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
+                policy = settle_lengths(policy, tuning, profile)
                 note = "rho solved for this profile on the training traces"
         if isinstance(policy, BatchStop):
             policy, note = _batch_policy(policy, tuning if replayable else None, profile)

@@ -19,7 +19,8 @@ from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.heads.specdec import unbiased
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import AnyFork, Derived, Rule, Threshold, build_rule
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import AnyFork, Derived, Threshold, build_rule
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
 from told_head import biased, kept_by

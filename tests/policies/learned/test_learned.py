@@ -19,7 +19,8 @@ from specstop.policies.files.atomic import STAGE_PREFIX, sha256
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Derived, Rule, Threshold
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import Derived, Threshold
 from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.policies.storage.safe_loading import digest
 from told_head import told_policy

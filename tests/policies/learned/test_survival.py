@@ -14,7 +14,8 @@ from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import Facts, LearnedPolicy
 from specstop.policies.learned.survival import KNOTS, SurvivalMaps, unchanged
-from specstop.policies.rules.chains import Derived, Rule, Threshold
+from specstop.policies.rules.base import Rule
+from specstop.policies.rules.chains import Derived, Threshold
 from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
 
 DEPTH = 4

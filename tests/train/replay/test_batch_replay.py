@@ -12,6 +12,7 @@ import pytest
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from joint_policies import batch_policy
+from learned_policies import learned
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Request, Settings, Speculator
@@ -27,10 +28,10 @@ from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
-from specstop.policies.rules.chains import BatchRule
+from specstop.policies.rules.chains import BatchRule, Derived
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.batches import batch_rate, settle_batch
+from specstop.train.fit.tuning.batches import batch_rate, settle_batch, settle_lengths
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
 from specstop.train.replay.bounds.batch import batch_bound
@@ -218,6 +219,30 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float
         ]
         assert played.seconds.sum() == pytest.approx(fixed[length].seconds.sum(), rel=EXACT)
         assert not played.log[:, COLUMNS.index("decisions")].any()
+
+
+def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
+    arrays: dict[float, TraceArrays], timed: Profile
+) -> None:
+    held, policy = arrays[0.7], learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
+    paid = timed.with_decisions({policy.cost_name: Price(1.0, 1.0, 1.0)})
+    settled = settle_lengths(policy, held, paid)
+    (alone, none), *lengths = settled.rule.lengths
+    assert (alone, none) == (1, None) and [size for size, _ in lengths] == [2, 4]
+    assert isinstance(settled.rule, Derived) and settled.rule.thresholds == policy.rule.thresholds
+    assert sorted(settled.unasked) == [2, 3, 4], "it was solved for one text"
+    for size, length in lengths:
+        played = replay_batch(held, settled, paid, size, at_once(held.sequences))
+        fixed = replay_batch(held, FixedLength(length), paid, size, at_once(held.sequences))
+        decided = played.log[:, COLUMNS.index("decisions")] > 0
+        streams = np.bincount(played.log[:, 0])[played.log[:, 0]]
+        assert not decided[streams > 1].any()
+        assert (played.log[streams > 1] == fixed.log[: (streams > 1).sum()]).all()
+    free = timed.with_decisions({policy.cost_name: 0.0})
+    never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
+    best = int(np.argmax([batch_rate(FixedLength(k), held, free, 4) for k in range(DEPTH + 1)]))
+    assert best == 1 or settle_lengths(never, held, free).unasked[4] == best
+    assert settle_lengths(policy, held, dataclasses.replace(timed, batch=None)) is policy
 
 
 def test_a_batch_of_one_is_replay_of_single_streams(arrays: dict[float, TraceArrays], profile: Profile) -> None:

@@ -1,4 +1,4 @@
-"""Settling the rule `batch`: what its decisions cost, and the rate that it reaches itself, by replayed batches."""
+"""What rules do in batches, settled by replaying some: the rates of the rule `batch`, and where nothing need be decided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
-from ....policies.rules.chains import BatchRule
+from ....policies.rules.chains import BatchRule, Derived
 from ...replay.arrivals import FULL, at_once, deal
 from ...replay.batch import COLUMNS, replay_batch
 from ...replay.traces.arrays import TraceArrays
@@ -56,6 +56,32 @@ def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -
     rates = [(size, times) for size, (_, times) in solved.items()]
     lengths = [(size, length) for size, (length, rate) in fixed.items() if solved[size][0] < (1.0 + CLEARLY) * rate]
     return for_batches(best, rule=BatchRule(made.send, rates, best.first, lengths))
+
+
+def settle_lengths(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -> LearnedPolicy:
+    """Return a policy of the derived rule that drafts a fixed length in batches of the sizes at which its decisions lose.
+
+    Its thresholds are those of one stream. What it gains by them at each batch size of the profile is replayed; where that
+    is nothing to speak of, the best fixed length of the size is drafted, and nothing is decided.
+
+    Args:
+        policy: of any rule; one of another kind comes back as it is.
+        arrays: training traces, never the evaluated ones.
+        profile: what rounds cost. Without batches there is nothing to settle.
+    """
+    rule = policy.rule
+    replayable = arrays.header.has_every_anchor and arrays.tree.is_chain
+    if not isinstance(rule, Derived) or profile.batch is None or not replayable:
+        return policy
+    lengths: dict[int, int | None] = {1: None}
+    for size in profile.batch.sizes:
+        if size > 1:
+            length, rate = _best_length(arrays, profile, size, policy.max_depth)
+            gains = batch_rate(policy, arrays, profile, size) >= (1.0 + CLEARLY) * rate
+            lengths[size] = None if gains else length
+    if set(lengths.values()) == {None}:
+        return policy
+    return policy.with_rule(Derived(rule.thresholds, rule.first, [*lengths.items()]))
 
 
 def _best_length(arrays: TraceArrays, profile: Profile, size: int, depth: int) -> tuple[int, float]:

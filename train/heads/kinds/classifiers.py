@@ -24,7 +24,7 @@ from ....policies.features import FEATURES
 from ....policies.heads.build import Head, build_head
 from ....policies.learned.calibration import Calibrator
 from ....policies.learned.policy import LearnedPolicy
-from ....policies.rules.chains import Rule
+from ....policies.rules.base import Rule
 from ..fitting import FitOptions, FitTask, fitter
 from ..head_specs import SCALAR_KINDS
 from ..rows import FitRows

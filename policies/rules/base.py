@@ -1,0 +1,72 @@
+"""What every stop rule says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import PolicyError
+from ..latency.batch import MOST_STREAMS
+
+Array = np.ndarray[Any, Any]
+
+SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
+"""What a rule compares with its threshold; see `kernels.decisions.decide`."""
+
+Lengths = Sequence[tuple[int, int | None]]
+"""(streams, tokens); see `Rule.lengths`."""
+
+
+class Rule:
+    """Says which branches to draft further: those that pass a threshold.
+
+    Attributes:
+        kind: its name.
+        first: depth of the first decision.
+        by: what is compared.
+        strict: only what is above the threshold passes, not what equals it.
+        together: all branches of a stream pass if one of them does.
+        levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds.
+        lengths: (streams, tokens) rising, of the batch sizes that were settled: where decisions cost more than they gain, so
+            many tokens are drafted and nothing is decided; None = the rule decides.
+    """
+
+    kind: str
+    first: int = 1
+    by: int = SURVIVAL
+    strict: bool = False
+    together: bool = False
+    levels: tuple[Array, ...] = (np.zeros(1),)  # void where the policy itself compares, or another kernel
+    lengths: tuple[tuple[int, int | None], ...] = ()
+
+    def settled(self) -> dict[int, int | None]:
+        """Return `lengths` by size, rising."""
+        return dict(self.lengths)
+
+    def unasked(self) -> dict[int, int]:
+        """Return the tokens drafted without a decision, by every number of streams: as at the next larger settled size."""
+        out, below = dict[int, int](), 0
+        for size, tokens in self.settled().items():
+            if tokens is not None:
+                out |= dict.fromkeys(range(below + 1, size + 1), tokens)
+            below = size
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        raise NotImplementedError
+
+
+def checked_lengths(kind: str, lengths: Lengths) -> tuple[tuple[int, int | None], ...]:
+    """Return `Rule.lengths` of a rule of this kind; a `PolicyError` says what is wrong with them."""
+    found = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
+    sizes = [streams for streams, _ in found]
+    rising = sizes == sorted({n for n in sizes if 0 < n <= MOST_STREAMS})
+    if not rising or any(tokens is not None and tokens < 0 for _, tokens in found):
+        raise PolicyError(
+            f"rule {kind}: expected lengths as [streams up to {MOST_STREAMS}, tokens] with streams rising, not "
+            f"{lengths!r:.80}"
+        )
+    return found
