@@ -46,8 +46,9 @@ class Exploring(StopPolicy):
         self.trims, self.carries, self.reads_clock = inner.trims, inner.carries, inner.reads_clock  # type: ignore[misc]
         self.reads_seconds = inner.reads_seconds  # type: ignore[misc]
         self.joint = inner.joint  # type: ignore[misc]
-        # From its deepest depth on the inner policy is not asked: this one must be, to end the rounds that do not explore.
-        self.max_depth, self.first = depth, min(inner.first, self.inner.max_depth)
+        # From its deepest depth on the inner policy is not asked, and in batches of some sizes nowhere: this one must be, to
+        # end the rounds that do not explore.
+        self.max_depth, self.first = depth, min(inner.first, self.inner.max_depth, *inner.unasked.values())
         self.name = inner.name
 
     def start(self, streams: int, keys: Array) -> State:
@@ -64,10 +65,17 @@ class Exploring(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Ask the policy, and overrule it in rounds that explore."""
         inner, keys, number = state
-        kept = np.zeros_like(step.alive)
-        if self.inner.first <= step.depth < self.inner.max_depth:
+        depth, length = step.depth, self._unasked(step)
+        if length is None and self.inner.first <= depth < self.inner.max_depth:
             kept, inner = checked_keep(self.inner, step, inner)
+        else:
+            kept = np.full_like(step.alive, depth < (self.inner.max_depth if length is None else length))
         return step.alive & (kept | self.explores(state)[:, None]), (inner, keys, number)
+
+    def _unasked(self, step: DraftStep) -> int | None:
+        """Return what the policy drafts without being asked, by how many streams share the round; None = it is asked."""
+        together = step.batch[step.batch >= 0]
+        return self.inner.unasked.get(int(np.count_nonzero(together == together[0]))) if len(together) else None
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Tell the policy, and count the round."""
