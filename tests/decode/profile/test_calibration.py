@@ -5,85 +5,57 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY
 from contract_policies import TEST_POLICIES
+from known_costs import (
+    DEPTH,
+    DRAFT,
+    EXACT,
+    FURTHER,
+    PROMPTS,
+    ROUND,
+    ROW,
+    SECOND,
+    STEP,
+    TARGET,
+    TICK,
+    known_clock,
+    ticking_clock,
+)
 from specstop.decode.loop import Settings, Speculator, Stopwatch
-from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.profile import CalibrationRun, add_decisions, loop_decisions, measure_decision, measure_profile
+from specstop.decode.profile import CalibrationRun, measure_profile
 from specstop.decode.profile.carry_over import MEMORY
-from specstop.decode.profile.decisions import decision_cases
-from specstop.decode.profile.measuring import Effort, measure
+from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.records import Generation
 from specstop.decode.verify.base import Turn
 from specstop.decode.verify.match import Match
-from specstop.decode.verify.sampling import Sampler
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.errors import InputError
-from specstop.policies.latency.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY, VERIFY, decisions
-from specstop.policies.latency.measurements import Measurements
+from specstop.policies.latency.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY, VERIFY
 from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.latency.tables import CostTable
 
-DEPTH = 4
 THRICE = Effort(repetitions=3)
-PROMPTS = [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]
-TICK = 1e-5
-EXACT = 1e-6  # sums and differences of a clock near 1 s
-STEP, ROUND, DRAFT, SECOND, FURTHER, TARGET, ROW = 3e-5, 2e-4, 1e-3, 3e-4, 2e-5, 4e-3, 1e-4
 
 
 @pytest.fixture
-def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """A clock that only known work moves; its second entry is the price of a token of context to the target."""
-    now = [0.0, 0.0]
-    read, call, commit = CachedModel.read, Sampler.__call__, ModelSource.commit
-
-    def timed_read(self: CachedModel, tokens: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
-        count = tokens.shape[1]
-        if self.model is pair.target:
-            now[0] += TARGET + ROW * count + now[1] * self.length
-        else:
-            now[0] += DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)
-        return read(self, tokens, *args, **more)
-
-    def timed_call(self: Sampler, *args: object) -> torch.Tensor:
-        now[0] += STEP
-        return call(self, *args)
-
-    def timed_commit(self: ModelSource, *args: Any) -> Any:
-        now[0] += ROUND
-        return commit(self, *args)
-
-    monkeypatch.setattr(Stopwatch, "now", lambda self: now[0])
-    monkeypatch.setattr(CachedModel, "read", timed_read)
-    monkeypatch.setattr(Sampler, "__call__", timed_call)
-    monkeypatch.setattr(ModelSource, "commit", timed_commit)
-    return now
+def clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    return known_clock(pair, monkeypatch)
 
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that goes on by `TICK` with each look at it, as a real one does however short the work."""
-    now = [0.0]
-
-    def look(self: Stopwatch) -> float:
-        now[0] += TICK
-        return now[0]
-
-    monkeypatch.setattr(Stopwatch, "now", look)
-    return now
+    return ticking_clock(monkeypatch)
 
 
 def test_a_stopwatch_adds_up_what_the_clock_says(ticking: list[float]) -> None:
@@ -234,67 +206,6 @@ def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
     assert max(counts.values()) - min(counts.values()) <= TWICE
 
 
-def price(timed: Measurements, policy: StopPolicy) -> Price:
-    return decisions(timed.pooled())[policy.cost_name]
-
-
-def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
-    for policy in (
-        Confidence(0.4),
-        TEST_POLICIES["from-anchor"],
-        TEST_POLICIES["trimming"],
-        TEST_POLICIES["reads-history"],
-        TEST_POLICIES["adaptive"],
-    ):
-        assert price(measure_decision(policy, VOCABULARY, 0.7), policy).each == pytest.approx(TICK)
-    slow = OnTheClock(DEPTH, ticking)
-    assert price(measure_decision(slow, VOCABULARY, 0.7), slow).each == pytest.approx(TICK + 5e-5)
-
-
-@pytest.mark.usefixtures("ticking")
-def test_without_a_model_a_round_is_priced_where_its_seconds_are_read(
-    profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    priced: list[int] = []
-    monkeypatch.setattr(Profile, "round_seconds", lambda self, context, *rest: priced.append(1) or np.zeros(1))
-    bandit = load_policy("bandit?arms=fixed:1,fixed:3,confidence:0.4")
-    for policy, is_priced in ((TEST_POLICIES["reads-history"], False), (Scripted(DEPTH), False), (bandit, True)):
-        priced.clear()
-        measure_decision(policy, VOCABULARY, 0.7, profile=profile)
-        assert bool(priced) == is_priced, policy.name
-
-
-class _FromDepth(StopPolicy):
-    """Asked from a depth on, where its state begins, as a learned policy's does."""
-
-    features, max_depth = ("top1",), 9
-
-    def __init__(self, first: int) -> None:
-        self.first = first
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        assert step.depth == self.first or state is not None
-        return step.alive & (step.features[..., 0] > 0.1), 1.0
-
-
-@pytest.mark.usefixtures("ticking")
-@pytest.mark.parametrize("first", [0, 1, 3])
-def test_a_decision_is_timed_where_the_policy_is_first_asked(first: int) -> None:
-    policy = _FromDepth(first)
-    assert price(measure_decision(policy, VOCABULARY, 0.7), policy).each == pytest.approx(TICK)
-
-
-def test_only_missing_decisions_are_measured(profile: Profile) -> None:
-    fixed = [FixedLength(k) for k in (0, 1, 9)]
-    assert add_decisions(profile, [Confidence(0.9), *fixed], VOCABULARY) == profile
-    more = add_decisions(profile, [*fixed, TEST_POLICIES["from-anchor"], Confidence(0.1)], VOCABULARY)
-    assert set(more.decision_s) - set(profile.decision_s) == {"from-anchor"}
-    assert more.decision_s["confidence"] == profile.decision_s["confidence"]
-    assert more.same_costs(profile.to_dict())
-    for policy in fixed:
-        assert policy.first == policy.max_depth, "a fixed length is never asked"
-
-
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [([], "at least one prompt"), ([[6, 7], []], "none empty"), ([[6] * 60], "no room for 80 new tokens")],
@@ -310,58 +221,6 @@ def test_the_record_is_plain_json(profile: Profile) -> None:
     assert Profile.from_dict(raw, "here") == profile
     assert CostTable(**{k: tuple(v) if isinstance(v, list) else v for k, v in raw["low"].items()}) == profile.low
     assert dataclasses.replace(profile, facts={}) != profile
-
-
-class OnTheClock(Scripted):
-    """Takes its time to decide, and to hear how a round went."""
-
-    def __init__(self, depth: int, now: list[float]) -> None:
-        super().__init__(depth)
-        self.now = now
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.now[0] += 5e-5
-        return super().keep(step, state)
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        self.now[0] += 2e-4
-        return super().observe(outcome, state)
-
-
-class _ByRow(OnTheClock):
-    """Takes its time for each stream that it is asked about."""
-
-    features = ("top1",)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        self.now[0] += 3e-5 * int(step.alive.sum())
-        return super().keep(step, state)
-
-
-def test_a_decision_about_streams_side_by_side_is_timed_without_a_model(ticking: list[float]) -> None:
-    policy = _ByRow(DEPTH, ticking)
-    found = price(measure_decision(policy, VOCABULARY, 0.7, streams=(1, 4)), policy)
-    assert (found.each, found.row) == pytest.approx((TICK + 8e-5, 3e-5))
-
-
-def test_decisions_of_a_batch_are_priced_by_their_rows(pair: Pair, clock: list[float]) -> None:
-    policy = _ByRow(DEPTH, clock)
-    settings = Settings(0.0, 40, DEPTH, ignore_eos=True)
-    cases = decision_cases(pair, [policy], PROMPTS, settings, sizes=(1, 3))
-    found = price(measure(cases, Effort(repetitions=4)), policy)
-    assert (found.each, found.opening, found.row) == pytest.approx((8e-5, 2e-4, 3e-5), abs=EXACT)
-
-
-def test_the_price_of_decisions_is_found_again(pair: Pair, clock: list[float]) -> None:
-    policy = OnTheClock(DEPTH, clock)
-    found = price(loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, DEPTH, ignore_eos=True)), policy)
-    assert (found.each, found.opening) == pytest.approx((5e-5, 2e-4), abs=EXACT)
-
-
-def test_one_count_of_decisions_is_priced_by_the_decision(pair: Pair, clock: list[float]) -> None:
-    policy = OnTheClock(1, clock)
-    found = price(loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, 1, ignore_eos=True)), policy)
-    assert (found.each, found.opening) == pytest.approx((2.5e-4, 0.0), abs=EXACT)
 
 
 def test_a_second_step_on_cold_caches_is_found_again(
