@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,12 @@ from ..errors import PolicyError
 
 
 def check_number(policy: str, name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return a parameter as a float; a `PolicyError` where it is no number between `low` and `high`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    """Return a parameter as a float; a `PolicyError` where it is no finite number between `low` and `high`."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not low <= value <= min(high, sys.float_info.max)
+    ):
         most = f"between {low:g} and {high:g}" if math.isfinite(high) else f"of {low:g} or more"
         raise PolicyError(f"{policy}: expected for {name} a number {most}, not {value!r}")
     return float(value)

@@ -155,6 +155,8 @@ def _of_spec(text: str, plain: bool) -> StopPolicy:
     if colon:
         if name not in BUILTINS:
             raise PolicyError(f"--policy: {text!r}: write the plugin's options as {name}?key=value")
+        if BUILTINS[name].value in arguments:
+            raise PolicyError(f"--policy: {text!r}: {BUILTINS[name].value} is given twice; give it once")
         arguments[BUILTINS[name].value] = number = _number(value)
         if isinstance(number, str):
             raise PolicyError(f"--policy: {text!r}: expected a number after the colon, not {value!r}")
@@ -230,6 +232,8 @@ def _arguments(query: str, text: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals or not key:
             raise PolicyError(f"--policy: {text!r}: expected key=value after the question mark, not {part!r}")
+        if key in arguments:
+            raise PolicyError(f"--policy: {text!r}: {key} is given twice; give it once")
         arguments[key] = _number(value)
     return arguments
 
